@@ -58,18 +58,20 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (twelve to seventeen minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
-	$(BIN)/python -m pytest -m "alone and not gpu" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+	$(BIN)/python -m pytest -m "alone and not gpu and not cluster" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
 	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py
 
 test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_process.py \
 	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_tensor_parallel.py \
-	    tests/process/engines/test_vllm_output.py \
+	    tests/process/engines/test_vllm_output.py tests/process/engines/test_vllm_recorded_plans.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
-test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; twenty minutes)
-	$(BIN)/python -m pytest tests/cluster -m cluster -o faulthandler_timeout=420
+# Two files at a time, because these tests mostly wait: for a lost node, a time limit, a requeued job.
+test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; ten to fifteen minutes)
+	$(BIN)/python -m pytest tests/cluster -m "cluster and not alone" -n 2 --dist loadfile -o faulthandler_timeout=420
+	$(BIN)/python -m pytest tests/cluster/test_node_start.py -m cluster
 	$(VLLM_VENV)/bin/python -m pytest tests/cluster/test_spanning_engines.py -o faulthandler_timeout=420
 
 check: $(VENV)/.dev ## Run format, lint, types and the fast tests (two minutes)

@@ -136,6 +136,7 @@ class Session:
         self._guardian: GuardianProcess | None = None
         self._tcp_endpoint = ""  # of this node's supervisor
         self._epoch = 0  # of the job's nodes; before they have met, the last one
+        self._request_name = ""  # see `JobNode.job`
         self._was_stopped = False  # by a signal
         self._client: Client
         self._supervisor: Handle
@@ -279,6 +280,7 @@ class Session:
             is_lead=environment.node_rank == 0 and not environment.nodes_may_change,
             nodes_may_change=environment.nodes_may_change,
             owns_keys=environment.nodes_may_change and not is_secret_file_named(),
+            torchrun_pid=0 if self._agent is None else self._agent.pid,
         )
         program = [sys.executable, "-m", "umbra.runtime.supervisor_host"]
         with self._owner_pidfd() as owner_pidfd:
@@ -360,6 +362,7 @@ class Session:
                 async for event in events:
                     if event["kind"] == "attached":
                         self._tcp_endpoint, self._epoch = event["tcp_endpoint"], event["epoch"]
+                        self._request_name = event["job"]
                         self._attached.set()
                     elif event["kind"] == "nodes":
                         self._epoch = event["epoch"]
@@ -394,6 +397,7 @@ class Session:
                 tcp_endpoint=self._tcp_endpoint,
                 key_digest=key_digest(CurveKeys.load(self._secret_file)),
                 epoch=self._epoch,
+                job=self._request_name,
             )
             nodes = (me,)
             if self._has_peers:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
+import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -25,9 +28,9 @@ from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, Super
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_links import JobLinks
-from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
+from umbra.runtime.cluster.job_nodes import JobNode, ranks_of, request_name
 from umbra.runtime.cluster.job_requests import JobRequests
-from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, RunNotice
+from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, SupervisorAddress
 from umbra.runtime.errors import (
     ActorDied,
     ActorNotFound,
@@ -86,6 +89,7 @@ class Supervisor:
             rank 0's, and the links to the others, then belong to an epoch.
         secret_file: path of the job's keys; "" for none.
         owns_keys: whether that file ends with the job, and no rank removes it.
+        torchrun_pid: of the agent that starts this node's ranks; 0 for none.
     """
 
     def __init__(
@@ -98,22 +102,27 @@ class Supervisor:
         nodes_may_change: bool = False,
         secret_file: str = "",
         owns_keys: bool = False,
+        torchrun_pid: int = 0,
     ) -> None:
         self._node = node
         self._run_dir = run_dir
+        self._torchrun_pid = torchrun_pid
         self._is_lead = is_lead
         self._nodes_may_change = nodes_may_change
         self._tcp_endpoint = ""
         self._secret_file = secret_file
         self._owns_keys = owns_keys
         self._client = client
-        self._requests: JobRequests | None = None
-        self._looking: asyncio.Task[None] | None = None  # for requests
-        self._notice = contextlib.ExitStack()  # in the run directory
+        self._requests = None if run_dir is None else JobRequests(run_dir, self._act_on)
+        self._request_name = secrets.token_hex(8)  # see `JobNode.job`
+        self._waiting: JobRequest | None = None  # until the nodes have met again
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._loaded_pools: NodePools | None = None
         self._warm = WarmEngines(client)
         self._epoch = 0  # the last one that this node took part in
+        self._has_met = not nodes_may_change  # whether the nodes have, since the ranks were started
+        self._may_restart = False  # whether torchrun would start failed ranks again
+        self._is_stopped_for_good = False  # also for torchrun
         self._has_lost_node = False  # in this epoch
         self._round_id = ""  # of torchrun's rendezvous
         self._links = self._new_links()
@@ -159,7 +168,7 @@ class Supervisor:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """A rank's stream of events, open as long as the rank lives: its end is noticed here.
 
-        Events: {"kind": "attached", "tcp_endpoint", "epoch"}, {"kind": "failed", "message"},
+        Events: {"kind": "attached", "tcp_endpoint", "epoch", "job"}, {"kind": "failed", "message"},
         {"kind": "note", "text"}, {"kind": "signal", "number", "grace_s"}, {"kind": "nodes",
         "nodes", "epoch"}.
 
@@ -170,7 +179,10 @@ class Supervisor:
         if is_new_round and process_stat(pid) is None:
             return  # torchrun ends all ranks before the next round: it was a rank of an earlier one
         if incarnation > self._ranks.incarnation or is_new_round:
+            if self._is_stopped_for_good:
+                raise JobFailed("the job was stopped; torchrun is about to end")
             self._start_over(incarnation)
+        self._may_restart = may_restart
         self._round_id = round_id
         try:
             async with asyncio.timeout(_START_OVER_LIMIT_S):
@@ -180,7 +192,8 @@ class Supervisor:
                 f"actors of the ranks before their restart have not ended within "
                 f"{_START_OVER_LIMIT_S:.0f} s; see the supervisor's log"
             ) from None
-        me = self._ranks.add(rank, pid, tcp_endpoint=self._tcp_endpoint, epoch=self._epoch)
+        details = {"tcp_endpoint": self._tcp_endpoint, "epoch": self._epoch}
+        me = self._ranks.add(rank, pid, **details, job=self._request_name)
         # The supervisor notices its death before its peers can report broken connections.
         watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
         try:
@@ -208,6 +221,7 @@ class Supervisor:
             self._links.close()
             self._links = self._new_links()
             self._ranks.forget_nodes()
+            self._has_met = False
         if self._started_over.is_set():  # else the actors of an earlier restart are still ending
             self._started_over.clear()
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
@@ -330,17 +344,23 @@ class Supervisor:
         Raises:
             ActorNotFound: it is addressed to another job, or that has no such node.
         """
-        if self._requests is None:
-            raise ActorNotFound("the supervisor of rank 0's node takes requests to the job")
-        self._requests.take(from_wire(JobRequest, call))
+        self._act_on(from_wire(JobRequest, call))
 
     def _act_on(self, request: JobRequest) -> None:
-        if request.kind == "dump":
+        if request.job != self._request_name:
+            raise ActorNotFound(f"job {request.job} has ended; {self._request_name} is running")
+        if request.kind == "dump" and self._links.lead is None:
             writing = self._write_bundle(request.bundle, "umbra dump asked for this bundle")
             self._tasks.create_task(writing, name="bundle")
         elif request.kind == "drain":
             self._links.dismiss(self._links.find_generator(request.node), "")
+        elif self._nodes_may_change and not (self._has_met and len(self._ranks)):
+            self._waiting = request  # the other nodes cannot be reached until they meet again
+        elif self._links.lead is not None:
+            self._links.tell_lead({"kind": "request", "request": to_wire(request)})
         else:
+            self._is_stopped_for_good = True
+            self._links.tell({"kind": "stopped for good"})
             self.stop_job(request.number, request.grace_s)
 
     def stop_job(self, number: int, grace_s: float | None = None) -> None:
@@ -362,8 +382,10 @@ class Supervisor:
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
         incarnation = self._ranks.incarnation
         is_new = self._ranks.pass_on_signal("the supervisor", incarnation, number, grace_s)
-        if is_new and number == PREEMPT_SIGNAL and self._requests is not None:
-            self._requests.mark_preempted()
+        is_restart_prevented = self._ranks.has_failed and self._may_restart
+        if number == PREEMPT_SIGNAL and (is_new or is_restart_prevented):
+            assert self._requests is not None
+            self._tasks.create_task(self._requests.mark_preempted(), name="mark-preempted")
         if not len(self._ranks):
             self.over.set()
 
@@ -398,7 +420,9 @@ class Supervisor:
             )
         if len(self._ranks):
             return
-        if self._ranks.has_failed:
+        if self._is_stopped_for_good:
+            is_over = True
+        elif self._ranks.has_failed:
             is_over = not may_restart
         elif self._nodes_may_change and self._ranks.was_stopped:
             is_over = False  # torchrun stops ranks so, to start them again with another node
@@ -417,6 +441,7 @@ class Supervisor:
                 await first_of(self._ranks.attached, self.over)
         except TimeoutError:
             logger.info("no ranks for %g s: ending the engines", _WARM_LIMIT_S)
+            self._is_stopped_for_good = self._waiting is not None
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
@@ -451,27 +476,35 @@ class Supervisor:
         links, self._epoch, self._has_lost_node = self._links, epoch, False
         links.begin(parsed, node, epoch, self._tasks)
         if self._nodes_may_change:
-            self._set_lead(node == 0)
+            self._request_name = request_name(parsed)
+            await self._set_lead(node == 0)
             await self._warm.keep(self._actors.own())
         if links is self._links:  # else the ranks were started again meanwhile
             warm = [to_wire(spec) for spec in self._warm.specs()]
             await links.connect(warm, timeout_s, self._tasks)
         if links is self._links:
             self._ranks.tell_nodes(nodes, epoch)
+            self._has_met = True
+            if self._waiting is not None:
+                request, self._waiting = self._waiting, None
+                self._act_on(request)
 
-    def _set_lead(self, is_lead: bool) -> None:
+    async def _set_lead(self, is_lead: bool) -> None:
         """Takes the role of rank 0's node, or gives it up: the job is found at that node."""
-        if self._looking is not None:
-            self._looking.cancel()
-        self._notice.close()
-        self._requests = None
-        if not is_lead or self._run_dir is None:
+        if self._requests is None:
             return
-        node = self._node
-        requests = JobRequests(self._run_dir, node.node_id, node.socket_dir, self._act_on)
-        self._notice.enter_context(requests.posted(self._tcp_endpoint, self._secret_file))
-        self._looking = self._tasks.create_task(requests.look(), name="requests")
-        self._requests = requests
+        if not is_lead:
+            self._requests.is_lead = False
+            return
+        address = SupervisorAddress(
+            job=self._request_name,
+            node_id=self._node.node_id,
+            pid=os.getpid(),
+            socket_dir=str(self._node.socket_dir),
+            tcp_endpoint=self._tcp_endpoint,
+            secret_file=self._secret_file,
+        )
+        await self._requests.post(address)
 
     async def join(
         self, epoch: int, node: int, warm: list[dict[str, Any]]
@@ -492,6 +525,12 @@ class Supervisor:
                 self._job_stop.request()
                 sender = f"a process of node {node}"
                 self._ranks.pass_on_signal(sender, self._ranks.incarnation, number, grace_s)
+            case {"kind": "stopped for good"}:
+                self._is_stopped_for_good = True
+                if self._torchrun_pid and not len(self._ranks):
+                    self.over.set()
+            case {"kind": "request"}:
+                self._act_on(from_wire(JobRequest, event["request"]))
             case {"kind": "rank_lost", "rank": int(rank)}:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text)}:
@@ -573,35 +612,43 @@ class Supervisor:
 
     def _mark_interrupted(self) -> None:
         """Lets the launcher start the job again, unless the nodes meet again before it ends."""
-        if self._run_dir is not None:  # in a thread, as the file system may be lost as well
-            mark = asyncio.to_thread(RunNotice(self._run_dir).mark_preempted)
-            self._tasks.create_task(mark, name="mark-preempted")
+        if self._requests is not None:
+            self._tasks.create_task(self._requests.mark_preempted(), name="mark-preempted")
 
-    async def host_actor(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def host_actor(
+        self, epoch: int, spec: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `HostedActors.host`."""
+        await self._links.check_epoch(epoch)
         async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
             yield state
 
-    async def command_hosted(self, command: str, name: str, *arguments: Any) -> None:
+    async def command_hosted(self, epoch: int, command: str, name: str, *arguments: Any) -> None:
         """Called by the supervisor of another node; see `HostedActors.command`."""
+        await self._links.check_epoch(epoch)
         await self._actors.hosted.command(command, name, *arguments)
 
-    async def hold_ring(self, order: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def hold_ring(
+        self, epoch: int, order: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
         from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
 
+        await self._links.check_epoch(epoch)
         async with contextlib.aclosing(self._rings.hold(from_wire(RingOrder, order))) as states:
             async for state in states:
                 yield state
 
-    def dismiss_from_ring(self, key: str, engine: int) -> None:
+    async def dismiss_from_ring(self, epoch: int, key: str, engine: int) -> None:
         """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
+        await self._links.check_epoch(epoch)
         self._rings.dismiss(key, engine)
 
     def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
             return self._actors.start(spec, may_start)
-        return self._actors.start_on(node, self._links.supervisor_of(node), spec, may_start)
+        there, epoch = self._links.supervisor_of(node), self._links.epoch
+        return self._actors.start_on(node, there, epoch, spec, may_start)
 
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._all_pools():
@@ -644,14 +691,18 @@ class Supervisor:
 
     async def _end_warm(self, node: int, names: Sequence[str]) -> None:
         if node == 0:
-            await self.end_warm(list(names))
+            await self._end_own_warm(names)
             return
-        there = self._links.supervisor_of(node)
-        await there.call("end_warm", list(names), timeout_s=_START_OVER_LIMIT_S)
+        there, epoch = self._links.supervisor_of(node), self._links.epoch
+        await there.call("end_warm", epoch, list(names), timeout_s=_START_OVER_LIMIT_S)
 
-    async def end_warm(self, names: list[str]) -> None:
+    async def end_warm(self, epoch: int, names: list[str]) -> None:
         """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
         uses, and returns when their processes have ended."""
+        await self._links.check_epoch(epoch)
+        await self._end_own_warm(names)
+
+    async def _end_own_warm(self, names: Sequence[str]) -> None:
         for actor in self._warm.end(names):
             await actor.ended.wait()
             self._actors.forget(actor)
@@ -758,6 +809,7 @@ class Supervisor:
                     self._rings,
                     self._node.node_id,
                     lambda node_id: self._links.supervisor_at(node_id),
+                    lambda: self._links.epoch,
                 ),
                 self._warm_specs,
                 self._end_warm,
@@ -843,9 +895,10 @@ class Supervisor:
         """
         self._tcp_endpoint = tcp_endpoint
         try:
-            with self._notice:
-                await self._run_actors()
+            await self._run_actors()
         finally:
+            if self._requests is not None:
+                await self._requests.withdraw()
             self._context.destroy(linger=0)
             self._forget_keys()
 
@@ -853,7 +906,8 @@ class Supervisor:
         """Removes the file of keys on rank 0's node, unless the others may go on without it: if it
         is cut off, stopped, or its ranks have failed."""
         is_done = not (self._has_lost_node or self._ranks.has_failed or self._stopped_at)
-        if self._owns_keys and self._requests is not None and is_done:
+        is_lead = self._requests is not None and self._requests.is_lead
+        if self._owns_keys and is_lead and is_done:
             Path(self._secret_file).unlink(missing_ok=True)
 
     async def _run_actors(self) -> None:
@@ -862,11 +916,25 @@ class Supervisor:
             asyncio.TaskGroup() as self._tasks,
         ):
             async with self._actors.open():
-                if self._is_lead:
-                    self._set_lead(True)
-                await self.over.wait()
-                if self._looking is not None:
-                    self._looking.cancel()
+                await self._await_end()
             if self._loaded_pools is not None:
                 self._loaded_pools.close()
             await self._links.leave()
+
+    async def _await_end(self) -> None:
+        """Returns when the job is over. Torchrun is then ended, too, if it would start the ranks of
+        a job again that was stopped for good."""
+        if self._is_lead:
+            await self._set_lead(True)
+        looking = None
+        if self._requests is not None:
+            looking = self._tasks.create_task(self._requests.look(), name="requests")
+        await self.over.wait()
+        if looking is not None:
+            looking.cancel()
+        if self._is_stopped_for_good and self._may_restart and self._torchrun_pid:
+            logger.info("the job was stopped: ending torchrun (pid %d)", self._torchrun_pid)
+            try:
+                os.kill(self._torchrun_pid, signal.SIGTERM)
+            except OSError as error:  # it has ended, or belongs to another user
+                logger.warning("cannot end torchrun (pid %d): %s", self._torchrun_pid, error)

@@ -59,7 +59,7 @@ class SupervisorConfig:
     Attributes:
         log_dir: folder of this node's logs.
         run_dir: the run directory; "" on a node that only generates.
-        is_lead, nodes_may_change, owns_keys: see `Supervisor`.
+        is_lead, nodes_may_change, owns_keys, torchrun_pid: see `Supervisor`.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
     """
@@ -74,6 +74,7 @@ class SupervisorConfig:
     is_lead: bool = False
     nodes_may_change: bool = False
     owns_keys: bool = False
+    torchrun_pid: int = 0
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -114,6 +115,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             nodes_may_change=config.nodes_may_change,
             secret_file=config.secret_file,
             owns_keys=config.owns_keys,
+            torchrun_pid=config.torchrun_pid,
         )
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop_job, number)

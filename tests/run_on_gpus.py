@@ -38,6 +38,16 @@ PYTEST: Final = f"-m pytest {PLUGIN} -q -rA --durations=10 --tb=short -W default
 SGLANG_KERNELS: Final = {"attention_backend": "triton", "sampling_backend": "pytorch"}
 NO_GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"disable_cuda_graph": True})
 GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
+EAGER: Final = "{enforce_eager=true}"
+# vLLM starts in half the time.
+STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
+NO_SHORTCUTS: Final = (
+    ("NCCL_P2P_DISABLE", "1"),
+    ("NCCL_SHM_DISABLE", "1"),
+    ("NCCL_NET", "Socket"),
+    ("NCCL_SOCKET_IFNAME", "lo"),
+)
+# NCCL between two GPUs of one host uses sockets, as between hosts.
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
 END_LIMIT_S: Final = 12.0
@@ -99,6 +109,7 @@ JOBS: Final = {
     "embedded": tests_of(
         "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
     ),
+    "nccl": tests_of("", "tests/gpu/engines/test_nccl_links_gpu.py"),
     "contexts": tests_of("", "tests/gpu/engines/test_engine_contexts.py"),
     "trainer": tests_of(
         "",
@@ -114,6 +125,7 @@ JOBS: Final = {
     "sglang-memory": tests_of("sglang", f"{MEMORY} -k sglang"),
     "colocated": tests_of("vllm", "tests/gpu/engines/test_colocated_engines.py"),
     "vllm": tests_of("vllm", "tests/gpu/engines/test_vllm_gpu.py"),
+    "recorded-plans": tests_of("vllm", "tests/gpu/engines/test_recorded_plans_gpu.py"),
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
     "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
@@ -137,10 +149,15 @@ JOBS: Final = {
     "hybrid": training_run("--ranks 1"),
     "hybrid-of-two": training_run("--ranks 2 rollout.groups_per_step=32"),
     "hybrid-of-two-same-work": training_run("--ranks 2"),
-    "hybrid-of-two-killed": training_run("--ranks 2 --kill policy-0 rollout.groups_per_step=32"),
+    "hybrid-of-two-killed": training_run(f"--ranks 2 --kill policy-0 pool.engine_args={EAGER}", 16),
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
-    "standalone": training_run("--ranks 1 pool.mode=standalone rollout.max_staleness=2", 22),
+    "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
+    "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
+    "weights-elsewhere": Job(
+        arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200",
+        variables=NO_SHORTCUTS,
+    ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 

@@ -339,6 +339,7 @@ class SglangCore(AdapterCore):
                 f"SGLang's model lacks {len(names)} of the trainer's weights: "
                 f"{', '.join(names[:5])}"
             )
+        self.log_loading(report["way"] for report in reports)
         return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_orders import unpack_order, write_report
-from umbra.engines.shell.weight_coverage import WeightCoverage
-from umbra.engines.shell.weight_source import open_weights
+from umbra.engines.shell.loader_recording import LoaderRecording
+from umbra.engines.shell.planned_loading import PlannedLoading
+from umbra.engines.shell.weight_source import WeightSource, open_weights
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
+_loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
 
 
@@ -51,15 +54,38 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     """Raises WeightSyncError for a parameter that gets no value; reports weights that the model
     lacks."""
     device = next(model.parameters()).device
-    loader: Any = model
-    with (
-        open_weights(order["weights"], device, counts=order["counts"]) as source,
-        WeightCoverage(model) as coverage,
-    ):
-        loader.load_weights(coverage.watch(source.tensors()))
-    if getattr(model, "quant_config", None) is None:  # else parameters have other shapes
-        coverage.check_filled("SGLang")
-    return {"unread": coverage.unread(), "regions": source.regions}
+    if model not in _loaded:
+        loader = WatchedLoader(model)
+        _loaded[model] = loader, PlannedLoading(model, loader)
+    loader, loading = _loaded[model]
+    with open_weights(order["weights"], device, counts=order["counts"]) as source:
+        way = loading.load(source)
+        return {"unread": loader.unread, "regions": source.regions, "way": way}
+
+
+class WatchedLoader:
+    """SGLang's loader, which fills the parameters in place.
+
+    Attributes:
+        unread: names of tensors that the last recorded load has not read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self.unread: list[str] = []
+
+    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
+        with LoaderRecording(self._model) as recording:
+            self._model.load_weights(recording.watch(source.tensors()))
+        if getattr(self._model, "quant_config", None) is None:  # else parameters have other shapes
+            recording.check_filled("SGLang")
+        self.unread = recording.unread()
+        return recording, {}
+
+    def load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self._model.load_weights(tensors)
 
 
 def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:

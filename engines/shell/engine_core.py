@@ -10,6 +10,7 @@ docs/write-an-engine.md explains them method by method.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +166,20 @@ class PolledCore(Core):
 class AdapterCore(PolledCore):
     """The core of an adapter: its library loads weights by itself, mostly in worker processes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ways: set[str] = set()
+
     def show_stacks(self) -> None:
         """Makes the engine's processes write their stacks to the log, if they can."""
         return
+
+    def log_loading(self, ways: Iterable[str]) -> None:
+        """Logs how the workers, whose own logs may not show it, have loaded weights."""
+        for way in dict.fromkeys(ways):
+            level = logging.DEBUG if way in self._ways else logging.INFO
+            logger.log(level, "%s: %s", self.name, way)
+            self._ways.add(way)
 
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:

@@ -232,20 +232,17 @@ class VllmCore(AdapterCore):
         if self._settings.followers:
             path, nbytes = update["path"], update["nbytes"]
             update["paths"] = [path, *await self._followers.send_image(path, nbytes)]
-        await self.call(self._llm.start_weight_update())
-        update_info = {"description": update}
-        request = self.library.WeightTransferUpdateRequest(update_info=update_info)
+        loading = self._llm.collective_rpc("umbra_load", args=(update,))
         try:
-            await self.call(self._llm.update_weights(request))
+            reports: list[tuple[WorkerRegions, str]] = await self.call(loading)
         except EngineError:
             if self._settings.num_workers > 1:
                 # vLLM leaves the other workers' answers unread: every later call would get them.
                 self.died.set()
             raise
-        await self.call(self._llm.finish_weight_update())
         await self._load_adapters()
-        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
-        return regions
+        self.log_loading(way for _, way in reports)
+        return [regions for regions, _ in reports]
 
 
 def _memory_hint(text: str) -> str:

@@ -27,7 +27,6 @@ class VllmLibrary:
     MultiprocExecutor: Any
     RequestOutputKind: Any
     SamplingParams: Any
-    WeightTransferUpdateRequest: Any
     tokens_input: Any
 
     @classmethod
@@ -57,9 +56,6 @@ class VllmLibrary:
             MultiprocExecutor=module("v1.executor.multiproc_executor").MultiprocExecutor,
             RequestOutputKind=parameters.RequestOutputKind,
             SamplingParams=parameters.SamplingParams,
-            WeightTransferUpdateRequest=module(
-                "distributed.weight_transfer.base"
-            ).WeightTransferUpdateRequest,
             tokens_input=module("inputs").tokens_input,
         )
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.weight_source import Regions, open_weights
+from umbra.engines.shell.loader_recording import LoaderRecording
+from umbra.engines.shell.planned_loading import PlannedLoading
+from umbra.engines.shell.weight_source import Regions, WeightSource, open_weights
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
@@ -29,9 +32,22 @@ _factory: Any = importlib.import_module(
 _reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
 _layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
 
-_embedding: Any = importlib.import_module(
-    "vllm.model_executor.layers.vocab_parallel_embedding"
-).VocabParallelEmbedding
+_linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
+_vocab: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+_embedding: Any = _vocab.VocabParallelEmbedding
+_QuantizeMethod: Any = importlib.import_module(
+    "vllm.model_executor.layers.quantization.base_config"
+).QuantizeMethodBase
+_KEEPING: Final[frozenset[Any]] = frozenset(
+    (_linear.UnquantizedLinearMethod, _vocab.UnquantizedEmbeddingMethod)
+)  # change nothing after loading, except on the CPU
+_MADE_FOR_CPU: Final = ("cpu_linear", "_cpu_unpacked_conv_weight")  # from a layer's weight
+_meta: Any = importlib.import_module("vllm.model_executor.model_loader.reload.meta")
+_ATTENTION: Final[tuple[Any, ...]] = (
+    importlib.import_module("vllm.model_executor.layers.attention_layer_base").AttentionLayerBase,
+    importlib.import_module("vllm.model_executor.layers.attention").MMEncoderAttention,
+)
+_KEPT: Final[frozenset[str]] = frozenset(_meta.SKIP_TENSORS)  # layerwise reload leaves them alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,61 +62,38 @@ class UpdateInfo:
     description: dict[str, Any]
 
 
-class SourceTransferEngine(_base):
-    """Loads all weights at once: start, one update, finish.
+LoadReport = tuple[Regions, str]
 
-    `regions` is what the last update has read.
+
+class SourceTransferEngine(_base):
+    """Loads all weights at once, in `receive_weights`.
+
+    `report` is of the last update: the regions that it has read, and how it was loaded.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    regions: Regions = []  # noqa: RUF012 - never changed in place
-    _ties: dict[str, str] | None = None
+    report: LoadReport = ([], "")
+    _loading: PlannedLoading | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        if self._ties is None:  # found once: a failed update may leave the model half-loaded
-            self._ties = _ties(self.model)
-        self._forget_half_loaded()
-        _reload.initialize_layerwise_reload(self.model)
+        if self._loading is None:  # before the first update, which may leave the model half-loaded
+            loader = LayerwiseLoader(self.model, self.model_config)
+            self._loading = PlannedLoading(self.model, loader)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
+        assert self._loading is not None
         description = _on_this_node(update_info.description)
         with open_weights(description, self.device, counts=_is_first()) as source:
-            loaded: set[str] | None = self.model.load_weights(source.tensors())
-        self.regions = source.regions
-        self._check_complete(loaded)
-        if not self.model_config.quantization:
-            _check_whole(self.model)
+            way = self._loading.load(source)
+            self.report = source.regions, way
 
     def finish_weight_update(self) -> None:
-        _reload.finalize_layerwise_reload(self.model, self.model_config)
-        for name in self._ties or {}:
-            # Layerwise reload (0.32) leaves out layers that got their weights by a tie.
-            layer: Any = self.model.get_submodule(name.rpartition(".")[0])
-            if hasattr(layer, "quant_method"):
-                layer.quant_method.process_weights_after_loading(layer)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # others are time-sliced with this engine
-
-    def _check_complete(self, loaded: set[str] | None) -> None:
-        if loaded is None:  # the model's loader does not report what it loaded
-            return
-        names: list[str] = [name for name, _ in self.model.named_parameters()]
-        ties = self._ties or {}
-        missing = sorted(
-            _plain(name)
-            for name in names
-            if loaded.isdisjoint((_plain(name), _plain(ties.get(name, name))))
-        )
-        if missing:
-            raise WeightSyncError(
-                f"the trainer's weights do not fill {len(missing)} of vLLM's parameters: "
-                f"{', '.join(missing[:5])}"
-            )
+        pass
 
     def shutdown(self) -> None:
         pass
@@ -110,19 +103,186 @@ class SourceTransferEngine(_base):
         """Required by vLLM before 0.32; umbra's trainer publishes instead."""
         raise NotImplementedError
 
-    def _forget_half_loaded(self) -> None:
-        """Clears the tensors of a failed update, with which vLLM (0.32) would otherwise
-        continue."""
-        for layer in self.model.modules():
-            info: Any = _layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
+
+class LayerwiseLoader:
+    """vLLM's loader, in layerwise reload: it loads a layer into new memory, rebuilds there what is
+    derived from its weights, and copies the result to where the layer was.
+
+    It is recorded outside layerwise reload, except for layers that need it for certain.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._ties = _ties(model)
+
+    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
+        """Loads once, or again in layerwise reload if that may change what was loaded."""
+        self._restore()
+        found = {layer: _why_reloaded(layer) for layer in self._model.modules()}
+        reasons = {layer: reason for layer, reason in found.items() if reason}
+        recording = LoaderRecording(self._model)
+        try:
+            with recording, _processing_apart(recording):
+                self._load(list(reasons), recording.watch(source.tensors()), recording)
+        except WeightSyncError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a loader may refuse parameters in any way
+            reasons = {self._model: f"its loader failed: {type(error).__name__}: {error}"}
+            self._restore()
+        reloaded = {child for layer in reasons for child in layer.modules()}
+        moved = recording.tensors.moved() - reloaded
+        if moved or self._model in reasons or any(map(_may_change, self._kept(reloaded))):
+            recording.tensors.put_back()
+            self._load(None, source.tensors())
+        attention, ties = LoaderRecording(self._model), LoaderRecording(self._model)
+        with attention:
+            for layer in filter(_is_processed_last, self._kept(reloaded)):
+                layer.process_weights_after_loading(self._model_config.dtype)
+        with ties:
+            self._finish_ties(None)
+        if attention.read_back:
+            return recording, {self._model: "something is computed from parameters after loading"}
+        written = {each.target.storage for each in (*recording.copies, *recording.fills)}
+        for storage in ties.read_back & written:
+            tied = recording.tensors.layers[storage]
+            reasons = dict.fromkeys(tied, "it is tied and prepacked") | reasons
+        return recording, dict.fromkeys(moved, "its loader moves its parameters") | reasons
+
+    def _kept(self, reloaded: Collection[nn.Module]) -> list[Any]:
+        """The layers outside layerwise reload."""
+        return [layer for layer in self._model.modules() if layer not in reloaded]
+
+    def load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self._restore()
+        self._load(layers, tensors)
+        self._finish_ties(layers)
+        self._empty_cache()
+
+    def _load(
+        self,
+        layers: Sequence[nn.Module] | None,
+        tensors: Iterator[tuple[str, Tensor]],
+        recording: LoaderRecording | None = None,
+    ) -> None:
+        """Loads layers in layerwise reload, or all. A recording tells what others get."""
+        reloaded = [self._model] if layers is None else layers
+        for layer in reloaded:
+            _reload.initialize_layerwise_reload(layer)
+        model: Any = self._model
+        loaded: set[str] | None = model.load_weights(tensors)
+        if layers is None or recording is not None:  # others are loaded with what was complete
+            self._check_complete(loaded)
+            if not self._model_config.quantization:
+                _check_whole(self._model, recording)
+        for layer in reloaded:
+            _reload.finalize_layerwise_reload(layer, self._model_config)
+
+    def _finish_ties(self, layers: Sequence[nn.Module] | None) -> None:
+        """Layerwise reload (0.32) leaves out layers that got their weights by a tie."""
+        reloaded = {each for layer in layers or () for each in layer.modules()}
+        for name in self._ties:
+            layer: Any = self._model.get_submodule(name.rpartition(".")[0])
+            if hasattr(layer, "quant_method") and (layers is None or layer in reloaded):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def _empty_cache(self) -> None:
+        """Frees what loading took: others are time-sliced with this engine."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _check_complete(self, loaded: set[str] | None) -> None:
+        if loaded is None:  # the model's loader does not report what it loaded
+            return
+        names: list[str] = [name for name, _ in self._model.named_parameters()]
+        ties = self._ties
+        missing = sorted(
+            _plain(name)
+            for name in names
+            if loaded.isdisjoint(_loaded_as(name) | _loaded_as(ties.get(name, name)))
+        )
+        if missing:
+            raise WeightSyncError(
+                f"the trainer's weights do not fill {len(missing)} of vLLM's parameters: "
+                f"{', '.join(missing[:5])}"
+            )
+
+    def _restore(self) -> None:
+        """Ends an update that failed: vLLM (0.32) would otherwise continue with its tensors."""
+        half_loaded = [
+            info
+            for info in map(_layerwise.get_layerwise_info, self._model.modules())
+            if info.can_load()
+        ]
+        for info in half_loaded:
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        if half_loaded:  # layers get their tensors back, whatever is in them
+            _reload.finalize_layerwise_reload(self._model, self._model_config)
+
+
+def _why_reloaded(layer: nn.Module) -> str:
+    """Why a layer must be loaded in layerwise reload, or "" if that is not known."""
+    if any(hasattr(layer, name) for name in _MADE_FOR_CPU):  # parameters may look as before
+        return "vLLM prepacks it for the CPU"
+    before: dict[str, Any]
+    before, _ = _layerwise.get_layerwise_info(layer).restore_metadata
+    now: dict[str, Any] = dict(layer.named_parameters(recurse=False))
+    if any(_form(before.get(name)) != _form(now.get(name)) for name in {*before, *now} - _KEPT):
+        return "it changes its parameters after loading"
+    return ""
+
+
+def _may_change(layer: nn.Module) -> bool:
+    """Whether vLLM may change a layer's parameters after loading."""
+    method: object = getattr(layer, "quant_method", None)
+    if not isinstance(method, _QuantizeMethod):
+        return False
+    is_on_cpu = any(each.device.type == "cpu" for each in layer.parameters(recurse=False))
+    return is_on_cpu or type(method) not in _KEEPING
+
+
+def _is_processed_last(layer: nn.Module) -> bool:
+    """Whether layerwise reload leaves a layer for the end, after those whose weights it uses."""
+    return isinstance(layer, _ATTENTION) and hasattr(layer, "process_weights_after_loading")
+
+
+@contextmanager
+def _processing_apart(recording: LoaderRecording) -> Generator[None]:
+    """Keeps out of a recording what vLLM (0.32) makes of a layer in layerwise reload, which looks
+    at values and frees what was made of earlier weights."""
+    process = _layerwise._layerwise_process
+
+    def process_apart(*args: Any) -> None:
+        with recording.paused():
+            process(*args)
+
+    _layerwise._layerwise_process = process_apart
+    try:
+        yield
+    finally:
+        _layerwise._layerwise_process = process
+
+
+def _form(parameter: Any) -> tuple[object, ...]:
+    if parameter is None:
+        return ()
+    has_loader = hasattr(parameter, "weight_loader")
+    return parameter.dtype, tuple(parameter.shape), parameter.stride(), has_loader
 
 
 def _plain(name: str) -> str:
     """A parameter's name as in the checkpoint, even if an adapter wraps its layer."""
     return name.replace(".base_layer.", ".")
+
+
+def _loaded_as(name: str) -> set[str]:
+    """The names that vLLM's loaders give to a loaded parameter: before 0.32, experts are those of
+    the layer above."""
+    plain = _plain(name)
+    return {plain, plain.replace(".routed_experts.", ".")}
 
 
 def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,18 +303,34 @@ def _is_first() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def _check_whole(model: nn.Module) -> None:
+def _check_whole(model: nn.Module, recording: LoaderRecording | None) -> None:
     """Raises WeightSyncError for a layer that got some of its weights, such as q without k."""
     modules: Any = model
     for name, layer in modules.named_modules():
-        info: Any = _layerwise.get_layerwise_info(layer)
-        if not info.can_load() or isinstance(layer, _embedding):  # embeddings have padding
+        if isinstance(layer, _embedding):  # embeddings have padding
             continue
-        if 0 < info.load_numel < info.load_numel_total:
-            raise WeightSyncError(
-                f"the trainer's weights fill {info.load_numel} of {info.load_numel_total} elements "
-                f"of vLLM's layer {name}"
-            )
+        for num_loaded, num_elements in _loaded_elements(layer, recording):
+            if 0 < num_loaded < num_elements:
+                raise WeightSyncError(
+                    f"the trainer's weights fill {num_loaded} of {num_elements} elements of vLLM's "
+                    f"layer {name}"
+                )
+
+
+def _loaded_elements(layer: nn.Module, recording: LoaderRecording | None) -> list[tuple[int, int]]:
+    """Loaded elements and all of a layer in layerwise reload, or of each recorded parameter."""
+    info: Any = _layerwise.get_layerwise_info(layer)
+    if info.can_load():
+        return [(info.load_numel, info.load_numel_total)]
+    if recording is None:
+        return []
+    parameters = layer.parameters(recurse=False)
+    return [(recording.num_written(each), _loadable_numel(each)) for each in parameters]
+
+
+def _loadable_numel(parameter: Tensor) -> int:
+    """Elements without the padding that vLLM (0.32) declares."""
+    return getattr(parameter, "weight_loader_numel", parameter.numel())
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -173,15 +349,21 @@ class UmbraWorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def umbra_probe_import(self, allocations: Sequence[object]) -> str:
         """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
-    def umbra_regions(self) -> Regions:
-        """The regions that the last update has read."""
-        regions: Regions = self.weight_transfer_engine.regions
-        return regions
+    def umbra_load(self, description: dict[str, Any]) -> LoadReport:
+        """vLLM's three steps of an update, in one call of the engine's process."""
+        self.start_weight_update()
+        self.update_weights({"description": description})
+        self.finish_weight_update()
+        report: LoadReport = self.weight_transfer_engine.report
+        return report
 
     def umbra_pid(self) -> int:
         """Pid of the worker's process, which from now on writes its stacks on request."""

@@ -78,16 +78,22 @@ class NodeActors:
         self._following: dict[str, asyncio.Task[None]] = {}  # tasks of `_remote`
         self._last_incarnations: dict[str, int] = {}
         self._spawned = asyncio.Event()  # set, and replaced, by each start
+        self._changed = asyncio.Event()  # since `_processes_path` was last written
+        self._have_ended = False
         self._tasks: asyncio.TaskGroup
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
         """Actors may be started within the block. All have ended after it."""
-        async with asyncio.TaskGroup() as self._tasks:
-            yield
-            logger.info("the job is over: stopping %d actors", len(self._own))
-            for actor in (*self._own.values(), *self._remote.values()):
-                actor.stop()
+        async with asyncio.TaskGroup() as writing:
+            writing.create_task(self._write_changes(), name="processes")
+            async with asyncio.TaskGroup() as self._tasks:
+                yield
+                logger.info("the job is over: stopping %d actors", len(self._own))
+                for actor in (*self._own.values(), *self._remote.values()):
+                    actor.stop()
+            self._have_ended = True
+            self._changed.set()
 
     def __contains__(self, name: str) -> bool:
         """Whether there is an actor of that name on this node."""
@@ -142,11 +148,11 @@ class NodeActors:
         return actor
 
     def start_on(
-        self, node: int, there: Handle, spec: ActorSpec, may_start: asyncio.Event
+        self, node: int, there: Handle, epoch: int, spec: ActorSpec, may_start: asyncio.Event
     ) -> RemoteActor:
         """Starts an actor on another node, whose supervisor is `there`; likewise."""
         self._check_may_start(spec)
-        actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
+        actor = RemoteActor(spec, there, epoch, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor
         self._announce()
         following = self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")
@@ -207,15 +213,25 @@ class NodeActors:
 
     def _note_change(self, actor: SupervisedActor) -> None:
         self._last_incarnations[actor.spec.name] = actor.incarnation
-        self._write_processes()
+        self._changed.set()
         self.hosted.on_actor_change(actor)
         self._on_change(actor)
 
-    def _write_processes(self) -> None:
+    async def _write_changes(self) -> None:
+        """Writes the last state of all actors. In a thread, as a shared file system may hang."""
+        is_last = False
+        while not is_last:
+            await self._changed.wait()
+            self._changed.clear()
+            is_last = self._have_ended
+            text = json.dumps({row.pop("name"): row for row in self.describe()})
+            await asyncio.to_thread(self._write_processes, text)
+
+    def _write_processes(self, text: str) -> None:
         path = self._processes_path
         temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps({row.pop("name"): row for row in self.describe()}))
+            temporary.write_text(text)
             os.replace(temporary, path)
         except OSError as error:
             logger.warning("cannot write %s: %s", path, error)

@@ -62,6 +62,7 @@ class RemoteActor:
 
     Args:
         there: the supervisor of its node.
+        epoch: in which that is a node of the job.
         may_start: no process is started while it is not set.
         on_change: called after each change that the other node reports.
     """
@@ -70,6 +71,7 @@ class RemoteActor:
         self,
         spec: ActorSpec,
         there: Handle,
+        epoch: int,
         may_start: asyncio.Event,
         on_change: Callable[[RemoteActor], None],
     ) -> None:
@@ -84,6 +86,7 @@ class RemoteActor:
         self.is_node_lost = False
         self.failure = ""
         self._there = there
+        self._epoch = epoch
         self._may_start = may_start
         self._on_change = on_change
         self._num_restarts = 0
@@ -161,8 +164,8 @@ class RemoteActor:
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         # No deadline per item: a process that does not change reports nothing. A node that is lost
         # is noticed by its link, and its connection dropped.
-        stream = self._there.stream("host_actor", to_wire(self.spec), timeout_s=None)
-        async with stream as states:
+        arguments = self._epoch, to_wire(self.spec)
+        async with self._there.stream("host_actor", *arguments, timeout_s=None) as states:
             async for state in states:
                 await self._enter(state)
                 if self.state == ActorState.STARTING and not self.has_process:
@@ -203,4 +206,5 @@ class RemoteActor:
         while True:
             command = await self._commands.get()
             with suppress(RemoteError):  # the actor has ended: the stream says how
-                await self._there.call("command_hosted", *command, timeout_s=_CALL_LIMIT_S)
+                arguments = self._epoch, *command
+                await self._there.call("command_hosted", *arguments, timeout_s=_CALL_LIMIT_S)

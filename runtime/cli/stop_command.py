@@ -106,9 +106,10 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
 
 def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
     """Whether the job has ended in order. Raises ActorNotFound if it was killed."""
-    if notice.address() != address:
+    current = notice.address()
+    if current is None or current.job != address.job:
         return True
-    is_reachable(address)  # raises if the job has been killed since
+    is_reachable(current)  # raises if the job has been killed since
     return False
 
 

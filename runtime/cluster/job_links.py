@@ -63,7 +63,7 @@ class JobLinks:
         self._on_left = on_left
         self._to_lead: LeadLink | None = None
         self._to_members: MemberLinks | None = None
-        self._knows_nodes = asyncio.Event()
+        self._has_begun = asyncio.Event()
         self._has_ranks = True
         self._task: asyncio.Task[None] | None = None
 
@@ -79,10 +79,10 @@ class JobLinks:
         self.nodes, self.epoch, self._node = list(nodes), epoch, node
         if node > 0:
             self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
-            return
-        self._to_members = MemberLinks(nodes, self._on_event, self._lose, self._part)
-        self._task = tasks.create_task(self._to_members.run(), name="members")
-        self._knows_nodes.set()
+        else:
+            self._to_members = MemberLinks(nodes, self._on_event, self._lose, self._part)
+            self._task = tasks.create_task(self._to_members.run(), name="members")
+        self._has_begun.set()
 
     async def connect(self, warm: Specs, timeout_s: float, tasks: asyncio.TaskGroup) -> None:
         """Returns when this node is linked to rank 0's, or rank 0's to all.
@@ -116,6 +116,7 @@ class JobLinks:
         try:
             admitted = await self.lead.call("admit", to_wire(me), timeout_s=timeout_s)
             node, self.epoch = int(admitted["node"]), int(admitted["epoch"])
+            self._has_begun.set()
             await self._join(self.lead, node, (), timeout_s, tasks)
         except RemoteError as error:
             raise ConfigError(error.remote_message) from None
@@ -151,7 +152,8 @@ class JobLinks:
             ConfigError: it cannot be a node of this job.
         """
         members = await self._members()
-        check_nodes([*self.nodes, node])
+        # One that is gone may come back with the id that it had.
+        check_nodes([*(self.nodes[idx] for idx in (0, *members)), node])
         self.nodes.append(node)
         idx = len(self.nodes) - 1
         members.admit(idx, node)
@@ -207,7 +209,7 @@ class JobLinks:
 
     def supervisor_at(self, node_id: str) -> Handle:
         """Raises ActorNotFound if no node has this id."""
-        for node in self.nodes:
+        for node in reversed(self.nodes):  # a later one may have the id of one that is gone
             if node.node_id == node_id:
                 return self._client.handle(node.supervisor)
         raise ActorNotFound(f"there is no node {node_id!r} in the job")
@@ -263,19 +265,30 @@ class JobLinks:
         members = await self._members_in(epoch)
         members.report(node, event)
 
-    async def _members(self) -> MemberLinks:
-        """Another node may know all nodes before this one does."""
+    async def check_epoch(self, epoch: int) -> None:
+        """Called first for a call from another supervisor. That one may know of an epoch before
+        this one does.
+
+        Raises:
+            ActorNotFound: the caller is in another epoch.
+        """
+        await self._await_begin()
+        if epoch != self.epoch:
+            raise ActorNotFound(f"the nodes have met again: epoch {epoch} is not {self.epoch}")
+
+    async def _await_begin(self) -> None:
         async with asyncio.timeout(LOST_AFTER_S):
-            await self._knows_nodes.wait()
-        assert self._to_members is not None
+            await self._has_begun.wait()
+
+    async def _members(self) -> MemberLinks:
+        await self._await_begin()
+        if self._to_members is None:
+            raise ActorNotFound("another node is rank 0's")
         return self._to_members
 
     async def _members_in(self, epoch: int) -> MemberLinks:
-        """Raises ActorNotFound if the caller is in another epoch."""
-        members = await self._members()
-        if epoch != self.epoch:
-            raise ActorNotFound(f"the nodes have met again: epoch {epoch} is not {self.epoch}")
-        return members
+        await self.check_epoch(epoch)
+        return await self._members()
 
     def _lose(self, node: int, why: str) -> None:
         self._client.drop(self.nodes[node].supervisor, why)

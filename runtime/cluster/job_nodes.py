@@ -67,6 +67,7 @@ class JobNode:
         problem: why this node cannot take part, or "".
         failure: the error by which it failed before it met the others, or "".
         epoch: the last one that its supervisor took part in; 0 for none.
+        job: the name by which requests addressed the job in that epoch (`SupervisorAddress`).
     """
 
     node_id: str
@@ -78,6 +79,7 @@ class JobNode:
     problem: str = ""
     failure: str = ""
     epoch: int = 0
+    job: str = ""
 
     @property
     def supervisor(self) -> ActorRef:
@@ -116,6 +118,11 @@ def check_several_nodes(environment: TorchrunEnvironment) -> None:
 def next_epoch(nodes: Sequence[JobNode]) -> int:
     """The number of a meeting of these nodes: the same on all of them, and new to each."""
     return 1 + max(node.epoch for node in nodes)
+
+
+def request_name(nodes: Sequence[JobNode]) -> str:
+    """The name by which requests address the job of these nodes: that of its last epoch."""
+    return max(nodes, key=lambda node: node.epoch).job
 
 
 def job_name(environment: TorchrunEnvironment) -> str:

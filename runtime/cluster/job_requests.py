@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,48 +18,60 @@ _LOOK_INTERVAL_S: Final = 1.0
 
 
 class JobRequests:
-    """Owned by the supervisor of rank 0's node.
+    """Owned by the supervisor of a node with ranks. The one of rank 0's node is the lead. It makes
+    itself known in the run directory, and looks there.
+
+    The directory may be on a shared file system that answers late, so threads use it: for what is
+    written there, one after the other.
 
     Args:
         act_on: called with each request to this job. It raises ActorNotFound if it cannot.
+
+    Attributes:
+        is_lead: whether this supervisor looks for requests.
     """
 
-    def __init__(
-        self, run_dir: Path, node_id: str, socket_dir: Path, act_on: Callable[[JobRequest], None]
-    ) -> None:
+    def __init__(self, run_dir: Path, act_on: Callable[[JobRequest], None]) -> None:
+        self.is_lead = False
         self._notice = RunNotice(run_dir)
-        self._address = SupervisorAddress(
-            job=secrets.token_hex(8), node_id=node_id, pid=os.getpid(), socket_dir=str(socket_dir)
-        )
+        self._address: SupervisorAddress | None = None  # the last one posted
         self._act_on = act_on
+        self._order = asyncio.Lock()
 
-    def posted(self, tcp_endpoint: str, secret_file: str) -> AbstractContextManager[None]:
-        """See `RunNotice.posted` and `SupervisorAddress`."""
-        address = replace(self._address, tcp_endpoint=tcp_endpoint, secret_file=secret_file)
-        return self._notice.posted(address)
+    async def post(self, address: SupervisorAddress) -> None:
+        """Makes this supervisor known as the lead. A request to the same job stays."""
+        self.is_lead = True
+        async with self._order:
+            self._address = address
+            await asyncio.to_thread(self._notice.post, address)
 
-    def mark_preempted(self) -> None:
+    async def mark_preempted(self) -> None:
         """Tells the launcher to start the job again."""
-        self._notice.mark_preempted()
+        async with self._order:
+            await asyncio.to_thread(self._notice.mark_preempted)
 
-    def take(self, request: JobRequest) -> None:
-        """Raises ActorNotFound if it is addressed to another job, or cannot be fulfilled."""
-        job = self._address.job
-        if request.job != job:
-            raise ActorNotFound(f"job {request.job} has ended; {job} is running")
-        self._act_on(request)
+    async def withdraw(self) -> None:
+        """Called when the job is over here. The address stays if another node has posted one."""
+        async with self._order:
+            if self._address is not None:
+                await asyncio.to_thread(self._notice.withdraw, self._address)
 
     async def look(self) -> None:
-        """Takes the requests of those who cannot reach the supervisor's socket, until cancelled."""
+        """Takes the requests of those who cannot reach the supervisor's socket, until cancelled.
+
+        It must not be cancelled before the job is over: the request that it has just taken would be
+        lost.
+        """
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
+            if not self.is_lead:
+                continue
             try:
-                # The file system may be shared, and answer late.
                 request = await asyncio.to_thread(self._notice.take_request)
             except OSError as error:
                 logger.warning("cannot look for a request: %s", error)
                 continue
-            if request is not None and request.job == self._address.job:
+            if request is not None:
                 try:
                     self._act_on(request)
                 except ActorNotFound as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.cluster.lead_link import (
@@ -117,6 +117,10 @@ class MemberLinks:
     def __contains__(self, idx: int) -> bool:
         """Whether the node takes part."""
         return idx in self._members
+
+    def __iter__(self) -> Iterator[int]:
+        """The nodes that take part."""
+        return iter(self._members)
 
     def tell(self, idx: int, event: Event) -> None:
         """Sends an event to a member, if it still takes part."""

@@ -7,8 +7,8 @@
     train        all of it, gradients, activations      asleep    asleep     awake
 
 An engine that is awake has its weights, its KV cache and an overhead; one that sleeps keeps a part
-of the overhead. Pools whose needs are not given count as nothing. Ranks without a hybrid pool keep in
-all phases what training took.
+of the overhead. Pools whose needs are not given count as nothing. Ranks without a hybrid pool keep
+in all phases what training took.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import fcntl
 import json
 import logging
 import signal
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeVar
@@ -43,7 +42,7 @@ class SupervisorAddress:
     """Where a job's supervisor listens.
 
     Attributes:
-        job: a random name that no other job has.
+        job: a random name that no other job has. It stays when torchrun restarts the ranks.
         node_id: the supervisor's host.
         pid: of the supervisor there.
         socket_dir: its folder of sockets, which other hosts and containers do not see.
@@ -92,21 +91,23 @@ class RunNotice:
         self._preempted = run_dir / "preempted"
         self._lock = run_dir / ".lock"
 
-    @contextlib.contextmanager
-    def posted(self, address: SupervisorAddress) -> Generator[None]:
-        """Makes the supervisor known within the block. Removes what concerns an earlier job."""
+    def post(self, address: SupervisorAddress) -> None:
+        """Makes the supervisor known. Removes what concerns an earlier job."""
         try:
-            self._request.unlink(missing_ok=True)
+            with contextlib.suppress(ConfigError):  # `take_request` logs and removes it
+                request = _read(JobRequest, self._request)
+                if request is not None and request.job != address.job:
+                    self._request.unlink(missing_ok=True)
             self._preempted.unlink(missing_ok=True)
             _write(self._address, address)
         except OSError as error:  # the job needs none of them
             logger.warning("cannot write %s: %s", self._address, error)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError, ConfigError):
-                if self.address() == address:  # else another node has taken the role over
-                    self._address.unlink(missing_ok=True)
+
+    def withdraw(self, address: SupervisorAddress) -> None:
+        """Makes the supervisor unknown, unless another one is known by now."""
+        with contextlib.suppress(OSError, ConfigError):
+            if self.address() == address:
+                self._address.unlink(missing_ok=True)
 
     def take_request(self) -> JobRequest | None:
         """The request that was left, once. One that makes no sense is logged and removed."""

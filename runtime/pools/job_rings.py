@@ -20,14 +20,20 @@ class JobRings:
         own: of this node, `own_node`.
         supervisor_at: the supervisor of another node, by node id; raises an UmbraError if there is
             none.
+        epoch: the current one.
     """
 
     def __init__(
-        self, own: NodeRings, own_node: str, supervisor_at: Callable[[str], Handle]
+        self,
+        own: NodeRings,
+        own_node: str,
+        supervisor_at: Callable[[str], Handle],
+        epoch: Callable[[], int],
     ) -> None:
         self._own = own
         self._own_node = own_node
         self._supervisor_at = supervisor_at
+        self._epoch = epoch
 
     @asynccontextmanager
     async def hold(
@@ -40,7 +46,8 @@ class JobRings:
         # No deadline per item: a ring that does not change reports nothing. A node that is lost is
         # noticed by its link, and its connection dropped.
         there = self._supervisor_at(node_id)
-        async with there.stream("hold_ring", to_wire(order), timeout_s=None) as states:
+        arguments = self._epoch(), to_wire(order)
+        async with there.stream("hold_ring", *arguments, timeout_s=None) as states:
             yield states
 
     async def dismiss(self, node_id: str, key: str, engine: int) -> None:
@@ -48,4 +55,5 @@ class JobRings:
             self._own.dismiss(key, engine)
         else:
             there = self._supervisor_at(node_id)
-            await there.call("dismiss_from_ring", key, engine, timeout_s=_CALL_LIMIT_S)
+            arguments = self._epoch(), key, engine
+            await there.call("dismiss_from_ring", *arguments, timeout_s=_CALL_LIMIT_S)

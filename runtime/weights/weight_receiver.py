@@ -83,7 +83,13 @@ class WeightReceiver:
     def _open_ring(
         self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> Receiver:
-        source = open_source(self._mappings, manifest["nbytes"], buckets, self._timeout_s)
+        source = open_source(
+            self._mappings,
+            manifest["nbytes"],
+            buckets,
+            self._timeout_s,
+            self._parameters.values(),
+        )
         return BucketReceiver(destinations, source)
 
     def _open_exports(

@@ -4,9 +4,9 @@
         [--kill policy-0] [--metrics FILE] [section.key=value ...]
 
 The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
-kills an actor in the middle of the run. `--metrics` keeps the metrics of each step. Prints what the
-run prints, and then a JSON object: medians, smallest and largest values from the third step on of
-times, tokens/s and memory.
+kills an actor after a quarter of the run. `--metrics` keeps the metrics of each step. Prints what
+the run prints, and then a JSON object: medians, smallest and largest values from the third step on
+of times, tokens/s and memory.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -157,7 +157,7 @@ export = false
         [*command, *options.settings], env=dict(os.environ, PYTHONUNBUFFERED="1")
     ) as job:
         if options.kill:
-            while job.poll() is None and num_steps(metrics) < options.steps // 2:
+            while job.poll() is None and num_steps(metrics) < options.steps // 4:
                 time.sleep(0.1)
             os.kill(pid_of(options.kill, run_dir), signal.SIGKILL)
         status = job.wait()

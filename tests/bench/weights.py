@@ -23,7 +23,9 @@ With `--engines-elsewhere N`, the rank is on one node and N engines are on anoth
 by process groups, over the loopback of a network namespace of its own. Of a round's syncs, all but
 the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
 `network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
-Needs `unshare` and `ip`, and root or user namespaces.
+Needs `unshare` and `ip`, and root or user namespaces. With `--device cuda`, too, the rank's tensors
+are on the first GPU and the engines' on the second, so that NCCL connects them. It may take other
+ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set.
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
     python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
@@ -127,13 +129,13 @@ def main() -> int:
         "versions": {"torch": version("torch"), "umbra": umbra_version()},
         "rounds": given.rounds,
     }
-    if given.device == "cuda":
+    if given.device == "cuda" and not given.engines_elsewhere:
         result |= {"shape": given.shape, "dtype": given.dtype}
         result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
     elif given.engines_elsewhere:
         result["engines"] = given.engines_elsewhere
         result["umbra"] = _run_elsewhere(
-            given.rounds, given.megabytes * 10**6, given.engines_elsewhere
+            given.rounds, given.megabytes * 10**6, given.engines_elsewhere, given.device
         )
     else:
         result |= _run(given.rounds, given.megabytes * 10**6)
@@ -161,13 +163,15 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-def _run_elsewhere(rounds: int, total_nbytes: int, num_engines: int) -> dict[str, float]:
+def _run_elsewhere(
+    rounds: int, total_nbytes: int, num_engines: int, device: str
+) -> dict[str, float]:
     pools = {"plain": SyncSettings(verify_every=_NEVER)}
     names = [f"engine{idx}" for idx in range(num_engines)]
+    devices = ["cpu", "cpu"] if device == "cpu" else ["cuda:0", "cuda:1"]
+    arguments = [str(total_nbytes), *devices]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [
-            runner.run(_round([str(total_nbytes)], pools, "far_", names)) for _ in range(rounds)
-        ]
+        rows = [runner.run(_round(arguments, pools, "far_", names)) for _ in range(rounds)]
     return {key: round(statistics.median(row[key] for row in rows), 4) for key in rows[0]}
 
 
@@ -258,7 +262,7 @@ async def _supervisor(
         asyncio.TaskGroup() as tasks,
     ):
         engines = [_Engine(name, node_id, client.handle(_ref(name, folder))) for name in names]
-        rings = JobRings(NodeRings(fds), node_id, _no_other_node)
+        rings = JobRings(NodeRings(fds), node_id, _no_other_node, lambda: 1)
         coordinators = {
             name: SyncCoordinator(name, lambda: engines, fds, rings, settings)
             for name, settings in pools.items()

@@ -52,7 +52,7 @@ def ref(name: str, folder: Path) -> ActorRef:
     return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
 
 
-def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
+def model_tensors(total_nbytes: int, device: str = "cpu") -> dict[str, Tensor]:
     """Tensors of a decoder's shapes, bfloat16 with float32 norms, about `total_nbytes` in all."""
     hidden = 1024
     layer_nbytes = 2 * (4 * hidden * hidden + 3 * hidden * 3 * hidden) + 2 * 4 * hidden
@@ -65,7 +65,10 @@ def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
         shapes |= {f"layers.{idx}.norm_{place}": (hidden,) for place in ("in", "post")}
     return {
         name: torch.full(
-            shape, float(len(name)), dtype=torch.float32 if len(shape) == 1 else torch.bfloat16
+            shape,
+            float(len(name)),
+            dtype=torch.float32 if len(shape) == 1 else torch.bfloat16,
+            device=device,
         )
         for name, shape in shapes.items()
     }
@@ -188,14 +191,14 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-def run_far_rank(folder: Path, total_nbytes: int) -> dict[str, float]:
+def run_far_rank(folder: Path, total_nbytes: int, device: str) -> dict[str, float]:
     """One round whose engines are on another node: a first sync, then those that count."""
     sync_s: list[float] = []
     rank_cpu_s: list[float] = []
     network_nbytes: list[int] = []
     with _supervisor(folder) as supervisor:
         publisher = WeightPublisher(
-            supervisor, 0, 1, model_tensors(total_nbytes), store_host="127.0.0.1"
+            supervisor, 0, 1, model_tensors(total_nbytes, device), store_host="127.0.0.1"
         )
         for version in range(1, 2 + _SYNCS_A_ROUND):
             nbytes, cpu_s, begun_at = loopback_nbytes(), time.process_time(), time.perf_counter()
@@ -254,16 +257,19 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
 
 def main() -> None:
     """Arguments: role, folder, then the bytes of the tensors; or with a GPU their shape, the rank's
-    dtype and the names of the pools. At last an engine's name."""
+    dtype and the names of the pools, or on two nodes the rank's and the engines' device. At last an
+    engine's name."""
     role, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     match role, arguments:
-        case "engine" | "far_engine", [total_nbytes, name]:
+        case "engine", [total_nbytes, name]:
             _run_engine(model_tensors(int(total_nbytes)), folder, name)
+        case "far_engine", [total_nbytes, _, device, name]:
+            _run_engine(model_tensors(int(total_nbytes), device), folder, name)
         case "gpu_engine", [shape, *_, name]:
             _run_engine(qwen3_tensors(shape, torch.bfloat16), folder, name)
-        case "far_rank", [total_nbytes]:
-            print(json.dumps(run_far_rank(folder, int(total_nbytes))), flush=True)
+        case "far_rank", [total_nbytes, device, _]:
+            print(json.dumps(run_far_rank(folder, int(total_nbytes), device)), flush=True)
         case "rank", [total_nbytes]:
             print(json.dumps(run_rank(folder, int(total_nbytes))), flush=True)
         case "gpu_rank", [shape, dtype, *pools]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.process]
+pytestmark = [pytest.mark.cluster, pytest.mark.process, pytest.mark.alone]
 
 SCRIPT = Path(__file__).parents[1] / "bench/node_start.py"
 LIMIT_S = 300.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,25 @@ def test_a_job_ends_with_a_checkpoint_and_resumes(
     num_steps = run.num_steps()
     assert checkpoints(run) == [f"step-{num_steps:06d}"]
     resume(folder, run, num_steps + 1)
+
+
+@pytest.mark.parametrize(("kind", "fails"), [("stop", False), ("preempt", True)])
+def test_torchrun_does_not_restart_a_job_that_was_stopped(
+    folder: Path, kind: str, fails: bool
+) -> None:
+    """Neither in the midst of a run, nor if its ranks have just failed."""
+    torchrun = ("--standalone", "--max-restarts", "3")
+    with start_run(folder, LONG, "train.checkpoint_every=1", torchrun=torchrun) as run:
+        run.wait_for_step(1)
+        if fails:
+            os.kill(run.pid_of("rank 1"), signal.SIGKILL)
+        done = umbra(kind, run.run_dir)
+        ended = run.wait(END_LIMIT_S)
+
+    assert done.returncode == 0, done.stderr
+    assert ended.status == 1
+    assert (run.run_dir / "preempted").exists() == (kind == "preempt")
+    resume(folder, run, run.num_steps() + 1)
 
 
 def test_a_preemption_in_the_first_step_ends_it_and_the_run_starts_over(folder: Path) -> None:

@@ -107,7 +107,7 @@ class ShardReader:
             target.view(dtype).copy_(values)
             return None
         data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]
-        if data.device.type == "cpu":
+        if data.is_cpu and target.is_cpu:
             return copy_with_checksum(data, target)
         target.copy_(data)
         return checksum_of(data)

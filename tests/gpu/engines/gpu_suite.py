@@ -8,6 +8,7 @@ model from a seed, and what logprobs may differ from its own by.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 from conformance_runs import MakeEngine, requests, results_of, weights
-from engine_runs import Completion, run_async, running
+from engine_runs import Collector, Completion, run_async, running
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from umbra.engines.shell import engine_core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,41 @@ def test_an_update_brings_logprobs_of_the_new_weights(
                         assert set(completion.versions) == {version}
                     others = reference.errors(asked[0], results[0], version + 1, 0.0)
                     assert others.max() > 4 * reference.atol, "too much alike to tell"
+
+    run_async(body)
+
+
+def test_replayed_weights_generate_exactly_as_loaded_ones(
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first update records a plan; later ones replay it, also after a sleep that loses the
+    weights."""
+    caplog.set_level(logging.DEBUG, logger=engine_core.__name__)
+
+    def plans() -> list[str]:
+        return [text for text in caplog.messages if "recorded a load" in text]
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            asked = requests(4, max_new_tokens=24, temperature=0.0)
+            results: list[Collector] = []
+            for version, seed in enumerate((1, 2, 1), start=1):
+                # In an order of its own, so that a plan of an earlier test does not fit.
+                tensors = dict(reversed(weights(model_kind, seed).items()))
+                await engine.pause("abort")
+                if version == 3:
+                    await engine.sleep(2)
+                    await engine.wake(["weights", "kv_cache"])
+                await publish(engine, tensors, version, tmp_path)
+                results.append(await results_of(engine, asked))
+                assert len(plans()) == 1
+        assert "the engine's loader for 0 layers" in plans()[0]
+        for request in asked:
+            loaded, other, replayed = (found[request["id"]] for found in results)
+            assert replayed.tokens == loaded.tokens
+            assert replayed.logprobs == loaded.logprobs
+            assert other.logprobs != loaded.logprobs
 
     run_async(body)
 

@@ -126,7 +126,12 @@ class Rank:
             self._tensors = _to_device(tensors)
         dtype = None if wire is None else getattr(torch, wire)
         self._publisher = WeightPublisher(
-            self._supervisor, self._rank, self._world_size, self._tensors, dtype
+            self._supervisor,
+            self._rank,
+            self._world_size,
+            self._tensors,
+            dtype,
+            store_host="127.0.0.1",
         )
 
     def negate(self) -> None:

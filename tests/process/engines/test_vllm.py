@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import aclosing
@@ -253,13 +254,14 @@ def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(make_engine: Ma
 
 
 @pytest.mark.allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")
-def test_a_model_with_untied_weights_is_updated_too(
-    model_folder: Callable[[str], Path], tmp_path: Path
+def test_a_model_with_untied_weights_is_updated_by_one_recorded_plan(
+    model_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """vLLM prepacks linear layers and embeddings for the CPU; the norms are left to the plan."""
     kind = "qwen3-untied"
     (prompt,) = long_prompts(1)
-    asked = wire_request(0, prompt, max_new_tokens=12, temperature=0.0)
-    model = make_model(kind, 1)
+    asked = [wire_request(i, prompt, max_new_tokens=12, temperature=0.0) for i in range(4)]
+    caplog.set_level(logging.DEBUG, "umbra.engines.shell.engine_core")
 
     async def body() -> None:
         engine = VllmEngine(
@@ -270,8 +272,17 @@ def test_a_model_with_untied_weights_is_updated_too(
             max_num_seqs=4,
         )
         async with running(engine):
-            await publish(engine, dict(model.named_parameters()), 1, tmp_path)
-            results = await results_of(engine, [asked])
-        assert results[0].tokens == greedy_of_transformers(model, prompt, 12)
+            for version in (1, 2, 3):
+                model = make_model(kind, version)
+                await engine.pause("keep")
+                await publish(engine, dict(model.named_parameters()), version, tmp_path)
+                results = await results_of(engine, [asked[version]])
+                expected = greedy_of_transformers(model, prompt, 12)
+                assert results[version].tokens == expected
 
     asyncio.run(body())
+    loads = [record.message for record in caplog.records if "recorded copies" in record.message]
+    assert [text.partition(" (")[0] for text in loads] == [
+        f"vLLM: {how} 9 recorded copies and the engine's loader for 10 layers"
+        for how in ("recorded a load: later weights take", *["loaded weights by"] * 2)
+    ]

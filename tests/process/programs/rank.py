@@ -9,7 +9,8 @@ standard output. What follows depends on the scenario; RANK names the one it is 
 - raise-once: the same in the job's first incarnation; later ones leave
 - exit: RANK exits with status 5 by sys.exit, the others block
 - early: RANK leaves, the others meet again a while later and leave
-- pause: all meet again after six seconds and leave
+- pause: all meet again after four seconds and leave
+- absent: RANK never attaches; the others wait ten seconds for it
 - late: RANK attaches a while after the others have left
 - crash: the actor ends by a signal, again and again, the ranks block
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -36,8 +38,12 @@ def main() -> None:
     say(event="started", pid=os.getpid(), at=time.monotonic())
     if scenario == "late" and chosen:
         time.sleep(AFTER_A_WHILE_S)
+    if scenario == "absent" and chosen:
+        signal.pause()
+    attach_timeout_s = 10.0 if scenario == "absent" else 60.0
+    config = SessionConfig(run_dir=run_dir, attach_timeout_s=attach_timeout_s)
     try:
-        with Session.from_torchrun(SessionConfig(run_dir=run_dir)) as session:
+        with Session.from_torchrun(config) as session:
             take_part(session, scenario, chosen)
     except (JobFailed, ActorDied) as error:
         say(event="failed", message=str(error), at=time.monotonic())
@@ -65,7 +71,7 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
         meeting.call("arrive", "second", session.world_size - 1, timeout_s=20.0)
         say(event="met again")
     if scenario == "pause":
-        time.sleep(6.0)
+        time.sleep(4.0)
         meeting.call("arrive", "second", session.world_size, timeout_s=20.0)
         say(event="met again")
     if scenario in ("block", "raise", "exit") or (scenario == "raise-once" and is_first):

@@ -146,7 +146,7 @@ def test_a_launcher_that_ends_during_the_start_leaves_no_socket_folder(
     rank = [sys.executable, str(PROGRAMS / "rank.py"), str(tmp_path / "run"), "leave"]
     environ = {"LOCAL_RANK": "0", "UMBRA_SOCKET_ROOT": str(socket_root)}
     with launched(*rank, **environ) as (launcher, _):
-        poll(lambda: {0: {}} if any(socket_root.glob("none_*")) else {}, 1, "a socket folder")
+        poll(lambda: list(socket_root.glob("none_*")), 1, "a socket folder")
         with contextlib.ExitStack() as stack, all_end(tree(launcher.pid)):
             launcher.kill()
             launcher.wait(DEADLINE_S)

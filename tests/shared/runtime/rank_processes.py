@@ -12,15 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from actor_specs import PROGRAMS
 from watching import DEADLINE_S
 
 from umbra.runtime.process import descendants
+
+Found = TypeVar("Found", bound=Sized)
 
 
 class Ranks:
@@ -108,9 +110,7 @@ def read_events(outputs: Sequence[Path], name: str) -> dict[int, dict[str, Any]]
     return found
 
 
-def poll(
-    look: Callable[[], dict[int, dict[str, Any]]], num: int, what: str
-) -> dict[int, dict[str, Any]]:
+def poll(look: Callable[[], Found], num: int, what: str) -> Found:
     """Looks at files until there are so many events; a file has no event to wait for."""
     deadline = time.monotonic() + DEADLINE_S
     while len(found := look()) < num:

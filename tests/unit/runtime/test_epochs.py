@@ -85,6 +85,9 @@ def test_calls_of_an_earlier_epoch_are_refused() -> None:
                 await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
                 await anext(links.join(1, 1, ()))
+            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+                await links.check_epoch(1)
+            await links.check_epoch(2)
             links.close()
 
     asyncio.run(run())
@@ -104,6 +107,33 @@ def test_a_member_may_join_while_the_lead_brings_its_engines_to_rest() -> None:
             await links.connect((), 1.0, tasks)
             assert links.warm_elsewhere() == {1: ({"name": "policy-1"},)}
             await joined.aclose()
+            links.close()
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_was_lost_may_come_back_under_the_same_name() -> None:
+    """As in a container, whose host name and process ids are the same after each start."""
+    left = asyncio.Event()
+
+    async def run() -> None:
+        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+            links = JobLinks(client, _unexpected, _unexpected, lambda node: left.set())
+            links.begin([JobNode(node_id="node-0", num_ranks=1)], 0, 1, tasks)
+            await asyncio.sleep(0)  # the links are watched from here on
+            generators = [
+                JobNode(node_id="pod-7", num_ranks=0, tcp_endpoint=f"tcp://10.0.0.2:{port}")
+                for port in (4001, 4002)
+            ]
+            assert await links.admit(generators[0]) == 1
+            with pytest.raises(ConfigError, match="the same id"):
+                await links.admit(generators[1])
+            await links.report(1, 1, {"kind": "left"})
+            await left.wait()
+
+            assert await links.admit(generators[1]) == 2
+            assert links.supervisor_at("pod-7").ref == generators[1].supervisor
+            assert links.find_generator("pod-7") == 2
             links.close()
 
     asyncio.run(run())

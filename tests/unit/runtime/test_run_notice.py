@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,25 @@ def test_a_new_job_removes_what_concerns_the_last_one(tmp_path: Path) -> None:
     notice = RunNotice(tmp_path)
     notice.leave_request(REQUEST)
     notice.mark_preempted()
+    address = replace(ADDRESS, job="b")
 
-    with notice.posted(ADDRESS):
-        assert notice.address() == ADDRESS
-        assert not notice.is_request_left
-        assert not notice.is_preempted
+    notice.post(address)
+    assert notice.address() == address
+    assert not notice.is_request_left
+    assert not notice.is_preempted
 
+    notice.withdraw(address)
     assert notice.address() is None
+
+
+def test_a_request_outlives_a_restart_of_the_ranks_and_a_change_of_the_lead(tmp_path: Path) -> None:
+    notice = RunNotice(tmp_path)
+    elsewhere = replace(ADDRESS, node_id="another-node")
+    notice.post(ADDRESS)
+    notice.leave_request(REQUEST)
+
+    notice.post(elsewhere)
+    notice.withdraw(ADDRESS)
+
+    assert notice.address() == elsewhere
+    assert notice.take_request() == REQUEST

@@ -224,6 +224,63 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     assert report == {"count": 4, "nbytes": 136, "mismatches": []}
 
 
+def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
+    ipc: FakeIpc, tmp_path: Path
+) -> None:
+    masters = {"a": torch.randn(10, 3), "b": torch.randn(4), "c": torch.randn(())}
+    manifest = manifest_of({name: tensor.bfloat16() for name, tensor in masters.items()})
+    parts = {0: [(0, masters["a"][:7]), (512, masters["c"])], 1: [(42, masters["a"][7:])]}
+    parts[1].append((256, masters["b"]))
+    exported = [ipc.export(found) for found in parts.values()]
+    wire = [exports.to_wire() for exports in exported if isinstance(exports, RankExports)]
+
+    def read_all(description: dict[str, Any], *, by_blocks: bool) -> tuple[Any, ...]:
+        cpu = torch.device("cpu")
+        with open_weights(description, cpu, make_opener=lambda: FakeOpener(ipc)) as source:
+            if not by_blocks:
+                return dict(source.tensors()), source.regions
+            found = {
+                manifest.entries[idx].name: [
+                    (block.starts, source.block(idx, number).clone())
+                    for number, block in enumerate(source.blocks(idx))
+                ]
+                for idx in source.entries()
+            }
+            again = list(source.tensors({"b"}))  # what a loader needs besides
+            return found, source.regions, again
+
+    async def read(*, by_blocks: bool) -> tuple[Any, ...]:
+        async with offered(tmp_path, wire, manifest) as (buckets, progress):
+            description = WeightImport(manifest.to_wire(), buckets).description
+            found = await asyncio.to_thread(read_all, description, by_blocks=by_blocks)
+            assert progress.num_loaded(0) == 3
+            return found
+
+    blocks, regions, again = asyncio.run(read(by_blocks=True))
+    tensors, regions_of_tensors = asyncio.run(read(by_blocks=False))
+
+    assert [starts for starts, _ in blocks["a"]] == [(0, 0), (7, 0)]
+    assert torch.equal(torch.cat([part for _, part in blocks["a"]]), masters["a"])
+    assert torch.equal(blocks["c"][0][1], masters["c"])
+    assert torch.equal(tensors["a"], masters["a"].bfloat16())
+    assert [name for name, _ in again] == ["b"]
+    assert regions == regions_of_tensors
+    assert all(checksum is not None for _, _, checksum in regions)
+    assert ipc.num_open == 0
+
+
+def test_rows_in_another_shape_are_no_blocks(ipc: FakeIpc) -> None:
+    tensors = {"a": torch.randn(10, 3)}
+    flat = ipc.export([(0, tensors["a"].reshape(-1))])
+    assert isinstance(flat, RankExports)
+
+    image = ExportedImage(manifest_of(tensors), [flat.to_wire()], lambda: FakeOpener(ipc))
+
+    assert image.blocks(0) == []
+    assert torch.equal(image.assemble(0, torch.device("cpu")), tensors["a"])
+    image.close()
+
+
 def import_of(wire: Sequence[object]) -> dict[str, Any]:
     return {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
 

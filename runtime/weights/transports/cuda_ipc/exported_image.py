@@ -7,6 +7,7 @@ parts            | rank 0    | rank 1  | r 2 |    each in memory of its rank, in
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.manifest import ITEMSIZES, Manifest
+from umbra.runtime.weights.copy_planner import ShardBlock
+from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
@@ -62,13 +64,27 @@ class ExportedImage:
             WeightSyncError: memory cannot be opened.
         """
         entry, found = self.manifest.entries[idx], list[Values]()
-        for part, allocation in self._parts[idx]:
-            memory = self._opener.open(allocation)
-            dtype: torch.dtype = getattr(torch, part.dtype)
-            data = memory[part.start : part.start + part.span_nbytes].view(dtype)
-            values = data.as_strided(part.shape, part.strides).reshape(-1)
+        for number, (part, _) in enumerate(self._parts[idx]):
+            values = self.part(idx, number).reshape(-1)
             found.append(Values((part.offset - entry.offset) // ITEMSIZES[entry.dtype], values))
         return found
+
+    def part(self, idx: int, number: int) -> Tensor:
+        """One part of entry `idx`: [the rank's shape], in its dtype and with its strides."""
+        part, allocation = self._parts[idx][number]
+        memory = self._opener.open(allocation)
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        data = memory[part.start : part.start + part.span_nbytes].view(dtype)
+        return data.as_strided(part.shape, part.strides)
+
+    def blocks(self, idx: int) -> list[ShardBlock]:
+        """The parts of entry `idx` as blocks of it; they do not overlap, so all are equally near.
+
+        Empty if a part is no block, because its rank holds the rows in another shape.
+        """
+        entry = self.manifest.entries[idx]
+        found = [_block(entry, part) for part, _ in self._parts[idx]]
+        return [block for block in found if block is not None] if None not in found else []
 
     @torch.no_grad()
     def assemble(self, idx: int, device: torch.device) -> Tensor:
@@ -82,7 +98,7 @@ class ExportedImage:
     def regions(self, idx: int) -> list[tuple[int, int]]:
         """Image offset and bytes of every part of entry `idx`."""
         itemsize = ITEMSIZES[self.manifest.entries[idx].dtype]
-        return [(part.offset, _numel(part) * itemsize) for part, _ in self._parts[idx]]
+        return [(part.offset, math.prod(part.shape) * itemsize) for part, _ in self._parts[idx]]
 
     def close(self) -> None:
         """Waits for copies in progress, and closes the ranks' memory. Idempotent."""
@@ -111,7 +127,7 @@ def _by_entry(
         for part, _ in parts:
             if part.offset != cursor:
                 break
-            cursor += _numel(part) * ITEMSIZES[entry.dtype]
+            cursor += math.prod(part.shape) * ITEMSIZES[entry.dtype]
         if cursor != entry.end:
             raise WeightSyncError(
                 f"the ranks' exports do not cover tensor {entry.name!r}: bytes [{entry.offset}, "
@@ -120,8 +136,11 @@ def _by_entry(
     return found
 
 
-def _numel(part: TensorPart) -> int:
-    numel = 1
-    for size in part.shape:
-        numel *= size
-    return numel
+def _block(entry: TensorEntry, part: TensorPart) -> ShardBlock | None:
+    """The rows of an entry that a part holds."""
+    if part.shape[1:] != entry.shape[1:] or len(part.shape) != len(entry.shape):
+        return None
+    row_nbytes = math.prod(entry.shape[1:]) * ITEMSIZES[entry.dtype]
+    row, rest = divmod(part.offset - entry.offset, row_nbytes)
+    starts = (row, *(0 for _ in entry.shape[1:]))[: len(entry.shape)]
+    return None if rest else ShardBlock(starts, part.shape)

@@ -1,8 +1,9 @@
 """NCCL, a rank's part: sends its shards to the receiver of every other node, bucket by bucket, and
 fills the ring of its own node.
 
-A bucket's shards are read once, for all nodes. A node whose link is broken or that the supervisor
-reports as gone is skipped from then on; its receiver fails by itself or has been killed.
+A bucket's shards are read once, for all nodes, into memory on the GPU if they are there. A node
+whose link is broken or that the supervisor reports as gone is skipped from then on; its receiver
+fails by itself or has been killed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncSupervisor,
     remaining_s,
 )
+from umbra.runtime.weights.transports.nccl.link_pairs import link_device
 from umbra.runtime.weights.transports.nccl.weight_links import (
     LinkAddress,
     SendingLink,
@@ -98,13 +100,15 @@ class _Sending:
         self._links: dict[int, SendingLink] = {}  # by node
         self._ring: RingFiller | None = None
         self._mappings = BucketMappings()
+        self._device = link_device([source.tensor for source in shards.sources])
 
     def send(self, plan: Sequence[Sequence[BucketPiece]]) -> list[Region] | None:
         reader, regions = self._shards.reader(), list[Region]()
         if not self._open():
             return None
         slots = [
-            torch.empty(self._grant.bucket_nbytes, dtype=torch.uint8) for _ in range(_NUM_SLOTS)
+            torch.empty(self._grant.bucket_nbytes, dtype=torch.uint8, device=self._device)
+            for _ in range(_NUM_SLOTS)
         ]
         for idx, pieces in enumerate(plan):
             in_ring = self._wait_ring(idx)
@@ -112,6 +116,8 @@ class _Sending:
                 return None
             memory = slots[idx % _NUM_SLOTS] if self._links or in_ring is None else in_ring
             regions += reader.read_bucket(pieces, memory, self._grant.has_checksums)
+            if memory.is_cuda:
+                torch.cuda.current_stream(memory.device).synchronize()  # links have other streams
             self._num_filled = idx + 1
             runs = find_runs(pieces)
             for link in self._links.values():
@@ -147,6 +153,7 @@ class _Sending:
                 self._grant.num_buckets,
                 self._deadline,
                 self._changed,
+                self._device,
             )
         return not answer["is_aborted"]
 

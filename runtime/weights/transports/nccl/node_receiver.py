@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.byte_views import buffer_bytes
+from umbra.runtime.weights.transports.nccl.link_pairs import link_device
 from umbra.runtime.weights.transports.nccl.weight_links import LinkAddress, ReceivingLink
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
 from umbra.runtime.weights.transports.shared_memory.memfd import MappedBucket
@@ -24,6 +27,7 @@ class NodeReceiver:
     Args:
         image_nbytes: of the manifest.
         wire: the arguments of begin_update; "receives" has the links.
+        parameters: of the engine.
     """
 
     def __init__(
@@ -33,8 +37,10 @@ class NodeReceiver:
         image_nbytes: int,
         wire: Mapping[str, Any],
         timeout_s: float,
+        parameters: Collection[Tensor],
     ) -> None:
         self._ring = ring
+        self._device = link_device(parameters)
         self._mapped: Sequence[MappedBucket] = mapped
         self._grid = BucketGrid(image_nbytes, wire["bucket_nbytes"])
         self._receives: Mapping[str, Any] = wire["receives"]
@@ -58,6 +64,7 @@ class NodeReceiver:
                     self._progress,
                     self._deadline,
                     self._on_error,
+                    self._device,
                 )
                 for rank in self._receives["ranks"]
             ]

@@ -1,4 +1,4 @@
-"""Connections for the weights of one sync: a process group of two for each rank and other node.
+"""Connections for the weights of one sync: one of two members for each rank and other node.
 
     rank 0 ═══ receiver of node b      a link is broken by the death of either end, and no other
     rank 0 ═══ receiver of node c      link is disturbed: the nodes that are left get the version
@@ -9,12 +9,16 @@ One larger group would break as a whole, and its members would have to agree on 
 the sync is in progress. Links are made for each sync and end with it. So nothing of an aborted sync
 reaches the next one, and nothing has to be rebuilt when an engine is replaced or sleeps.
 
+A link uses NCCL if the tensors of its two ends are on different GPUs, and gloo otherwise
+(`link_pairs`). Through the store, each end tells the other which GPU that is.
+
 What gloo does (torch 2.13): if a peer is killed, whoever sends to it or waits for it gets a
 RuntimeError at once. If a peer is stopped, they wait. A wait that times out breaks its group, and
 nothing else ends it: `abort` of a group does not, and a timeout is the only way to look whether it
 is done. So every link has a thread that waits in gloo until the deadline of the sync, while the
 thread that owns the sync can leave at any time. The other end notices when the thread frees the
-group, which closes the connection.
+group, which closes the connection. With NCCL the thread looks whether a transfer is done, and also
+ends as soon as the link is closed or NCCL reports that the peer has failed.
 
 A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
 bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
@@ -23,6 +27,7 @@ ring of its node, in the rank's name, and answers the last one.
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -38,6 +43,13 @@ from torch import Tensor
 from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.manifest import MAX_TENSORS
 from umbra.runtime.weights.sync_calls import remaining_s
+from umbra.runtime.weights.transports.nccl.link_pairs import (
+    HOST,
+    GlooPair,
+    LinkPair,
+    NcclPair,
+    device_key,
+)
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     BucketGrid,
     BucketPiece,
@@ -45,8 +57,10 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
 )
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
+logger = logging.getLogger(__name__)
+
 _c10d: Any = torch.distributed  # which exports these classes without declaring it
-_SENDER: Final = 0  # members of a link's group
+_SENDER: Final = 0  # members of a link's pair
 _RECEIVER: Final = 1
 _FIRST_LOOK_S: Final = 0.005
 _LAST_LOOK_S: Final = 0.1
@@ -98,25 +112,35 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 class _Link:
-    """The thread of one end. A subclass says what it does in `_run`, with `self._group`."""
+    """The thread of one end. A subclass says what it does in `_run`, with the pair it gets there.
 
-    def __init__(self, address: LinkAddress, member: int, deadline: float) -> None:
+    Args:
+        device: of the tensors at this end.
+    """
+
+    def __init__(
+        self, address: LinkAddress, member: int, deadline: float, device: torch.device
+    ) -> None:
         self._address = address
         self._member = member
         self._deadline = deadline
-        self._group: Any = None
+        self._device = device
         self._is_closed = threading.Event()
+        self._is_complete = False  # nothing but a last flush is left, which `close` does not end
         self._thread = threading.Thread(target=self._main, name="weight-link", daemon=True)
         self._thread.start()
 
     def _main(self) -> None:
+        pair: LinkPair | None = None
         try:
-            self._group = self._meet()
-            self._run()
+            pair = self._meet()
+            self._run(pair)
+            pair.flush()
         except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError for everything
             self._on_error(error)
         finally:
-            self._group = None  # closes the connection, so that the other end notices
+            if pair is not None:
+                pair.close()  # so that the other end notices
 
     def wait_ended(self) -> None:
         """Waits a moment for the thread of a link that has nothing left to do. A process that ends
@@ -124,29 +148,35 @@ class _Link:
         """
         self._thread.join(_END_LIMIT_S)
 
-    def _run(self) -> None:
+    def _run(self, pair: LinkPair) -> None:
         raise NotImplementedError
 
     def _on_error(self, error: Exception) -> None:
         raise NotImplementedError
 
-    def _meet(self) -> Any:
-        """A group of two, once the other end is there. It is gloo's own class: torch's default
-        group is not touched, and nothing watches it."""
+    def _check_open(self) -> None:
+        if self._is_closed.is_set() and not self._is_complete:
+            raise ConnectionAbortedError("the link was closed before everything had arrived")
+
+    def _meet(self) -> LinkPair:
+        """The connection with the other end, once that is there. It is made of gloo's own class or
+        NCCL's own calls: torch's default group is not touched, and nothing watches it."""
         own_address, client = self._connect_store()
         store = _c10d.PrefixStore(self._address.key, client)
-        store.set(f"member{self._member}", "here")
+        own_key, other = device_key(self._device), f"member{1 - self._member}"
+        store.set(f"member{self._member}", f"gpu {own_key}")
         interval_s = _FIRST_LOOK_S
-        while not store.check([f"member{1 - self._member}"]):
+        while not store.check([other]):
             remaining_s(self._deadline)
             if self._is_closed.wait(interval_s):
                 raise ConnectionAbortedError("the link was closed before the other end came")
             interval_s = min(2 * interval_s, _LAST_LOOK_S)
-        gloo = _c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout, options._threads = timedelta(seconds=self._limit_s()), 1
-        options._devices = [gloo.create_device(hostname=own_address)]
-        return gloo(store, self._member, 2, options)
+        other_key = store.get(other).decode().removeprefix("gpu ")
+        limit_s, deadline = self._limit_s(), self._deadline
+        if own_key and other_key and own_key != other_key:
+            logger.debug("link %s uses NCCL", self._address.key)
+            return NcclPair(store, self._member, self._device, limit_s, deadline, self._check_open)
+        return GlooPair(store, self._member, own_address, limit_s, deadline)
 
     def _connect_store(self) -> tuple[str, Any]:
         """The address of this end, as the store sees it, and a client of the store."""
@@ -168,10 +198,6 @@ class _Link:
     def _limit_s(self) -> float:
         return min(remaining_s(self._deadline), _MEETING_LIMIT_S)
 
-    def _wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            work.wait(timedelta(seconds=remaining_s(self._deadline)))
-
 
 class SendingLink(_Link):
     """A rank's end. `changed` is notified after every bucket and at an error.
@@ -189,6 +215,7 @@ class SendingLink(_Link):
         num_buckets: int,
         deadline: float,
         changed: threading.Condition,
+        device: torch.device = HOST,
     ) -> None:
         self.num_sent = 0
         self.error = ""
@@ -196,7 +223,7 @@ class SendingLink(_Link):
         self._num_buckets = num_buckets
         self._changed = changed
         self._buckets: queue.SimpleQueue[Sequence[Tensor] | None] = queue.SimpleQueue()
-        super().__init__(address, _SENDER, deadline)
+        super().__init__(address, _SENDER, deadline, device)
 
     def put(self, runs: Sequence[Tensor]) -> None:
         """Queues the runs of the next bucket: uint8 [nbytes] each. They must not change until they
@@ -210,25 +237,23 @@ class SendingLink(_Link):
         self._is_closed.set()
         self._buckets.put(None)
 
-    def _run(self) -> None:
+    def _run(self, pair: LinkPair) -> None:
         rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
-        self._send(torch.tensor([len(rows)]))
+        pair.send([torch.tensor([len(rows)])])
         if len(rows):
-            self._send(rows)
+            pair.send([rows])
         for idx in range(self._num_buckets):
             runs = self._buckets.get()
             if runs is None or self.error:
                 return
-            self._wait([self._group.send([run], _RECEIVER, 0) for run in runs])
+            pair.send(runs)
             if idx == self._num_buckets - 1:
                 # A connection that is closed too early may lose what it still carries.
-                self._wait([self._group.recv([torch.zeros(1)], _RECEIVER, 0)])
+                pair.receive([torch.zeros(1)])
+                self._is_complete = True
             with self._changed:
                 self.num_sent += 1
                 self._changed.notify_all()
-
-    def _send(self, data: Tensor) -> None:
-        self._wait([self._group.send([data], _RECEIVER, 0)])
 
     def _on_error(self, error: Exception) -> None:
         with self._changed:
@@ -254,42 +279,40 @@ class ReceivingLink(_Link):
         progress: SyncProgress,
         deadline: float,
         on_error: Callable[[int, Exception], None],
+        device: torch.device = HOST,
     ) -> None:
         self._rank = rank
         self._grid = grid
         self._memories = memories
         self._progress = progress
         self._fail = on_error
-        super().__init__(address, _RECEIVER, deadline)
+        super().__init__(address, _RECEIVER, deadline, device)
 
     def close(self) -> None:
         """Idempotent."""
         self._is_closed.set()
 
-    def _run(self) -> None:
+    def _run(self, pair: LinkPair) -> None:
         memories, progress = self._memories, self._progress
-        for idx, pieces in enumerate(self._grid.cut(self._receive_extents())):
+        for idx, pieces in enumerate(self._grid.cut(self._receive_extents(pair))):
             num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
             if not progress.wait_loaded(num_needed, self._deadline, self._check_open):
                 return
             memory = memories[idx % len(memories)]
-            runs = [memory[start:stop] for start, stop in find_runs(pieces)]
-            self._wait([self._group.recv([run], _SENDER, 0) for run in runs])
+            pair.receive([memory[start:stop] for start, stop in find_runs(pieces)])
+            if idx == self._grid.num_buckets - 1:
+                self._is_complete = True  # the engine may close the link once this one is filled
             progress.set_filled(self._rank, idx + 1)
-        self._wait([self._group.send([torch.zeros(1)], _SENDER, 0)])
+        pair.send([torch.zeros(1)])
 
-    def _check_open(self) -> None:
-        if self._is_closed.is_set():
-            raise ConnectionAbortedError("the link was closed before everything had arrived")
-
-    def _receive_extents(self) -> list[Extent]:
+    def _receive_extents(self, pair: LinkPair) -> list[Extent]:
         count = torch.zeros(1, dtype=torch.int64)
-        self._wait([self._group.recv([count], _SENDER, 0)])
+        pair.receive([count])
         if not 0 <= count.item() <= MAX_TENSORS:
             raise ProtocolError(f"a rank holds at most {MAX_TENSORS} tensors, got {count.item()}")
         rows = torch.zeros(int(count.item()), 2, dtype=torch.int64)
         if len(rows):
-            self._wait([self._group.recv([rows], _SENDER, 0)])
+            pair.receive([rows])
         numbers: list[list[int]] = rows.numpy().tolist()
         end = 0
         for offset, nbytes in numbers:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.weight_coverage import WeightCoverage
+from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.runtime.errors import WeightSyncError
 
 
@@ -50,7 +50,7 @@ def load(model: nn.Module, given: Iterable[tuple[str, Tensor]], *, only: set[str
 def test_all_that_is_read_and_written_counts(is_inference: bool) -> None:
     model, weights = fused_model(), sources()
 
-    with torch.inference_mode(is_inference), WeightCoverage(model) as coverage:
+    with torch.inference_mode(is_inference), LoaderRecording(model) as coverage:
         load(model, coverage.watch(weights.items()), only={"q", "k", "norm", "embedding"})
 
     coverage.check_filled("SGLang")
@@ -63,7 +63,7 @@ def test_all_that_is_read_and_written_counts(is_inference: bool) -> None:
 def test_a_parameter_without_its_value_is_named(left_out: str, text: str) -> None:
     model, weights = fused_model(), sources()
 
-    with WeightCoverage(model) as coverage:
+    with LoaderRecording(model) as coverage:
         load(
             model,
             coverage.watch(weights.items()),
@@ -78,7 +78,7 @@ def test_a_parameter_without_its_value_is_named(left_out: str, text: str) -> Non
 def test_a_tensor_that_replaces_a_parameter_fills_it() -> None:
     model, weights = fused_model(), sources()
 
-    with WeightCoverage(model) as coverage:
+    with LoaderRecording(model) as coverage:
         load(model, coverage.watch(weights.items()), only={"q", "k", "embedding"})
         model.get_parameter("norm").data = weights["norm"].float()
 
@@ -97,7 +97,7 @@ def test_tensors_that_come_one_at_a_time_are_distinguished_though_they_share_mem
             if name == "norm":
                 yield "norm_again", tensor
 
-    with WeightCoverage(model) as coverage:
+    with LoaderRecording(model) as coverage:
         for name, tensor in coverage.watch(one_at_a_time()):
             if name == "norm_again":
                 model.get_parameter("norm").data.copy_(tensor)
@@ -105,3 +105,22 @@ def test_tensors_that_come_one_at_a_time_are_distinguished_though_they_share_mem
                 model.get_parameter("qkv").data[:4].copy_(tensor)
 
     assert coverage.unread() == ["other"]
+
+
+def test_what_is_done_in_a_pause_is_not_the_loaders() -> None:
+    model, weights = fused_model(), sources()
+    qkv, norm = model.get_parameter("qkv"), model.get_parameter("norm")
+
+    with LoaderRecording(model) as recording:
+        for name, tensor in recording.watch(weights.items()):
+            if name == "norm":
+                norm.data.copy_(tensor)
+            with recording.paused():
+                if name == "q":
+                    qkv.data[:4].copy_(tensor)
+                torch.zeros(1).item()
+
+    assert recording.decides == ""
+    assert [copy.name for copy in recording.copies] == ["norm"]
+    assert (recording.num_written(norm), recording.num_written(qkv)) == (4, 0)
+    assert recording.read_otherwise == {"q"}  # whatever was made of it needs it again

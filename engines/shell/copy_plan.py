@@ -1,0 +1,229 @@
+"""Replays what a loader did, as copies from the source's blocks to views of parameters.
+
+recording ──CopyPlan.accept──▶ plan ──replay──▶ the parameters of every later version
+
+A plan refers to the source by names and elements, so it holds for images and exports wherever they
+are. It refers to parameters by views of their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from umbra.engines.shell.loader_recording import (
+    LoaderRecording,
+    RecordedCopy,
+    RecordedFill,
+    storage_of,
+)
+from umbra.engines.shell.weight_source import WeightSource
+from umbra.runtime.weights.copy_planner import (
+    CopyPiece,
+    ShardBlock,
+    SplitError,
+    StridedView,
+    plan_pieces,
+)
+from umbra.runtime.weights.manifest import Manifest
+
+_POISON: Final = 0xFF  # makes every floating-point number NaN
+
+
+class _Step(NamedTuple):
+    """One copy. Without a piece it reads `view` of the whole entry."""
+
+    piece: CopyPiece | None
+    view: StridedView
+    target: Tensor
+
+
+class CopyPlan:
+    """How to fill the parameters of one model from weights of one manifest.
+
+    Attributes:
+        layers: those that the engine's loader must load; a layer below another is left out.
+        names: the tensors that it needs for them.
+        reasons: why, for each of these layers that is known to need it.
+        num_copies: copies that the loader made.
+    """
+
+    def __init__(
+        self, manifest: Manifest, recording: LoaderRecording, reasons: Mapping[nn.Module, str]
+    ) -> None:
+        self.reasons: dict[nn.Module, str] = dict(reasons)
+        self._manifest = manifest
+        self._tensors = recording.tensors
+        self._copies: list[RecordedCopy] = recording.copies
+        self._fills: list[RecordedFill] = recording.fills
+        self._layout: list[list[ShardBlock]] = []
+        self._steps: dict[int, list[_Step]] = {}  # by entry
+        self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
+        self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
+        self._read_otherwise = recording.read_otherwise
+        if recording.decides:
+            self.reasons[self._tensors.model] = f"its loader decides by values: {recording.decides}"
+        for storage, operation in recording.changed.items():
+            self._refuse(storage, f"its loader uses {operation}")
+        written = {each.target.storage for each in (*self._copies, *self._fills)}
+        for storage in recording.read_back & written:
+            self._refuse(storage, "something is computed from its parameters")
+        for layer in self._tensors.moved():
+            self.reasons.setdefault(layer, "its loader moves its parameters")
+        self._leave_to_loader()
+        if self._unseen(written):
+            self.reasons[self._tensors.model] = "nothing was seen to write some of its parameters"
+            self._leave_to_loader()
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)
+
+    @torch.no_grad()
+    def accept(self, source: WeightSource) -> None:
+        """Keeps the copies that give every byte of a parameter back after all were lost.
+
+        The model must be loaded with the weights of `source`, and is afterwards. It takes extra
+        memory for the largest parameter.
+        """
+        self._resolve(source)
+        steps: dict[int, list[tuple[int, _Step]]] = {}
+        for idx, found in self._steps.items():
+            for step in found:
+                steps.setdefault(storage_of(step.target), []).append((idx, step))
+        fills: dict[int, list[RecordedFill]] = {}
+        for fill in self._fills:
+            fills.setdefault(fill.target.storage, []).append(fill)
+        for storage in {*steps, *fills}:
+            memory = self._tensors.memory(storage)
+            try:
+                loaded = memory.clone()
+            except torch.OutOfMemoryError:
+                self._refuse(storage, "there is no memory to check its copies")
+                continue
+            memory.fill_(_POISON)
+            self._fill(fills.get(storage, ()))
+            for idx, step in steps.get(storage, ()):
+                self._carry_out(source, idx, step)
+            if not torch.equal(memory, loaded):
+                memory.copy_(loaded)
+                self._refuse(storage, "copies do not give its parameters back")
+            elif self._overlaps(storage):
+                self._refuse(storage, "its loader writes to the same elements twice")
+        self._leave_to_loader()
+        self._steps = {}
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether it still holds: the same tensors come, and the parameters are where they were."""
+        return self._manifest == manifest and self._tensors.moved() <= self._left
+
+    @torch.no_grad()
+    def replay(self, source: WeightSource) -> None:
+        """Fills all parameters but those of `layers`. Raises the errors of `WeightSource`.
+
+        Copies to a GPU may still be in progress when it returns; closing the source waits.
+        """
+        self._resolve(source)
+        self._fill(self._fills)
+        for idx in source.entries():
+            for step in self._steps.get(idx, ()):
+                self._carry_out(source, idx, step)
+
+    # -- copies --------------------------------------------------------------------------
+
+    def _resolve(self, source: WeightSource) -> None:
+        """Splits the copies by the source's blocks, unless they are as they were."""
+        layout = [source.blocks(idx) for idx in range(len(self._manifest.entries))]
+        if self._steps and layout == self._layout:
+            return
+        self._layout, self._steps = layout, {}
+        for copy in self._copies:
+            idx = self._names[copy.name]
+            self._steps.setdefault(idx, []).extend(self._split(idx, copy))
+
+    def _split(self, idx: int, copy: RecordedCopy) -> list[_Step]:
+        shape, target = self._manifest.entries[idx].shape, self._tensors.view_of(copy.target)
+        try:
+            pieces = plan_pieces(shape, self._layout[idx], copy.source, copy.target.view)
+        except SplitError:
+            return [_Step(None, copy.source, target)]
+        return [_Step(piece, piece.target, _viewed(target, piece.target)) for piece in pieces]
+
+    def _carry_out(self, source: WeightSource, idx: int, step: _Step) -> None:
+        if step.piece is None:
+            step.target.copy_(_within(source.whole(idx), step.view))
+            return
+        block = source.block(idx, step.piece.block)
+        values = _within(block, step.piece.source(block.stride()))
+        on_wire: torch.dtype = getattr(torch, self._manifest.entries[idx].dtype)
+        if values.dtype != on_wire and step.target.dtype != on_wire:
+            values = values.to(on_wire)  # the loader gets what travels
+        step.target.copy_(values)
+
+    def _fill(self, fills: Sequence[RecordedFill]) -> None:
+        for fill in fills:
+            self._tensors.view_of(fill.target).fill_(fill.value)
+
+    def _overlaps(self, storage: int) -> bool:
+        """Whether copies write to the same element: which of them is the last may differ."""
+        written = [copy.target for copy in self._copies if copy.target.storage == storage]
+        filled = [fill.target for fill in self._fills if fill.target.storage == storage]
+        memory = self._tensors.memory(storage)
+        itemsizes = {target.dtype.itemsize for target in (*written, *filled)}
+        if len(itemsizes) > 1:
+            return True
+        num_elements = memory.numel() // itemsizes.pop()
+        if sum(target.view.numel for target in (*written, *filled)) == num_elements:
+            return False  # all bytes come back, so each comes once
+        counts = torch.zeros(num_elements, dtype=torch.uint8, device=memory.device)
+        for target in written:
+            _viewed(counts, target.view).add_(1)
+        return int(counts.max()) > 1
+
+    # -- layers --------------------------------------------------------------------------
+
+    def _refuse(self, storage: int, reason: str) -> None:
+        for layer in self._tensors.layers[storage]:
+            self.reasons.setdefault(layer, reason)
+
+    def _unseen(self, written: set[int]) -> bool:
+        """Whether a parameter with a place in the plan was not written as far as anybody saw."""
+        addresses = {storage_of(parameter) for parameter in self._tensors.model.parameters()}
+        return any(
+            not self._tensors.layers[address] & self._left
+            for address in (addresses & self._tensors.layers.keys()) - written
+        )
+
+    def _leave_to_loader(self) -> None:
+        """Drops the copies of layers that need the loader, and of all that share memory with
+        them or are below them."""
+        layers: set[nn.Module] = set(self.reasons)
+        storages: set[int] = set()
+        while True:
+            below = {child for layer in layers for child in layer.modules()}
+            storages = {at for at, owners in self._tensors.layers.items() if owners & below}
+            sharing = {owner for at in storages for owner in self._tensors.layers[at]}
+            if sharing | below == layers:
+                break
+            layers = sharing | below
+        self._read_otherwise |= {c.name for c in self._copies if c.target.storage in storages}
+        needed = {self._names[name] for name in self._read_otherwise}
+        self.names = {name for name, idx in self._names.items() if idx in needed}
+        self._copies = [c for c in self._copies if c.target.storage not in storages]
+        self._fills = [f for f in self._fills if f.target.storage not in storages]
+        self._left = layers
+        inner = {child for layer in layers for child in layer.modules() if child is not layer}
+        self.layers = [layer for layer in layers if layer not in inner]
+
+
+def _within(tensor: Tensor, view: StridedView) -> Tensor:
+    """A view, counted from the first element of a tensor."""
+    return tensor.as_strided(view.shape, view.strides, int(tensor.storage_offset()) + view.offset)
+
+
+def _viewed(tensor: Tensor, view: StridedView) -> Tensor:
+    """A view, counted from the first element of a tensor's storage."""
+    return tensor.as_strided(view.shape, view.strides, view.offset)
