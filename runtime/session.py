@@ -53,6 +53,7 @@ from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_pa
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
+from umbra.runtime.process.thread_stacks import answering_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_thread import LoopThread
@@ -221,6 +222,7 @@ class Session:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack, failure_reported(self._environment):
+            stack.enter_context(answering_stack_requests())
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
                 self._guardian = self._start_supervisor()

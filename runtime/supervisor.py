@@ -36,8 +36,16 @@ from umbra.runtime.errors import (
     ActorNotFound,
     DeadlineExceeded,
     JobFailed,
+    UmbraError,
 )
 from umbra.runtime.first_of import first_of
+from umbra.runtime.hang_bundle import (
+    NodeReport,
+    bundle_path,
+    report_nodes,
+    seen_in,
+    write_bundle,
+)
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
@@ -60,6 +68,11 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
+# For a bundle to be written, as long as the ranks wait for it.
+_BUNDLE_LIMIT_S: Final = 18.0
+# Deadlines that are missed within this time are about the same hang. With a longer time, a hang
+# after it would not be seen; with a shorter one, ranks that are late by seconds make a bundle each.
+_SAME_HANG_S: Final = 60.0
 # How long engines stay warm on a node without ranks. With a shorter limit they start again where
 # torchrun's rendezvous takes long; with a longer one they stay longer on a node that is cut off,
 # whose torchrun waits for answers from the rendezvous.
@@ -130,6 +143,7 @@ class Supervisor:
             self._job_stop,
             note=self.note,
             describe_gpu_memory=self._describe_gpu_memory,
+            explain_late=self._explain_late,
             processes_path=(folder or node.log_dir) / "processes.json",
             over=self.over,
             take_warm=self._warm.take,
@@ -137,6 +151,9 @@ class Supervisor:
             on_change=self._on_actor_change,
             on_remote_change=self._on_remote_change,
         )
+        self._report = NodeReport(node, client, self._actors, self._ranks)
+        self._writing: asyncio.Task[str] | None = None  # the last bundle about a missed deadline
+        self._written_at = 0.0
 
     # -- ranks ---------------------------------------------------------------------------
 
@@ -245,14 +262,70 @@ class Supervisor:
         """Called by a rank before it leaves: its stream of events ends, and its end is expected."""
         self._ranks.detach(rank)
 
-    async def fail_job(self, who: str, message: str) -> None:
+    async def fail_job(self, who: str, message: str, missed_deadline: bool = False) -> str:
         """Called by a rank: the job is lost. Every rank is notified; the first failure counts.
 
         A rank whose collective broke because another died is often faster than the news of that
         death, so its report waits a moment for it.
+
+        Args:
+            missed_deadline: something took too long, so a bundle shows what all processes do before
+                they end.
+
+        Returns:
+            The bundle's path; "" if there is none.
         """
         await self._ranks.await_failure(_DEATH_NEWS_LIMIT_S)
-        self._ranks.fail(who, message)
+        path = ""
+        is_writing = self._writing is not None and not self._writing.done()
+        if not self._ranks.has_failed and (missed_deadline or is_writing):
+            path = await self.bundle_late(f"{who} failed: {message}")
+        self._ranks.fail(who, f"{message}\n{seen_in(path)}" if path else message)
+        return path
+
+    # -- bundles: see `umbra.runtime.hang_bundle` ---------------------------------------------
+
+    async def bundle_late(self, why: str) -> str:
+        """Writes a bundle, once for all that miss a deadline together; returns its path, or "" if
+        there is none. Another node's supervisor calls it, too."""
+        now = time.monotonic()
+        if self._writing is None or now - self._written_at > _SAME_HANG_S:
+            self._writing = self._tasks.create_task(self._bundle_late(why), name="bundle")
+            self._written_at = now
+        await asyncio.wait({self._writing}, timeout=_BUNDLE_LIMIT_S)
+        return self._writing.result() if self._writing.done() else ""
+
+    async def _explain_late(self, why: str) -> str:
+        path = await self.bundle_late(why)
+        return f"\n{seen_in(path)}" if path else ""
+
+    async def _bundle_late(self, why: str) -> str:
+        if self._links.lead is None:
+            return await self._write_bundle(time.strftime("%Y%m%d-%H%M%S"), why)
+        try:
+            path: str = await self._links.lead.call("bundle_late", why, timeout_s=_BUNDLE_LIMIT_S)
+        except UmbraError as error:
+            logger.warning("rank 0's node wrote no bundle: %s", error)
+            return ""
+        return path
+
+    async def _write_bundle(self, name: str, why: str) -> str:
+        """Returns the path, or "" if the file cannot be written. Called on rank 0's node."""
+        if self._run_dir is None:
+            return ""
+        path = bundle_path(self._run_dir, name)
+        engines = [state for pool in self._all_pools() for state in pool.states()]
+        nodes = await report_nodes(self._report, self._links.supervisors_elsewhere())
+        try:
+            await asyncio.to_thread(write_bundle, path, why, engines, nodes)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error)
+            return ""
+        return str(path)
+
+    async def report_node(self) -> dict[str, str]:
+        """Called by the supervisor of rank 0's node: what this node's processes are doing."""
+        return dict(await self._report.make())
 
     def end(self, who: str, why: str) -> None:
         """Ends the job for a reason outside it; waiting ranks are notified."""
@@ -266,7 +339,7 @@ class Supervisor:
         self._ranks.pass_on_signal(f"rank {rank}", incarnation, number)
 
     def request(self, call: dict[str, Any]) -> None:
-        """Called for `umbra stop`, `umbra preempt` and `umbra drain`, with a `JobRequest`.
+        """Called for `umbra stop`, `preempt`, `drain` and `dump`, with a `JobRequest`.
 
         Raises:
             ActorNotFound: it is addressed to another job, or that has no such node.
@@ -276,7 +349,10 @@ class Supervisor:
     def _act_on(self, request: JobRequest) -> None:
         if request.job != self._request_name:
             raise ActorNotFound(f"job {request.job} has ended; {self._request_name} is running")
-        if request.kind == "drain":
+        if request.kind == "dump" and self._links.lead is None:
+            writing = self._write_bundle(request.bundle, "umbra dump asked for this bundle")
+            self._tasks.create_task(writing, name="bundle")
+        elif request.kind == "drain":
             self._links.dismiss(self._links.find_generator(request.node), "")
         elif self._nodes_may_change and not (self._has_met and len(self._ranks)):
             self._waiting = request  # the other nodes cannot be reached until they meet again
@@ -423,6 +499,7 @@ class Supervisor:
         address = SupervisorAddress(
             job=self._request_name,
             node_id=self._node.node_id,
+            pid=os.getpid(),
             socket_dir=str(self._node.socket_dir),
             tcp_endpoint=self._tcp_endpoint,
             secret_file=self._secret_file,

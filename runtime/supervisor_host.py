@@ -33,8 +33,10 @@ from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.supervisor import Supervisor
@@ -125,7 +127,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
             )
 
-        server = ActorServer(supervisor, ref.incarnation)
+        server = ActorServer(supervisor, ref.incarnation, describing_calls(client, lambda: server))
         with contextlib.ExitStack() as stack:
             # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
@@ -176,6 +178,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.set_inheritable(arguments.ready_fd, False)
     become_subreaper()
+    answer_stack_requests()
     _allow_many_files()
     config = SupervisorConfig.from_json(sys.stdin.buffer.read())
     logging.basicConfig(

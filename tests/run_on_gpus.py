@@ -117,6 +117,7 @@ JOBS: Final = {
         "tests/unit/trainer/test_scoring.py tests/unit/trainer/test_memory_account.py "
         "tests/process/trainer/test_sharded_loading.py tests/unit/weights/test_checksum.py",
     ),
+    "doctor": tests_of("", "tests/gpu/trainer/test_doctor_gpu.py"),
     "release": tests_of("", "tests/process/runtime/test_gpu_release.py"),
     "serving": tests_of("vllm", "tests/gpu/trainer/test_serving_engines.py"),
     "memory": tests_of("", f"{MEMORY} -k embedded"),

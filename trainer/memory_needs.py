@@ -25,11 +25,26 @@ from umbra.trainer.model.token_scoring import scoring_nbytes
 from umbra.trainer.pool_placement import engine_device
 from umbra.trainer.services import DEFAULT_MICRO_BATCH_TOKENS
 
-_ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _CONTEXT_NBYTES: Final = 1536 << 20
 # CUDA context, libraries and their workspaces, measured on an H200.
 _COMPILED_SHARE: Final = 0.65
 # Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.
+
+
+def job_needs(
+    config: TrainerConfig, host: str, num_ranks: int, device_type: str
+) -> tuple[RankNeed | None, dict[str, EngineNeed]]:
+    """What a rank and an engine of each pool take of their GPUs.
+
+    Args:
+        num_ranks: that use a GPU.
+        host, device_type: see `engine_needs`, and what that raises.
+    """
+    rank = None
+    if num_ranks:
+        rank = rank_need(config, ModelSizes.read(config.model.path), num_ranks)
+    return rank, engine_needs(config, host, device_type)
 
 
 def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str, EngineNeed]:
@@ -61,7 +76,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         num_ranks: of the job.
     """
     train = config.train
-    master = _ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
+    master = ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
     parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
     optimizer = 2 * master
     left = {
@@ -80,7 +95,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
     """What the largest micro-batch takes: gathered parameters, kept activations, and logits."""
-    itemsize, num_tokens = _ITEMSIZES[config.model.dtype], _micro_batch_tokens(config, num_ranks)
+    itemsize, num_tokens = ITEMSIZES[config.model.dtype], _micro_batch_tokens(config, num_ranks)
     if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
         # The root keeps embeddings and head. Of layers, one is gathered ahead, and the gradient of
         # one is whole, once more in float32 to be reduced.
@@ -131,7 +146,7 @@ def _engine_need(
     path, dtype, is_updated = config.model.path, config.model.dtype, True
     if isinstance(pool, AuxiliaryPoolSettings):
         path, dtype, is_updated = pool.model_path, pool.dtype or dtype, False
-    sizes, itemsize = ModelSizes.read(path), _ITEMSIZES[dtype]
+    sizes, itemsize = ModelSizes.read(path), ITEMSIZES[dtype]
     num_gpus = engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
     weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
     context_len = _context_len(pool, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,12 @@ from umbra.runtime.errors import (
     ActorError,
     ConfigError,
     DataError,
+    DeadlineExceeded,
     JobFailed,
     TransportError,
     UmbraError,
 )
+from umbra.runtime.hang_bundle import seen_in
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session import Session
 from umbra.runtime.settings import to_wire
@@ -43,11 +46,10 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.loop import TrainingLoop
-from umbra.trainer.memory_needs import engine_needs, rank_need
+from umbra.trainer.memory_needs import job_needs
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_policy
-from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.pool_placement import plan_pools
@@ -74,6 +76,10 @@ from umbra.trainer.world import (
 # How long a rank that lost another one waits for the supervisor to report which rank or process
 # failed first. The supervisor knows within milliseconds; a rank's own errors are delayed this long.
 _CAUSE_TIMEOUT_S: Final = 1.0
+
+
+# For the supervisors to write what all processes are doing, before this rank ends.
+_BUNDLE_LIMIT_S: Final = 20.0
 
 
 class Trainer:
@@ -206,16 +212,12 @@ class Trainer:
 
     def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:
         """An empty plan where sizes are not known: engines then choose their KV caches' sizes."""
-        config, num_ranks = self._config, len(plan.ranks)
         gpu_nbytes = [node.gpu_nbytes for node in self._session.nodes]
         gpu_nbytes = gpu_nbytes or [gpu_sizes(plan.nodes[0].gpus)]
         if not any(gpu_nbytes):
             return MemoryPlan()
         try:
-            rank = None
-            if num_ranks:
-                rank = rank_need(config, ModelSizes.read(config.model.path), num_ranks)
-            engines = engine_needs(config, POOL, device_type)
+            rank, engines = job_needs(self._config, POOL, len(plan.ranks), device_type)
         except (ConfigError, DataError) as error:
             self._notes.put(f"GPU memory is not planned: {error}")
             return MemoryPlan()
@@ -242,16 +244,22 @@ class Trainer:
                 self._session.raise_if_lost(_CAUSE_TIMEOUT_S)
             except JobFailed as failure:
                 raise failure from error
-        if isinstance(error, UmbraError):
+        is_late = isinstance(error, Exception) and _missed_deadline(error)
+        if isinstance(error, UmbraError) and not is_late:
             self._fatal_errors.report(error)
         if isinstance(error, Exception) and not isinstance(error, JobFailed):
             with contextlib.suppress(UmbraError):
-                self._session.supervisor_call(
+                bundle: str = self._session.supervisor_call(
                     "fail_job",
                     f"rank {self._session.rank}",
                     f"{type(error).__name__}: {error}",
-                    timeout_s=2.0,
+                    is_late,
+                    timeout_s=_BUNDLE_LIMIT_S if is_late else 2.0,
                 )
+                if bundle:
+                    error.add_note(seen_in(bundle))
+        if isinstance(error, UmbraError):
+            self._fatal_errors.report(error)
 
     def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
         """Records the settings, tokenizes the data and starts the manager. Called by rank 0."""
@@ -365,3 +373,12 @@ class Trainer:
         )
         for line in closing_lines(summary):
             reporter.note(line)
+
+
+def _missed_deadline(error: Exception) -> bool:
+    """Whether something took too long. torch has no class of its own for a late collective."""
+    if isinstance(error, UmbraError):
+        return isinstance(error, DeadlineExceeded)
+    return (
+        isinstance(error, RuntimeError) and re.search("time(d )?out", str(error), re.I) is not None
+    )

@@ -84,9 +84,18 @@ class SglangCore(AdapterCore):
         assert self._library is not None
         return self._library
 
-    async def start(self) -> None:
+    def check_options(self) -> str:
+        self._read_options()
+        return f"SGLang {self.library.version}"
+
+    def _read_options(self) -> dict[str, Any]:
+        """Loads the library."""
         self._library = library = SglangLibrary.load()
-        options = self._settings.options(library.option_names())
+        return self._settings.options(library.option_names())
+
+    async def start(self) -> None:
+        options = self._read_options()
+        library = self.library
         os.environ.update(self._settings.environment())
         logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         self._sigquit = signal.getsignal(signal.SIGQUIT)

@@ -17,6 +17,7 @@ from umbra.engines.sglang.sglang_orders import unpack_order, write_report
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.planned_loading import PlannedLoading
 from umbra.engines.shell.weight_source import WeightSource, open_weights
+from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
@@ -44,6 +45,7 @@ def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     sglang_processes.allow_stack_dumps()
+    answer_stack_requests()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
 

@@ -85,6 +85,14 @@ class Core(ABC):
     def frees_memory_asleep(self) -> bool:
         return True
 
+    def check_options(self) -> str:
+        """The name and version of the engine's library, without starting anything; "" for none.
+
+        Raises:
+            ConfigError, DataError: the library or the settings cannot be used.
+        """
+        return ""
+
     async def start(self) -> None:
         """May block the loop, because processes are started from the main thread only.
 

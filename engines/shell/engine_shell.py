@@ -58,6 +58,10 @@ class EngineShell(Generic[_Core]):
         self._is_verified = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
 
+    def check_options(self) -> str:
+        """Called instead of entering it; see `Core.check_options`."""
+        return self._core.check_options()
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as owned:
             owned.push_async_callback(self._stop_core)

@@ -72,9 +72,18 @@ class VllmCore(AdapterCore):
         """On the CPU vLLM only changes its state."""
         return not self.library.is_cpu
 
-    async def start(self) -> None:
+    def check_options(self) -> str:
+        self._read_options()
+        return f"vLLM {self.library.version}"
+
+    def _read_options(self) -> dict[str, Any]:
+        """Loads the library."""
         self._library = library = VllmLibrary.load()
-        options = self._settings.options(library.option_names(), is_cpu=library.is_cpu)
+        return self._settings.options(library.option_names(), is_cpu=library.is_cpu)
+
+    async def start(self) -> None:
+        options = self._read_options()
+        library = self.library
         self._check_adapters()
         variables = self._settings.environment(is_cpu=library.is_cpu)
         if self._settings.followers:

@@ -22,6 +22,7 @@ from umbra.engines.shell.planned_loading import PlannedLoading
 from umbra.engines.shell.weight_source import Regions, WeightSource, open_weights
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
@@ -365,7 +366,8 @@ class UmbraWorkerExtension:
         return report
 
     def umbra_pid(self) -> int:
-        """Pid of the worker's process."""
+        """Pid of the worker's process, which from now on writes its stacks on request."""
+        answer_stack_requests()
         return os.getpid()
 
     def umbra_memory(self) -> Mapping[str, int]:

@@ -31,8 +31,10 @@ from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.cpu_affinity import confine, cores_near
 from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
+from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.settings import from_wire
@@ -93,7 +95,7 @@ class _Host:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
-            server = ActorServer(target, incarnation)
+            server = ActorServer(target, incarnation, describing_calls(client, lambda: server))
             tcp_endpoint = self._bind(server, context, stack)
             ticker = LoopTicker(self._progress_of(target))
             stack.enter_context(
@@ -202,6 +204,7 @@ def main() -> None:
     traceback it logs."""
     die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     become_subreaper()
+    answer_stack_requests()
     ready_fd = int(sys.argv[1])
     config = _unpack_config(sys.stdin.buffer.read())
     os.set_inheritable(ready_fd, False)

@@ -36,7 +36,7 @@ class NodeActors:
         hosted: those of this node that another node's supervisor wants here.
 
     Args:
-        job_stop, note, describe_gpu_memory: of `SupervisedActor`.
+        job_stop, note, describe_gpu_memory, explain_late: of `SupervisedActor`.
         processes_path: a file that describes the processes for people and scripts.
         over: once set, no actor is started, because nobody would stop it.
         take_warm: returns the running engine of that name which no pool uses, if there is one.
@@ -53,6 +53,7 @@ class NodeActors:
         *,
         note: Callable[[str], None],
         describe_gpu_memory: Callable[[], Awaitable[str]],
+        explain_late: Callable[[str], Awaitable[str]],
         processes_path: Path,
         over: asyncio.Event,
         take_warm: Callable[[str, asyncio.Event], SupervisedActor | None],
@@ -66,6 +67,7 @@ class NodeActors:
         self._job_stop = job_stop
         self._note = note
         self._describe_gpu_memory = describe_gpu_memory
+        self._explain_late = explain_late
         self._processes_path = processes_path
         self._over = over
         self._take_warm = take_warm
@@ -138,6 +140,7 @@ class NodeActors:
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,
             describe_gpu_memory=self._describe_gpu_memory,
+            explain_late=self._explain_late,
         )
         self._own[spec.name] = actor
         self._announce()

@@ -94,6 +94,8 @@ class SupervisedActor:
         job_stop: whether the job is being stopped.
         may_start: no process is started while it is not set.
         describe_gpu_memory: reports who holds GPU memory now, and which setting to change.
+        explain_late: called if the first start takes too long, which the job does not survive, and
+            before the process is killed. It returns text to append to the error.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class SupervisedActor:
         num_earlier: int = 0,
         may_start: asyncio.Event | None = None,
         describe_gpu_memory: Callable[[], Awaitable[str]] = read_gpu_memory,
+        explain_late: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
         self.spec = spec
+        self._explain_late = explain_late
         self._shortages = GpuShortages(describe_gpu_memory)
         self.state = ActorState.STARTING
         self.incarnation = num_earlier
@@ -342,7 +346,10 @@ class SupervisedActor:
             late = f"not ready within start_timeout_s = {self.spec.start_timeout_s:g}"
             if self.spec.role == "engine":
                 late += " (pool.sync_timeout_s)"
-            return f"{late}; last output:\n{child.log_tail() or '(none)'}"
+            text = f"{late}; last output:\n{child.log_tail() or '(none)'}"
+            if self._explain_late is not None and not self.has_run:
+                text += await self._explain_late(f"{self.spec.name}: {late}")
+            return text
         if outcome is None:
             if self._stop.is_set():
                 return "it was stopped"

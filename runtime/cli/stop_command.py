@@ -60,11 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
-    notice, address = _find(run_dir)
+    notice, address = find_job(run_dir)
     deadline = time.monotonic() + grace_s + _END_LIMIT_S
-    _request(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
-    _wait(
-        lambda: _has_ended(notice, address) and not notice.is_locked,
+    request_job(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
+    wait_until(
+        lambda: has_ended(notice, address) and not notice.is_locked,
         deadline,
         f"the job in {run_dir} ended",
     )
@@ -75,13 +75,14 @@ def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) ->
 
 
 def _drain(run_dir: Path, node: str) -> int:
-    notice, address = _find(run_dir)
-    _request(notice, address, JobRequest(job=address.job, kind="drain", node=node))
+    notice, address = find_job(run_dir)
+    request_job(notice, address, JobRequest(job=address.job, kind="drain", node=node))
     print(f"{run_dir}: node {node} is asked to leave")
     return 0
 
 
-def _find(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
+def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
+    """Raises ActorNotFound if no job runs in the directory."""
     notice = RunNotice(run_dir)
     address = notice.address()
     if address is None:
@@ -89,30 +90,31 @@ def _find(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
     return notice, address
 
 
-def _request(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
+def request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
     """Returns when the job has taken the request, or has ended."""
-    if _is_reachable(address) and asyncio.run(_call(address, request)):
+    if is_reachable(address) and asyncio.run(call_supervisor(address, request)):
         return
-    if _has_ended(notice, address):
+    if has_ended(notice, address):
         return
     notice.leave_request(request)
-    _wait(
-        lambda: _has_ended(notice, address) or not notice.is_request_left,
+    wait_until(
+        lambda: has_ended(notice, address) or not notice.is_request_left,
         time.monotonic() + _TAKEN_WITHIN_S,
         f"its supervisor on {address.node_id} took the request; was the job killed?",
     )
 
 
-def _has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
+def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
+    """Whether the job has ended in order. Raises ActorNotFound if it was killed."""
     current = notice.address()
     if current is None or current.job != address.job:
         return True
-    _is_reachable(current)  # raises if the job has been killed since
+    is_reachable(current)  # raises if the job has been killed since
     return False
 
 
-def _is_reachable(address: SupervisorAddress) -> bool:
-    """Raises ActorNotFound if the supervisor was killed."""
+def is_reachable(address: SupervisorAddress) -> bool:
+    """Whether its socket can be used from here. Raises ActorNotFound if it was killed."""
     socket_dir = Path(address.socket_dir)
     if not os.access(socket_dir, os.R_OK | os.W_OK):  # elsewhere, or another user's
         return False
@@ -121,7 +123,7 @@ def _is_reachable(address: SupervisorAddress) -> bool:
     return True
 
 
-async def _call(address: SupervisorAddress, request: JobRequest) -> bool:
+async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bool:
     """Returns False if the supervisor did not answer."""
     ref = supervisor_ref(address.node_id, Path(address.socket_dir))
     async with Client(address.node_id) as client:
@@ -133,7 +135,8 @@ async def _call(address: SupervisorAddress, request: JobRequest) -> bool:
     return True
 
 
-def _wait(look: Callable[[], bool], deadline: float, what: str) -> None:
+def wait_until(look: Callable[[], bool], deadline: float, what: str) -> None:
+    """Raises DeadlineExceeded."""
     while not look():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"not within the deadline: {what}")

@@ -48,9 +48,19 @@ _PREEMPT: Final = (
     "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/train.sbatch "
     "requeues such a job."
 )
+_DOCTOR: Final = (
+    "Checks whether a training run could start on this node: settings, files, limits, GPUs, "
+    "memory, engines. Each line has a verdict, and how to fix what fails. The exit status is 0 if "
+    "all is well. With `torchrun ... -m umbra.trainer.doctor CONFIG` it checks all nodes and ranks."
+)
 _DRAIN: Final = (
     "Asks a machine that only generates (python -m umbra.runtime.node) to leave its job. Its "
     "trajectories continue on the job's other engines. Returns when the job has taken the request."
+)
+_DUMP: Final = (
+    "Shows what every process of a running job is doing, on all its nodes: stacks, states of the "
+    "engines, calls that wait and for how long, logs, GPUs. It is printed in short, and written in "
+    "full to RUN_DIR/bundles. Nothing is stopped."
 )
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
@@ -101,12 +111,18 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import samples_command
 
             return samples_command.run(arguments)
+        case "dump":
+            from umbra.runtime.cli import dump_command
+
+            return dump_command.run(arguments)
+        case "doctor":
+            # By name, because nothing here imports the trainer, whose config it reads.
+            return int(import_module("umbra.trainer.doctor").run(arguments))
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
         case "eval":
             return int(import_module("umbra.trainer.serving.eval_command").run(arguments))
         case "serve":
-            # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.serving.serve_command").serve(arguments))
         case "generate" if arguments.url:
             from umbra.runtime.cli import generate_command
@@ -145,6 +161,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_plot_arguments(
         commands.add_parser("plot", help="a run's metrics as a picture", description=_PLOT)
     )
+    doctor = commands.add_parser("doctor", help="checks before a run", description=_DOCTOR)
+    doctor.add_argument("config", metavar="CONFIG", help="the run's TOML file")
+    _add_overrides(doctor)
     for name, purpose, description in (
         ("stop", "end a running job with a checkpoint", _STOP),
         ("preempt", "the same, to be started again", _PREEMPT),
@@ -153,6 +172,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     drain = commands.add_parser("drain", help="take a machine out of a job", description=_DRAIN)
     drain.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     drain.add_argument("node", metavar="NODE", help="its number or id, as the job reported it")
+    dump = commands.add_parser("dump", help="what a job is doing", description=_DUMP)
+    dump.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     _add_eval_arguments(
         commands.add_parser("eval", help="scores of a model, without training", description=_EVAL)
     )
@@ -163,6 +184,16 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
         commands.add_parser("generate", help="one completion", description=_GENERATE)
     )
     return parser, commands.choices
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to change; an empty value unsets one",
+    )
 
 
 def _add_stop_arguments(stop: argparse.ArgumentParser) -> None:
@@ -183,16 +214,6 @@ def _add_eval_arguments(evaluate: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="DIR",
         help="a checkpoint of the run, such as RUN_DIR/checkpoints/step-000040",
-    )
-
-
-def _add_overrides(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to change; an empty value unsets one",
     )
 
 

@@ -199,6 +199,14 @@ class JobLinks:
             raise ConfigError(f"there is no node {node}; the job has {max(1, len(self.nodes))}")
         return self._client.handle(self.nodes[node].supervisor)
 
+    def supervisors_elsewhere(self) -> dict[str, Handle]:
+        """Those of all other nodes that take part, by a name of the node; asked on rank 0's."""
+        return {
+            f"node-{idx}": self.supervisor_of(idx)
+            for idx in range(1, len(self.nodes))
+            if self._to_members is not None and idx in self._to_members
+        }
+
     def supervisor_at(self, node_id: str) -> Handle:
         """Raises ActorNotFound if no node has this id."""
         for node in reversed(self.nodes):  # a later one may have the id of one that is gone

@@ -44,6 +44,7 @@ class SupervisorAddress:
     Attributes:
         job: a random name that no other job has. It stays when torchrun restarts the ranks.
         node_id: the supervisor's host.
+        pid: of the supervisor there.
         socket_dir: its folder of sockets, which other hosts and containers do not see.
         tcp_endpoint: at which other hosts reach it; "" for none.
         secret_file: path of the job's keys, which they need for that; "" for none.
@@ -51,6 +52,7 @@ class SupervisorAddress:
 
     job: str
     node_id: str
+    pid: int
     socket_dir: str
     tcp_endpoint: str = ""
     secret_file: str = ""
@@ -58,19 +60,21 @@ class SupervisorAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest(Settings):
-    """Asks `job` to end, or one of its nodes to leave.
+    """Asks `job` to end, one of its nodes to leave, or for a bundle about what it is doing.
 
     Attributes:
         kind: "stop" is what SIGTERM does; after "preempt" the launcher starts the job again. After
-            "drain" a node that only generates leaves.
+            "drain" a node that only generates leaves; for "dump" see `umbra.runtime.hang_bundle`.
         grace_s: time for the step in progress and its checkpoint.
         node: which node leaves: its number or its id.
+        bundle: the name of the bundle's file.
     """
 
     job: str
-    kind: Literal["stop", "preempt", "drain"]
+    kind: Literal["stop", "preempt", "drain", "dump"]
     grace_s: Seconds = 300.0
     node: str = ""
+    bundle: str = ""
 
     @property
     def number(self) -> int:

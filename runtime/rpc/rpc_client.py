@@ -108,6 +108,10 @@ class Client:
             self._connections[key] = connection
         return connection
 
+    def pending_calls(self) -> list[tuple[float, str]]:
+        """See `Connection.pending`."""
+        return [call for connection in self._connections.values() for call in connection.pending()]
+
     def drop(self, ref: ActorRef, reason: str) -> None:
         """Declares an incarnation dead: its pending calls fail with `ConnectionLost`."""
         connection = self._connections.pop((ref.name, ref.incarnation, ref.node_id), None)
@@ -224,7 +228,7 @@ class Handle:
         call_id = connection.next_call_id()
         incarnation = connection.ref.incarnation
         connection.outbox.put((CALL, call_id, incarnation, method, args, kwargs, 0, credits))
-        stream = connection.open_stream(call_id)
+        stream = connection.open_stream(call_id, method)
         items = self._items(connection, call_id, stream, method, timeout_s, credits)
         try:
             yield items

@@ -88,6 +88,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._call_ids = itertools.count(1)
         self._calls: dict[int, tuple[asyncio.Future[Any], asyncio.TimerHandle]] = {}
+        self._begun: dict[int, tuple[str, float]] = {}  # method and loop time of calls and streams
         self._streams: dict[int, ItemStream] = {}
         self._decoder = Decoder()
         self._settled = asyncio.Event()
@@ -125,10 +126,12 @@ class Connection:
         future = self._loop.create_future()
         timer = self._loop.call_later(timeout_s, _expire, future, self.ref, method, timeout_s)
         self._calls[call_id] = (future, timer)
+        self._begun[call_id] = method, self._loop.time()
         return call_id, future
 
     def end_call(self, call_id: int) -> None:
         """Cancels the call at the callee, unless it was answered."""
+        self._begun.pop(call_id, None)
         pending = self._calls.pop(call_id, None)
         if pending is not None:
             pending[1].cancel()
@@ -137,12 +140,23 @@ class Connection:
     def next_call_id(self) -> int:
         return next(self._call_ids)
 
-    def open_stream(self, call_id: int) -> ItemStream:
+    def open_stream(self, call_id: int, method: str) -> ItemStream:
         stream = self._streams[call_id] = ItemStream()
+        self._begun[call_id] = method, self._loop.time()
         return stream
 
     def forget_stream(self, call_id: int) -> None:
+        self._begun.pop(call_id, None)
         self._streams.pop(call_id, None)
+
+    def pending(self) -> list[tuple[float, str]]:
+        """The age in seconds of each call without an outcome, and of each open stream."""
+        now = self._loop.time()
+        kinds = {call_id: "follows" for call_id in self._streams}
+        return [
+            (now - begun, f"{kinds.get(call_id, 'waits for')} {self.ref}.{method}")
+            for call_id, (method, begun) in self._begun.items()
+        ]
 
     def close(self, error: UmbraError) -> None:
         """Fails what is pending and releases the socket; idempotent."""

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Final, TypeVar, cast
 
@@ -62,15 +62,22 @@ def idempotent(method: F) -> F:
 
 
 class _Running:
-    """One call in progress. `deadline` is loop time."""
+    """One call in progress. `begun` and `deadline` are loop times."""
 
-    __slots__ = ("credit_added", "credits", "deadline", "task")
+    __slots__ = ("args", "begun", "credit_added", "credits", "deadline", "method", "task")
 
-    def __init__(self, credits: int, deadline: float) -> None:
+    def __init__(self, method: str, args: list[Any], credits: int, deadline: float) -> None:
+        self.method = method
+        self.args = args
+        self.begun = asyncio.get_running_loop().time()
         self.credits = credits
         self.deadline = deadline
         self.credit_added = asyncio.Event() if credits else None
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def kind(self) -> str:
+        return "answers" if self.credit_added is None else "streams"
 
     def cancel(self) -> None:
         """Cancels the task, because the caller no longer waits: there will be no answer."""
@@ -107,11 +114,20 @@ class _Peer:
 
 
 class ActorServer:
-    """Dispatches calls to `target`. Owns its tasks and sockets; lives as long as `run()`."""
+    """Dispatches calls to `target`. Owns its tasks and sockets; lives as long as `run()`.
 
-    def __init__(self, target: object, incarnation: int) -> None:
+    Args:
+        built_in: methods besides the target's, whose names begin with an underscore.
+    """
+
+    def __init__(
+        self,
+        target: object,
+        incarnation: int,
+        built_in: Mapping[str, Callable[..., Any]] = {},
+    ) -> None:
         self._incarnation = incarnation
-        self._methods = _public_methods(target)
+        self._methods = {**_public_methods(target), **built_in}
         self._idempotent = sorted(
             name for name, m in self._methods.items() if hasattr(m, "__umbra_idempotent__")
         )
@@ -142,6 +158,15 @@ class ActorServer:
         bound = socket.last_endpoint
         assert isinstance(bound, bytes)
         return bound.decode().rstrip("\0")
+
+    def running_calls(self) -> list[tuple[float, str]]:
+        """The age in seconds of each call that has no answer yet, and of each stream."""
+        now = asyncio.get_running_loop().time()
+        return [
+            (now - call.begun, f"{call.kind} {call.method}({', '.join(map(brief, call.args))})")
+            for peer in self._peers.values()
+            for call in peer.calls.values()
+        ]
 
     async def run(self) -> None:
         """Serves until cancelled; running calls are cancelled with it."""
@@ -250,14 +275,16 @@ class ActorServer:
             return
         if isinstance(outcome, CoroutineType):
             loop_time = asyncio.get_running_loop().time
-            running = _Running(0, loop_time() + timeout_ms / 1000 if timeout_ms else math.inf)
+            running = _Running(
+                name, args, 0, loop_time() + timeout_ms / 1000 if timeout_ms else math.inf
+            )
             coroutine = cast("Coroutine[Any, Any, Any]", outcome)
             work = self._finish(peer, call_id, coroutine)
         elif isinstance(outcome, AsyncGeneratorType):
             if credits <= 0:
                 _put_error(peer.outbox, call_id, TypeError(f"{name} returns a stream, not a value"))
                 return
-            running = _Running(credits, math.inf)
+            running = _Running(name, args, credits, math.inf)
             items = cast("AsyncGenerator[Any, Any]", outcome)
             work = self._stream(peer, call_id, running, items)
         else:

@@ -36,6 +36,7 @@ from watching import tree
 from whole_runs import HERE as FAULTS
 from whole_runs import write_config
 
+from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 from umbra.runtime.process.descendants import child_pids
 from umbra.trainer.checkpoint.run_lock import RunLock
@@ -272,6 +273,39 @@ def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
     assert "resuming after step" in job.text(0)  # of a checkpoint that only the stop can have made
     two_nodes.check(on_one_node)
+
+
+def test_a_dump_shows_both_nodes_also_if_the_supervisor_of_one_is_stopped(
+    two_nodes: TwoNodes, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with two_nodes.begin("train.steps=100000") as job:
+        two_nodes.wait_for_step(job, 1)
+        (rank,) = (pid for pid in child_pids(job.agents[1].pid) if "-m" in command_of(pid))
+        (supervisor,) = (
+            pid
+            for pid in job.tree(1)
+            if "umbra.runtime.supervisor_host" in command_of(pid)
+            and not any(word.endswith("guardian.py") for word in command_of(pid))
+        )
+
+        assert main(["dump", str(home / "run")]) == 0
+        whole = capsys.readouterr().out
+        os.kill(supervisor, signal.SIGSTOP)
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            assert main(["dump", str(home / "run")]) == 0
+        finally:
+            os.kill(rank, signal.SIGCONT)
+            os.kill(supervisor, signal.SIGCONT)
+        partial = capsys.readouterr().out
+        os.kill(job.agents[1].pid, signal.SIGTERM)
+        job.wait()
+
+    elsewhere = whole.partition("==== node-1: processes")[2]
+    assert f"rank 1 (pid {rank}): " in elsewhere
+    assert "worker-1 (pid " in elsewhere
+    assert f"rank 1 (pid {rank}): " not in partial
+    assert "this node does not answer" in partial.partition("==== node-1: processes")[2]
 
 
 def test_a_job_that_lost_a_node_resumes_and_trains_as_if_nothing_had_happened(

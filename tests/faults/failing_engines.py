@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,3 +42,15 @@ class DiesAtWork(EchoEngine):
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         os._exit(7)
+
+
+class HangsInStart(EchoEngine):
+    """Blocks in its constructor, like a library that waits for a peer which never comes."""
+
+    def __init__(self, **settings: Any) -> None:
+        wait_for_a_peer()
+
+
+def wait_for_a_peer() -> None:
+    while True:
+        time.sleep(1.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import sys
+import time
 from typing import Any
 
 Column = list[Any]
@@ -16,6 +18,18 @@ def zero(prompts: list[str], completions: list[str], **columns: Column) -> list[
 
 def raises(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
     raise ValueError("no digit in the completion")
+
+
+def never_returns(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
+    while True:
+        time.sleep(1.0)
+
+
+async def never_answers(
+    prompts: list[str], completions: list[str], **columns: Column
+) -> list[float]:
+    await asyncio.Event().wait()
+    return zero(prompts, completions)
 
 
 def raises_for_5(

@@ -1,7 +1,8 @@
-"""A loss that makes the first step long: it waits for the file `go_on` in the current folder."""
+"""Losses that make the first step long: they wait for the file `go_on` in the current folder."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -16,4 +17,13 @@ def waiting_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -
     Path("waiting").touch()
     while not Path("go_on").exists():
         time.sleep(0.02)
+    return cispo_loss(logprobs, inputs, settings)
+
+
+def loss_that_waits_on_rank_1(
+    logprobs: Tensor, inputs: LossInputs, settings: TrainSection
+) -> LossOutput:
+    """The other ranks wait for it in a collective."""
+    if os.environ["RANK"] == "1":
+        return waiting_loss(logprobs, inputs, settings)
     return cispo_loss(logprobs, inputs, settings)

@@ -200,3 +200,15 @@ def test_a_second_stop_does_not_wait_for_the_step(folder: Path) -> None:
 
     assert codes == [0, 0]
     assert checkpoints(run) == []
+
+
+def test_a_bundle_is_made_for_whoever_sees_only_the_run_directory(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        done = umbra("dump", run.run_dir, prefix=elsewhere(run))
+        assert umbra("stop", run.run_dir).returncode == 0
+        run.wait(END_LIMIT_S)
+
+    assert done.returncode == 0, done.stderr
+    assert "umbra dump asked for this bundle" in done.stdout
+    assert "rank 1 (pid " in done.stdout

@@ -100,6 +100,9 @@ def _leave_for_torchrun(message: str) -> None:
 
 
 def _describe(error: UmbraError) -> str:
+    notes: list[str] = getattr(error, "__notes__", [])
     if isinstance(error, RemoteError):
-        return f"{error.remote_type.rpartition('.')[2]}: {error.remote_message}"
-    return f"{type(error).__name__}: {error}"
+        text = f"{error.remote_type.rpartition('.')[2]}: {error.remote_message}"
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return "\n".join([text, *notes])

@@ -28,6 +28,7 @@ LAYERS: Final = (
     ("runtime.weights.transports",),
     ("runtime.weights",),
     ("runtime.pools",),
+    ("runtime.hang_bundle",),
     ("runtime.supervisor",),
     ("runtime.supervisor_host",),
     ("runtime.session", "runtime.node"),

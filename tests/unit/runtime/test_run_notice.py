@@ -9,7 +9,7 @@ import pytest
 
 from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
 
-ADDRESS = SupervisorAddress(job="a", node_id="node", socket_dir="/tmp/none")
+ADDRESS = SupervisorAddress(job="a", node_id="node", pid=1, socket_dir="/tmp/none")
 REQUEST = JobRequest(job="a", kind="preempt", grace_s=3.0)
 
 

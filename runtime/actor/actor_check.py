@@ -1,0 +1,75 @@
+"""Constructs an actor in a process of its own, without starting it, for `umbra doctor`.
+
+    python -m umbra.runtime.actor.actor_check
+
+Standard input has the actor's `ActorSpec`, and the last line of standard output is a JSON object,
+{"ok": text} or {"error": message}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from typing import Any, Final
+
+import msgpack
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.actor_target import make_target
+from umbra.runtime.cluster.environment import without_rank
+from umbra.runtime.errors import ActorError, UmbraError
+from umbra.runtime.settings import from_wire, to_wire
+
+_LIMIT_S: Final = 300.0
+"""For the imports of an engine's library. A longer limit delays the report of one that hangs."""
+_NUM_LINES: Final = 10
+
+
+def check_actor(spec: ActorSpec) -> str:
+    """What the actor reports about itself.
+
+    Raises:
+        ActorError: it cannot be constructed; the message is what its start would say.
+    """
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=msgpack.packb(to_wire(spec)),
+            capture_output=True,
+            env={**without_rank(os.environ), **spec.env},
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ActorError(f"{spec.name} was not constructed within {_LIMIT_S:g} s") from None
+    try:
+        outcome: dict[str, str] = json.loads(process.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last_lines = process.stderr.decode(errors="replace").splitlines()[-_NUM_LINES:]
+        raise ActorError(
+            f"{spec.name} ended with status {process.returncode}: " + "\n".join(last_lines)
+        ) from None
+    if "error" in outcome:
+        raise ActorError(outcome["error"])
+    return outcome["ok"]
+
+
+def _construct(spec: ActorSpec) -> dict[str, str]:
+    sys.path[:0] = spec.sys_path
+    try:
+        target: Any = make_target(spec.target, spec.kwargs)
+        # Only an engine's: on other actors a method of that name may mean anything.
+        check = getattr(target, "check_options", None) if spec.role == "engine" else None
+        return {"ok": str(check()) if check else ""}
+    except UmbraError as error:
+        return {"error": str(error)}
+    except Exception:  # noqa: BLE001 -- user code and libraries may raise anything
+        return {"error": traceback.format_exc(limit=-3)}
+
+
+if __name__ == "__main__":
+    outcome = _construct(from_wire(ActorSpec, msgpack.unpackb(sys.stdin.buffer.read())))
+    print("\n" + json.dumps(outcome), flush=True)
+    os._exit(0)  # a library may have threads that keep the interpreter from ending

@@ -1,0 +1,90 @@
+"""`umbra dump`: shows what the processes of a running job are doing, and leaves them alone.
+
+The supervisor of rank 0's node makes the bundle. If it does not answer, and runs on this machine,
+this command reports on the processes of this machine from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import time
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.cli.stop_command import (
+    call_supervisor,
+    find_job,
+    has_ended,
+    is_reachable,
+    request_job,
+    wait_until,
+)
+from umbra.runtime.cluster.process_report import report_processes
+from umbra.runtime.cluster.run_notice import JobRequest, SupervisorAddress
+from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.hang_bundle import bundle_path, read_summary, write_bundle
+from umbra.runtime.process.descendants import process_stat
+
+_BUNDLE_LIMIT_S: Final = 30.0
+"""From the request to the file, which a network file system may show late."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the summary and returns 0.
+
+    Raises:
+        ConfigError: there is no such directory, or it cannot be read or written.
+        ActorNotFound: no job runs in it.
+        DeadlineExceeded: the job does not react.
+    """
+    run_dir = Path(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    try:
+        path = _make_bundle(run_dir)
+        print(escape_unprintable(read_summary(path)))
+    except OSError as error:
+        raise ConfigError(f"cannot use {run_dir}: {error}") from error
+    print(f"all of it, with stacks and logs: {path}")
+    return 0
+
+
+def _make_bundle(run_dir: Path) -> Path:
+    notice, address = find_job(run_dir)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    path = bundle_path(run_dir, name)
+    request = JobRequest(job=address.job, kind="dump", bundle=name)
+    if not is_reachable(address):
+        request_job(notice, address, request)
+    elif not asyncio.run(call_supervisor(address, request)):
+        files = report_processes(_roots(address), run_dir / "logs")
+        write_bundle(path, "the supervisor does not answer", [], {"node-0": files})
+        return path
+    wait_until(
+        lambda: path.exists() or has_ended(notice, address),
+        time.monotonic() + _BUNDLE_LIMIT_S,
+        f"{path} was written",
+    )
+    if not path.exists():
+        raise ActorNotFound(f"the job in {run_dir} ended before {path} was written")
+    return path
+
+
+def _roots(address: SupervisorAddress) -> dict[str, int]:
+    """The supervisor, and the processes above it up to torchrun, whose other children are ranks."""
+    roots: dict[str, int] = {}
+    pid = address.pid
+    for name in ("supervisor", "guardian", "rank", "torchrun"):
+        stat = process_stat(pid)
+        if stat is None or (name == "torchrun" and not _is_torchrun(pid)):
+            break
+        roots[name], pid = pid, stat.parent_pid
+    return roots
+
+
+def _is_torchrun(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"torchrun" in command or b"torch.distributed.run" in command

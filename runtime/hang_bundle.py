@@ -1,0 +1,174 @@
+"""What all processes of a job are doing, in one file, for a person who wonders why it hangs.
+
+    who asks ──▶ lead: every node's report, and the states of the pools ──▶ RUN_DIR/bundles/NAME.tar
+                  └▶ supervisors of the other nodes: their report
+
+The file has a `summary.txt`, and for each node a folder with stacks, calls and logs. Nothing is
+stopped or killed, and what does not answer is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.process_report import report_processes
+from umbra.runtime.disk import replacing
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.pending_calls import DESCRIBE
+from umbra.runtime.rpc.rpc_client import Client, Handle
+
+logger = logging.getLogger(__name__)
+
+_CALLS_LIMIT_S: Final = 3.0
+"""For an actor to describe its calls. A blocked one does not, and its stacks show why."""
+_NODE_LIMIT_S: Final = 6.0
+"""For the report of another node. With a longer limit than a silent node takes to be lost, the job
+may end first; with a shorter one than a blocked actor has, its node has no report."""
+_NUM_LINES: Final = 8
+"""The summary shows that many calls of an actor, the oldest first. The other files have all."""
+_WAITING: Final = "waiting.txt"
+_LIBRARIES: Final = ("/umbra/", "/lib/python", "/site-packages/")
+
+Files = Mapping[str, str]
+
+
+class NodeReport:
+    """What the processes of one node are doing. Owned by its supervisor."""
+
+    def __init__(
+        self, node: NodeSettings, client: Client, actors: NodeActors, ranks: AttachedRanks
+    ) -> None:
+        self._node = node
+        self._client = client
+        self._actors = actors
+        self._ranks = ranks
+
+    async def make(self) -> Files:
+        """The report's files by name."""
+        roots = {f"rank {rank.rank}": rank.pid for rank in self._ranks.all()}
+        roots |= {"supervisor": os.getpid(), "guardian": os.getppid()}
+        refs = {"supervisor": self._node.supervisor}
+        for actor in self._actors.own():
+            if actor.has_process:
+                roots[actor.spec.name] = actor.pid
+                if actor.ref is not None and actor.state == "RUNNING":
+                    refs[actor.spec.name] = actor.ref
+        reading = asyncio.to_thread(report_processes, roots, self._node.log_dir)
+        files, *described = await asyncio.gather(
+            reading, *(self._describe_calls(ref) for ref in refs.values())
+        )
+        assert isinstance(files, dict)
+        calls = dict(zip(refs, described, strict=True))
+        return {
+            **files,
+            _WAITING: "\n".join(
+                line for name, found in calls.items() for line in _call_lines(name, found)
+            ),
+            "calls.json": json.dumps(calls, indent=1),
+            "actors.json": json.dumps(self._actors.describe(), indent=2),
+        }
+
+    async def _describe_calls(self, ref: ActorRef) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = await self._client.handle(ref).call(
+                DESCRIBE, timeout_s=_CALLS_LIMIT_S
+            )
+        except UmbraError as error:
+            return {"calls": [], "tasks": [f"no answer: {error}"]}
+        return found
+
+
+def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The oldest calls of an actor, without streams, which last, and the user's code that waits."""
+    calls = [
+        f"for {age_s:.1f} s: {label}"
+        for age_s, label in found["calls"]
+        if label.startswith(("answers", "waits")) and DESCRIBE not in label
+    ]
+    places = [place for task in found["tasks"] for place in task.split(" > ")]
+    by_user = [place for place in places if not any(path in place for path in _LIBRARIES)]
+    lines = [*calls[:_NUM_LINES], *by_user[:_NUM_LINES]]
+    return [f"{name}:", *(f"    {line}" for line in lines)] if lines else []
+
+
+async def report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[str, Files]:
+    """The reports of all nodes, by the nodes' names."""
+
+    async def ask(there: Handle) -> Files:
+        try:
+            report: Files = await there.call("report_node", timeout_s=_NODE_LIMIT_S)
+        except UmbraError as error:
+            return {"processes.txt": f"this node does not answer: {error}\n"}
+        return report
+
+    reports = await asyncio.gather(own.make(), *map(ask, others.values()))
+    return dict(zip(("node-0", *others), reports, strict=True))
+
+
+def write_bundle(
+    path: Path, why: str, engines: Sequence[Mapping[str, Any]], nodes: Mapping[str, Files]
+) -> None:
+    """Writes the file at once, so that whoever waits for it finds it complete.
+
+    Args:
+        engines: their states (`PoolEngine.describe`).
+
+    Raises:
+        OSError.
+    """
+    parts = [time.strftime("%Y-%m-%d %H:%M:%S"), why, "", "==== engines"]
+    parts += [
+        f"{engine['engine']}#{engine['incarnation']}: {engine['state']}, version "
+        f"{engine['version']}, {engine['num_restarts']} restarts"
+        for engine in engines
+    ]
+    for name, files in nodes.items():
+        parts += [
+            "",
+            f"==== {name}: processes, and where their threads are",
+            files["processes.txt"],
+        ]
+        parts += [f"==== {name}: calls that wait", files.get(_WAITING, "")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file, tarfile.open(fileobj=file, mode="w") as bundle:
+        _add(bundle, f"{path.stem}/summary.txt", "\n".join(parts))
+        for name, files in nodes.items():
+            for file_name, text in files.items():
+                _add(bundle, f"{path.stem}/{name}/{file_name}", text)
+
+
+def read_summary(path: Path) -> str:
+    """The summary of a bundle."""
+    with tarfile.open(path) as bundle:
+        member = bundle.extractfile(f"{path.stem}/summary.txt")
+        assert member is not None
+        return member.read().decode()
+
+
+def seen_in(path: str) -> str:
+    """The end of an error about a missed deadline."""
+    return f"what all processes were doing is in {path}"
+
+
+def bundle_path(run_dir: Path, name: str) -> Path:
+    return run_dir / "bundles" / f"{name}.tar"
+
+
+def _add(bundle: tarfile.TarFile, name: str, text: str) -> None:
+    content = text.encode(errors="replace")
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = len(content), int(time.time())
+    bundle.addfile(entry, io.BytesIO(content))

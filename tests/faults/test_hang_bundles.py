@@ -1,0 +1,135 @@
+"""A run that hangs is explained by a bundle, which `umbra dump` or a missed deadline makes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tarfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from whole_runs import END_LIMIT_S, Run, start_run
+
+from umbra.runtime.cli.umbra_command import main
+from umbra.runtime.hang_bundle import read_summary
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+LONG = "train.steps=4000"
+BUNDLE_LIMIT_S = 20.0
+
+
+def dump(run: Run) -> str:
+    """The summary of a bundle of the run, which continues."""
+    begin = time.monotonic()
+    assert main(["dump", str(run.run_dir)]) == 0
+    assert time.monotonic() - begin < BUNDLE_LIMIT_S
+    return read_summary(newest_bundle(run))
+
+
+def newest_bundle(run: Run) -> Path:
+    return max((run.run_dir / "bundles").glob("*.tar"), key=lambda path: path.stat().st_mtime)
+
+
+def part_about(name: str, summary: str) -> str:
+    """The lines of one process."""
+    begin = summary.index(f"\n{name} (pid ")
+    lines = summary[begin + 1 :].splitlines()
+    end = next(idx for idx, line in enumerate(lines) if idx and not line.startswith(" "))
+    return "\n".join(lines[:end])
+
+
+@contextmanager
+def stopped(pid: int) -> Generator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("reward", ["never_returns", "never_answers"])
+def test_a_reward_that_never_returns_is_named_when_the_deadline_ends_the_run(
+    folder: Path, reward: str
+) -> None:
+    settings = [f"reward.function=failing_rewards:{reward}", "rollout.timeout_s=3"]
+
+    with start_run(folder, LONG, *settings) as run:
+        ended = run.wait()
+
+    path = newest_bundle(run)
+    summary = read_summary(path)
+    ended.check_failed("DeadlineExceeded", f"what all processes were doing is in {path}")
+    assert f"{reward} (" in summary
+    assert "failing_rewards.py:" in summary
+    assert "waits for worker-0#1" in summary
+    with tarfile.open(path) as bundle:
+        names = {Path(*Path(name).parts[1:]) for name in bundle.getnames()}
+    assert Path("summary.txt") in names
+    assert Path("node-0/logs/rollouts.log") in names
+    assert any(name.match("node-0/stacks/rank 1-*.txt") for name in names)
+
+
+def test_a_stopped_engine_is_reported_and_left_alone(folder: Path) -> None:
+    with start_run(folder, LONG, "pool.hung_limit_s=60", "pool.stall_limit_s=60") as run:
+        run.wait_for_step(1)
+        pid = run.pid_of("policy-0")
+        with stopped(pid):
+            summary = dump(run)
+        run.wait_for_step(run.num_steps() + 3, timeout_s=END_LIMIT_S)
+        assert run.pid_of("policy-0") == pid
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.wait()
+
+    assert f"policy-0 (pid {pid}): STOPPED by a signal" in summary
+    assert "it is stopped by a signal" in part_about("policy-0", summary)
+    assert "\npolicy-0#1: " in summary  # the state of the engine
+    assert "no answer: policy-0#1" in summary
+
+
+def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(
+    folder: Path,
+) -> None:
+    with start_run(folder, LONG, "train.loss=long_steps:loss_that_waits_on_rank_1") as run:
+        run.wait_for("the wait", lambda: (folder / "waiting").exists() or None, timeout_s=60.0)
+        summary = dump(run)
+        (folder / "go_on").touch()
+        run.wait_for_step(1)
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.wait()
+
+    assert "waiting_loss (" in part_about("rank 1", summary)
+    assert "torch/distributed" in part_about("rank 0", summary)
+    assert "waiting_loss" not in part_about("rank 0", summary)
+
+
+def test_a_stopped_supervisor_is_reported_from_outside(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        pid = run.pid_of("supervisor")
+        with stopped(pid):
+            summary = dump(run)
+        run.wait_for_step(run.num_steps() + 3, timeout_s=END_LIMIT_S)
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.wait()
+
+    assert "the supervisor does not answer" in summary
+    assert f"supervisor (pid {pid}): STOPPED by a signal" in summary
+    assert "umbra.trainer" in summary  # a rank's command line
+    assert "rollouts#1" in summary
+
+
+def test_an_engine_that_does_not_start_in_time_is_shown_before_it_is_killed(folder: Path) -> None:
+    engine = "pool.engine=failing_engines:HangsInStart"
+
+    with start_run(folder, LONG, engine, "pool.sync_timeout_s=5", num_ranks=0) as run:
+        ended = run.wait()
+
+    path = newest_bundle(run)
+    ended.check_failed(
+        "not ready within start_timeout_s = 5", f"what all processes were doing is in {path}"
+    )
+    assert "wait_for_a_peer (" in part_about("policy-0", read_summary(path))

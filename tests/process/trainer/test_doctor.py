@@ -1,0 +1,155 @@
+"""`umbra doctor` finds what would end a run, and says how to fix it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.cli.umbra_command import main
+from umbra.trainer.node_checks import listen
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
+    Path("rewards.py").write_text("def score(prompts, completions, **columns):\n    return []\n")
+    path = Path("config.toml")
+    path.write_text(
+        f"""
+        [model]
+        path = "{tiny_model_dir}"
+        [data]
+        train = "train.jsonl"
+        [reward]
+        function = "rewards:score"
+        [pool]
+        engine = "echo"
+        engine_args = {{vocab_size = 42}}
+        [train]
+        steps = 1
+        device = "cpu"
+        """
+    )
+    return path
+
+
+def verdicts(output: str) -> Mapping[str, str]:
+    """The verdict and the text by check."""
+    rows = [line for line in output.splitlines() if line.startswith(("ok ", "FAILED ", "- "))]
+    return {row[8:22].strip(): f"{row[:7].strip()}: {row[23:]}" for row in rows}
+
+
+def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", str(config)])
+
+    output = capsys.readouterr().out
+    found = verdicts(output)
+    assert status == 0, output
+    assert output.rstrip().endswith("all is well")
+    assert "This node alone was checked" in output
+    assert found["reward, agent"] == "ok: rewards:score"
+    assert found["engine policy"] == "ok: echo"
+    assert found["placement"] == "ok: 2 ranks on cpu, engines: 1 of policy"
+    assert found["CUDA IPC"].startswith("-: ")
+    assert not list(Path().glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("check", "setting", "text"),
+    [
+        ("model", "model.path=none", "model.path: no directory"),
+        ("data", "data.train=none.jsonl", "data.train: no file"),
+        ("loss", "train.loss=rewards:loss", "has no function 'loss'"),
+        ("reward, agent", "reward.function=rewards:scor", "did you mean 'score'?"),
+        ("run directory", "run.dir=train.jsonl/run", "is a file, not a folder"),
+        ("engine policy", "pool.engine_args={vocab=42}", "unexpected keyword argument 'vocab'"),
+        ("GPUs", "train.device=cuda", "this node shows no GPU"),
+    ],
+)
+def test_what_would_end_a_run_fails_its_check_alone(
+    check: str, setting: str, text: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if check == "GPUs" and _has_gpu():
+        pytest.skip("there is a GPU")
+
+    status = main(["doctor", str(config), setting])
+
+    output = capsys.readouterr().out
+    found = verdicts(output)
+    assert status == 1
+    assert found[check].startswith("FAILED: ")
+    assert text in found[check]
+    assert "versions" in found
+    assert "checks failed" in output
+
+
+def test_a_wrong_setting_ends_it_before_any_check(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(config), "train.steps=many"]) == 2
+
+    assert "train.steps" in capsys.readouterr().err
+
+
+def test_a_run_directory_in_use_is_reported(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "from pathlib import Path; from umbra.trainer.checkpoint.run_lock import RunLock\n"
+        "with RunLock(Path('.')): print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+
+        status = main(["doctor", str(config), "run.dir=."])
+
+    assert status == 1
+    assert "is in use by process" in verdicts(capsys.readouterr().out)["run lock"]
+
+
+@pytest.mark.parametrize("setting", ["", "data.train=none.jsonl"])
+def test_the_ranks_of_two_nodes_report_together(config: Path, setting: str) -> None:
+    with listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    torchrun += ["--rdzv-id", f"doctor-{port}", "--local-addr", "127.0.0.1"]
+    program = ["--nproc-per-node", "1", "-m", "umbra.trainer.doctor", str(config)]
+    command = [*torchrun, *program, *filter(None, [setting])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    nodes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        for _ in range(2)
+    ]
+    outputs = [node.communicate(timeout=120)[0].decode() for node in nodes]
+
+    (output,) = [text for text in outputs if "clocks" in text]
+    found = verdicts(output)
+    assert found["nodes"] == "ok: reaches all 2 nodes"
+    assert found["clocks"].startswith("ok: within ")
+    assert found["NCCL"].startswith("-: ")
+    if setting:
+        assert found["data"].startswith("FAILED: data.train: no file")
+        assert all(node.returncode == 1 for node in nodes), outputs
+    else:
+        assert "all is well" in output
+        assert all(node.returncode == 0 for node in nodes), outputs
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,351 @@
+"""The checks of `umbra doctor` that need one process of a node, and no other node.
+
+Most of them call what checks the same at the start of a run.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from umbra.runtime.actor.actor_check import check_actor
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.cluster.environment import (
+    TorchrunEnvironment,
+    host_address,
+    is_secret_file_named,
+    secret_file,
+    socket_root,
+)
+from umbra.runtime.cluster.job_nodes import own_address
+from umbra.runtime.cluster.memory_plan import GIB, plan_memory
+from umbra.runtime.cluster.placement import Node, Plan
+from umbra.runtime.cluster.socket_dir import SocketDir
+from umbra.runtime.disk import check_free_space, format_nbytes
+from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.process.nvml import Nvml
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
+from umbra.trainer.auxiliary_pools import auxiliary_pool_spec
+from umbra.trainer.checkpoint.run_dir import check_run_dir
+from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.prompt_preparation import check_data
+from umbra.trainer.memory_needs import ITEMSIZES, job_needs
+from umbra.trainer.model.model_sizes import ModelSizes
+from umbra.trainer.pool_placement import plan_pools
+from umbra.trainer.reporting.metrics_logger import check_loggers
+from umbra.trainer.run_files import writing
+from umbra.trainer.services import (
+    POOL,
+    engine_pool_spec,
+    prompt_budget,
+    user_folders,
+    worker_specs,
+)
+from umbra.trainer.setup_check import check_batch_size, check_models, check_stop_tokens
+from umbra.trainer.world import pick_device, usable_gpus
+
+_PACKAGES: Final = ("umbra-rl", "torch", "transformers", "pyzmq")
+_LEAST_NUM_FILES: Final = 4096
+"""Files that each process should be allowed to open. A connection between processes takes four, and
+a manager has one to each engine, rank and worker."""
+_LEAST_SHARED_NBYTES: Final = 1 << 30
+"""Of /dev/shm, where NCCL, vLLM and SGLang have buffers. Docker's 64 MiB are too little."""
+_MAX_USED_GPU_NBYTES: Final = 3 * GIB
+"""Of a GPU on which nothing runs but these checks, whose processes have a context each. With more,
+small jobs of others go unnoticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of one check. `text` has what was found, or what is wrong and how to fix it, or
+    why it was left out."""
+
+    check: str
+    state: Literal["ok", "FAILED", "-"]
+    text: str
+
+
+class NotApplicable(Exception):
+    """A check has nothing to look at here; the message says why."""
+
+
+def verdict_of(name: str, check: Callable[[], str]) -> Verdict:
+    """Makes one check, which returns what it has found."""
+    try:
+        return Verdict(name, "ok", check())
+    except NotApplicable as reason:
+        return Verdict(name, "-", str(reason))
+    except UmbraError as error:
+        return Verdict(name, "FAILED", str(error))
+    except Exception as error:  # noqa: BLE001 -- the other checks are made all the same
+        return Verdict(name, "FAILED", f"{type(error).__name__}: {error}")
+
+
+class NodeChecks:
+    """The checks of one node.
+
+    Args:
+        environment: has the numbers of ranks that the run would have.
+        nodes: all nodes with ranks, this one at the index of its rank.
+        gpu_nbytes: the sizes of their GPUs.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        environment: TorchrunEnvironment,
+        nodes: Sequence[Node],
+        gpu_nbytes: Sequence[Sequence[int]],
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._nodes = nodes
+        self._gpu_nbytes = gpu_nbytes
+        self._plan: Plan | None = None
+
+    def make(self) -> Iterator[Verdict]:
+        """Yields the verdicts as they come; the checks of engines take longest."""
+        is_first = self._environment.node_rank == 0
+        yield verdict_of("versions", self._versions)
+        yield verdict_of("model", self._model)
+        yield verdict_of("data", self._data)
+        yield verdict_of("loss", self._loss)
+        yield verdict_of("batch", self._batch)
+        yield verdict_of("loggers", self._loggers)
+        yield verdict_of("run directory", self._run_directory)
+        if is_first:
+            yield verdict_of("run lock", self._run_lock)
+        yield verdict_of("disk space", self._disk_space)
+        yield verdict_of("sockets", self._sockets)
+        yield verdict_of("keys", self._keys)
+        yield verdict_of("address", self._address)
+        yield verdict_of("open files", _open_files)
+        yield verdict_of("/dev/shm", self._shared_memory)
+        yield verdict_of("locked memory", self._locked_memory)
+        yield verdict_of("reward, agent", self._user_functions)
+        yield verdict_of("GPUs", self._gpus)
+        yield verdict_of("placement", self._placement)
+        if self._plan is None:
+            return
+        if is_first:
+            yield verdict_of("memory plan", self._memory_plan)
+        for name in (POOL, *self._config.pools):
+            yield verdict_of(f"engine {name}", lambda name=name: self._engine(name))
+
+    def _versions(self) -> str:
+        versions = [f"Python {platform.python_version()}"]
+        for package in _PACKAGES:
+            try:
+                versions.append(f"{package} {version(package)}")
+            except PackageNotFoundError:
+                continue  # umbra may run from its sources; the others were imported
+        cuda: str | None = torch.version.cuda
+        return ", ".join([*versions, f"CUDA {cuda}" if cuda else "torch without CUDA"])
+
+    def _model(self) -> str:
+        check_models(self._config)
+        check_stop_tokens(self._config)
+        prompt_budget(self._config).check()
+        return str(self._config.model.path)
+
+    def _data(self) -> str:
+        check_data(self._config.data)
+        return ", ".join(
+            str(path) for path in (self._config.data.train, self._config.data.eval) if path
+        )
+
+    def _loss(self) -> str:
+        train, folders = self._config.train, user_folders(self._config)
+        load_loss(train.loss, folders)
+        load_advantage_estimator(train.advantage, folders)
+        return f"{train.loss}, {train.advantage}"
+
+    def _batch(self) -> str:
+        num_ranks = self._environment.world_size
+        check_batch_size(self._config, num_ranks)
+        return f"{self._config.samples_per_step} completions a step for {num_ranks} ranks"
+
+    def _loggers(self) -> str:
+        check_loggers(self._config.run.loggers)
+        return ", ".join(self._config.run.loggers or ()) or "metrics.jsonl"
+
+    def _run_directory(self) -> str:
+        check_run_dir(self._config.run, self._environment.incarnation)
+        return str(self._config.run.dir.absolute())
+
+    def _run_lock(self) -> str:
+        with RunLock(self._config.run.dir):
+            return "no other run uses the run directory"
+
+    def _disk_space(self) -> str:
+        config, folder = self._config, self._config.run.dir
+        try:
+            num_parameters = ModelSizes.read(config.model.path).num_parameters
+        except (ConfigError, DataError) as error:
+            raise NotApplicable(f"the model's size is not known: {error}") from None
+        # Parameters and AdamW's two states, and one checkpoint is written before one is removed.
+        checkpoint = 3 * ITEMSIZES[config.master_dtype] * num_parameters
+        needed = checkpoint * (config.train.keep_checkpoints + 1)
+        needed += ITEMSIZES[config.model.dtype] * num_parameters * config.train.export
+        with writing("write checkpoints to", folder, needed):
+            check_free_space(folder, needed)
+        return f"checkpoints and export need {format_nbytes(needed)}, and fit"
+
+    def _sockets(self) -> str:
+        with SocketDir.create(f"doctor-{os.getpid()}", socket.gethostname(), socket_root()):
+            return str(socket_root())
+
+    def _keys(self) -> str:
+        if is_secret_file_named():
+            path = secret_file("")
+            CurveKeys.load(path)
+            return str(path)
+        if not (self._environment.spans_nodes or host_address()):
+            raise NotApplicable("a job of one node needs none")
+        path = secret_file(f"doctor-{socket.gethostname()}-{os.getpid()}")
+        try:
+            CurveKeys.generate().save(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the job's keys to {path.parent}: {error.strerror}; make that folder "
+                "writable, or make a file of keys and name it in UMBRA_SECRET_FILE"
+            ) from error
+        path.unlink()
+        return f"can be written to {path.parent}"
+
+    def _address(self) -> str:
+        environment = self._environment
+        address = host_address()
+        if environment.spans_nodes:
+            address = own_address(*environment.meeting_point)
+        if not address:
+            raise NotApplicable("a job of one node listens on none")
+        listen(address).close()
+        return f"listens on {address}"
+
+    def _shared_memory(self) -> str:
+        kinds = [
+            engine_kind(pool.engine) for pool in (self._config.pool, *self._config.pools.values())
+        ]
+        if not (self._has_gpus or any(kind.wraps_library for kind in kinds)):
+            raise NotApplicable("neither NCCL nor an engine uses it")
+        stats = os.statvfs("/dev/shm")
+        size = stats.f_frsize * stats.f_blocks
+        if size < _LEAST_SHARED_NBYTES:
+            raise ConfigError(
+                f"/dev/shm has {format_nbytes(size)}, and NCCL and engines need "
+                f"{format_nbytes(_LEAST_SHARED_NBYTES)}: start the container with --shm-size=16g, "
+                "or --ipc=host"
+            )
+        return f"{format_nbytes(stats.f_frsize * stats.f_bavail)} free of {format_nbytes(size)}"
+
+    def _locked_memory(self) -> str:
+        adapters = Path("/sys/class/infiniband")
+        if not (self._environment.spans_nodes and adapters.is_dir() and any(adapters.iterdir())):
+            raise NotApplicable("only InfiniBand between nodes needs it")
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if soft != resource.RLIM_INFINITY:
+            raise ConfigError(
+                f"ulimit -l is {soft >> 10} KiB, and NCCL over InfiniBand locks all its buffers: "
+                "set it to unlimited (LimitMEMLOCK=infinity for slurmd, --ulimit memlock=-1 for a "
+                "container)"
+            )
+        return "unlimited"
+
+    @property
+    def _has_gpus(self) -> bool:
+        return bool(usable_gpus())
+
+    def _gpus(self) -> str:
+        pick_device(self._config.train.device, 0)
+        gpus = usable_gpus()
+        if not gpus:
+            raise NotApplicable("no GPU here")
+        nvml = Nvml.open(gpus=gpus)
+        if nvml is None:
+            raise NotApplicable(f"{len(gpus)} GPUs, about which NVML reports nothing")
+        try:
+            uses = nvml.uses()
+        finally:
+            nvml.close()
+        for gpu, use in zip(gpus, uses, strict=True):
+            if use.used_nbytes > _MAX_USED_GPU_NBYTES:
+                holders = ", ".join(map(str, use.by_pid)) or "unknown"
+                raise ConfigError(
+                    f"GPU {gpu}: {use.used_nbytes / GIB:.1f} of {use.total_nbytes / GIB:.1f} GiB "
+                    f"are in use (processes: {holders}): end what uses it, or leave the GPU out of "
+                    "CUDA_VISIBLE_DEVICES"
+                )
+        sizes = sorted({f"{use.total_nbytes / GIB:.0f} GiB" for use in uses})
+        return f"{len(gpus)} of {', '.join(sizes)}, all free"
+
+    def _placement(self) -> str:
+        device = pick_device(self._config.train.device, 0)
+        plan = plan_pools(self._config, POOL, device_type=device.type, nodes=self._nodes)
+        self._plan = plan
+        engines = ", ".join(f"{len(places)} of {pool}" for pool, places in plan.engines.items())
+        return f"{self._environment.world_size} ranks on {device.type}, engines: {engines}"
+
+    def _memory_plan(self) -> str:
+        if not any(self._gpu_nbytes):
+            raise NotApplicable("no GPU here")
+        assert self._plan is not None
+        needs = job_needs(self._config, POOL, len(self._plan.ranks), "cuda")
+        memory = plan_memory(self._plan, self._gpu_nbytes, *needs)
+        self._plan = replace(self._plan, kv_num_tokens=memory.kv_num_tokens)
+        return "\n".join(["fits", *self._plan.table(memory.columns()), *memory.notes])
+
+    def _user_functions(self) -> str:
+        check_actor(worker_specs(self._config, 1)[0])
+        return ", ".join(filter(None, (self._config.reward.function, self._config.rollout.agent)))
+
+    def _engine(self, name: str) -> str:
+        assert self._plan is not None
+        config, plan = self._config, self._plan
+        device = pick_device(config.train.device, 0).type
+        if name == POOL:
+            pool, spec = config.pool, engine_pool_spec(config, plan, device)
+        else:
+            pool = config.pools[name]
+            spec = auxiliary_pool_spec(name, config, plan, device, POOL, host_gets_idle=True)
+        engines: list[ActorSpec] = spec.engine_specs()
+        if not engines:
+            raise NotApplicable("its engines are on machines that join later")
+        return check_actor(engines[0]) or pool.engine
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens on a free port of this host.
+
+    Raises:
+        ConfigError: the address is not one of this host's.
+    """
+    try:
+        return socket.create_server((address, 0), family=socket.getaddrinfo(address, 0)[0][0])
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {address!r}: {error.strerror}; set UMBRA_HOST_ADDRESS to an address "
+            "of this host that the other nodes can reach"
+        ) from error
+
+
+def _open_files() -> str:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _LEAST_NUM_FILES:
+        raise ConfigError(
+            f"ulimit -Hn is {hard}: raise it to {_LEAST_NUM_FILES} or more "
+            "(LimitNOFILE for slurmd, --ulimit nofile for a container)"
+        )
+    return f"up to {'any number' if hard == resource.RLIM_INFINITY else hard}"

@@ -1,0 +1,243 @@
+"""The checks of `umbra doctor` that concern GPUs, and the ranks of several processes and nodes.
+
+rank                              child
+  | -- handle of its memory ------> |  as a rank exports weights to an engine
+  | <- "" or why it cannot be read -|
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment, secret_file, without_rank
+from umbra.runtime.cluster.job_nodes import (
+    JobNode,
+    check_several_nodes,
+    job_name,
+    key_digest,
+    meet_nodes,
+    own_address,
+)
+from umbra.runtime.errors import ConfigError, JobFailed
+from umbra.runtime.process.nvml import gpu_sizes
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors, probe_import
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.node_checks import NotApplicable, listen
+from umbra.trainer.world import pick_device, usable_gpus
+
+_dist: Final[Any] = torch.distributed
+
+MEETING_LIMIT_S: Final = 60.0
+"""Longest wait for the other nodes and ranks. A longer one delays the report of one that is
+missing; with a shorter one, a slow file system looks like a missing node."""
+_CHILD_LIMIT_S: Final = 120.0
+"""For the child to import torch and read the memory."""
+_CONNECT_LIMIT_S: Final = 5.0
+_MAX_SKEW_S: Final = 1.0
+"""Between clocks. With more, logs and ledgers of different nodes cannot be read together."""
+
+
+def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
+    """Reads memory of GPUs of this process in another process, as engines do.
+
+    Raises:
+        ConfigError: it cannot be read.
+        NotApplicable: the run would not do that.
+    """
+    tensors = [(gpu, _tensor_on(config, gpu)) for gpu in gpus]
+    exports = export_tensors(tensors)
+    problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
+    names = f"GPU {', '.join(map(str, gpus))}"
+    if problem:
+        raise ConfigError(
+            f"another process cannot read memory of {names}: {problem}; start the container with "
+            "--ipc=host, or set pool.transport = 'memfd', which carries weights through host memory"
+        )
+    return f"another process can read memory of {names}"
+
+
+def _read_elsewhere(exports: RankExports) -> str:
+    """Why another process cannot read the memory, or ""."""
+    raw = [
+        [field.hex() if isinstance(field, bytes) else field for field in allocation.to_wire()]
+        for allocation in exports.allocations
+    ]
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(raw).encode(),
+            capture_output=True,
+            env=without_rank(os.environ),
+            timeout=_CHILD_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_CHILD_LIMIT_S:g} s"
+    lines = (child.stdout if child.returncode == 0 else child.stderr).decode().splitlines()
+    return lines[-1] if lines else f"its process ended with status {child.returncode}"
+
+
+def check_peer_access(config: TrainerConfig) -> str:
+    """Copies between all pairs of GPUs of this process.
+
+    Raises:
+        ConfigError: one cannot access another.
+        NotApplicable: the run would not do that.
+    """
+    num_gpus = max(1, len(usable_gpus()))
+    tensors = [_tensor_on(config, gpu) for gpu in range(num_gpus)]
+    if num_gpus == 1:
+        raise NotApplicable("one GPU here")
+    for one, tensor in enumerate(tensors):
+        for other in range(num_gpus):
+            if one == other:
+                continue
+            if not torch.cuda.can_device_access_peer(one, other):
+                raise ConfigError(
+                    f"GPU {one} cannot access GPU {other}: weights of one go to engines on the "
+                    "other through host memory, which is slower; switch the IOMMU or PCIe's ACS "
+                    "off, or accept it by pool.transport = 'memfd'"
+                )
+            if not torch.equal(tensor.to(f"cuda:{other}").cpu(), tensor.cpu()):
+                raise ConfigError(
+                    f"a copy from GPU {one} to GPU {other} arrives damaged: switch the IOMMU or "
+                    "PCIe's ACS off (NCCL's guide calls that its troubleshooting of P2P)"
+                )
+    return f"between all {num_gpus} GPUs"
+
+
+def _tensor_on(config: TrainerConfig, gpu: int) -> torch.Tensor:
+    device, transport = pick_device(config.train.device, gpu), config.pool.transport
+    if device.type == "cpu":
+        raise NotApplicable(
+            "the trainer is on the CPU" if torch.cuda.is_available() else "no GPU here"
+        )
+    if transport not in ("auto", "cuda_ipc"):
+        raise NotApplicable(f"pool.transport = {transport!r} does not use it")
+    return torch.arange(1 << 20, dtype=torch.int32, device=device)
+
+
+@contextlib.contextmanager
+def nodes_met(environment: TorchrunEnvironment, run_dir: Path) -> Generator[tuple[JobNode, ...]]:
+    """Within the block, local rank 0 of each node listens on its address.
+
+    Raises: as `meet_nodes`.
+    """
+    check_several_nodes(environment)
+    address = own_address(*environment.meeting_point)
+    gpus = usable_gpus()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(listen(address))
+        keys = stack.enter_context(_shared_keys(secret_file(f"{job_name(environment)}-doctor")))
+        me = JobNode(
+            node_id=f"{socket.gethostname()}-{os.getpid()}",
+            num_ranks=environment.local_world_size,
+            gpus=gpus,
+            gpu_nbytes=tuple(gpu_sizes(gpus)),
+            tcp_endpoint=f"tcp://{address}:{server.getsockname()[1]}",
+            key_digest=key_digest(keys),
+        )
+        yield meet_nodes(environment, me, run_dir, MEETING_LIMIT_S)
+
+
+@contextlib.contextmanager
+def _shared_keys(path: Path) -> Generator[CurveKeys]:
+    """Keys that the first of the nodes writes, and removes after the block."""
+    is_own = not path.exists()
+    if is_own:
+        try:
+            CurveKeys.generate().save(path)
+        except FileExistsError:  # another node was faster
+            is_own = False
+    try:
+        yield CurveKeys.load(path)
+    finally:
+        if is_own:
+            path.unlink(missing_ok=True)
+
+
+def check_connections(nodes: Sequence[JobNode]) -> str:
+    """Connects to all nodes, while they listen.
+
+    Raises:
+        ConfigError: one cannot be reached.
+    """
+    for idx, node in enumerate(nodes):
+        host, _, port = node.tcp_endpoint.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_LIMIT_S).close()
+        except OSError as error:
+            raise ConfigError(
+                f"node {idx} cannot be reached at {host}, port {port}: {error}; open all ports "
+                "between the nodes, or set UMBRA_HOST_ADDRESS there to the address of another "
+                "network"
+            ) from error
+    return f"reaches all {len(nodes)} nodes"
+
+
+def check_clocks(world_size: int) -> str:
+    """Compares the ranks' clocks; collective."""
+    clock = torch.tensor([time.time()], dtype=torch.float64)
+    clocks = [torch.zeros_like(clock) for _ in range(world_size)]
+    _dist.barrier()
+    clock[0] = time.time()
+    _dist.all_gather(clocks, clock)
+    times = [float(other) for other in clocks]
+    skew_s = max(times) - min(times)
+    if skew_s > _MAX_SKEW_S:
+        raise ConfigError(
+            f"the clock of rank {times.index(min(times))} is {skew_s:.1f} s behind that of rank "
+            f"{times.index(max(times))}: run NTP or chrony on all nodes"
+        )
+    return f"within {skew_s:.3f} s" if world_size > 1 else "one rank"
+
+
+def check_nccl(config: TrainerConfig, environment: TorchrunEnvironment) -> str:
+    """Adds numbers over all ranks on their GPUs; collective."""
+    device, world_size = (
+        pick_device(config.train.device, environment.local_rank),
+        environment.world_size,
+    )
+    if device.type == "cpu":
+        raise NotApplicable("the ranks are on CPUs, and have met by gloo")
+    torch.cuda.set_device(device)
+    group = _dist.new_group(backend="nccl", timeout=timedelta(seconds=MEETING_LIMIT_S))
+    numbers = torch.ones(1 << 24, device=device)
+    _dist.all_reduce(numbers, group=group)  # connects
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    _dist.all_reduce(numbers, group=group)
+    torch.cuda.synchronize(device)
+    taken_s = time.perf_counter() - begin
+    if not bool((numbers == world_size**2).all()):
+        raise JobFailed("NCCL added numbers of all ranks wrongly: see NCCL_DEBUG=INFO")
+    _dist.destroy_process_group(group)
+    rate = numbers.nbytes * 2 * (world_size - 1) / world_size / taken_s / 1e9
+    return f"adds 64 MiB over {world_size} ranks at {rate:.1f} GB/s"
+
+
+def _read_memory() -> None:
+    raw = json.load(sys.stdin)
+    print(
+        probe_import(
+            [[bytes.fromhex(uuid), bytes.fromhex(handle), nbytes] for uuid, handle, nbytes in raw]
+        )
+    )
+
+
+if __name__ == "__main__":
+    _read_memory()
