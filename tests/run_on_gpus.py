@@ -129,6 +129,7 @@ JOBS: Final = {
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
     "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
+    "vllm-beside-trainer": tests_of("vllm", "tests/gpu/engines/test_vllm_beside_trainer_gpu.py"),
     "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
     "vllm-speed": Job(
         arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"

@@ -159,7 +159,11 @@ class CopyPlan:
         block = source.block(idx, step.piece.block)
         values = _within(block, step.piece.source(block.stride()))
         on_wire: torch.dtype = getattr(torch, self._manifest.entries[idx].dtype)
-        if values.dtype != on_wire and step.target.dtype != on_wire:
+        if values.is_cuda and values.device != step.target.device:
+            # torch casts and gathers on the GPU that has the values. It cannot write to parameters
+            # in memory of an engine's sleep allocator, which is mapped for their own GPU only.
+            values = values.to(step.target.device, on_wire)
+        elif values.dtype != on_wire and step.target.dtype != on_wire:
             values = values.to(on_wire)  # the loader gets what travels
         step.target.copy_(values)
 

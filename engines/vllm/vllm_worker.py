@@ -8,6 +8,7 @@ its weights (prepacked for the CPU, quantised, fused).
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ _factory: Any = importlib.import_module(
 ).WeightTransferEngineFactory
 _reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
 _layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+_default_loader: Any = _layerwise.default_weight_loader
 
 _linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
 _vocab: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
@@ -269,7 +271,9 @@ def _processing_apart(recording: LoaderRecording) -> Generator[None]:
 def _form(parameter: Any) -> tuple[object, ...]:
     if parameter is None:
         return ()
-    has_loader = hasattr(parameter, "weight_loader")
+    # Layerwise reload leaves wrapped loaders on its metadata, also where there were none before.
+    loader = inspect.unwrap(getattr(parameter, "weight_loader", _default_loader))
+    has_loader = loader is not _default_loader
     return parameter.dtype, tuple(parameter.shape), parameter.stride(), has_loader
 
 

@@ -29,7 +29,7 @@ run, which are in the first table's column "umbra". Those of links for weights c
 
     python tests/bench/cluster.py [--nodes 2,8,16,64] [--rounds 15] [--rest-s 24] [--json]
 
-Needs `unshare` and `ip`, and root or user namespaces.
+Needs `unshare`, and root or user namespaces.
 """
 
 from __future__ import annotations

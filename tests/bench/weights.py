@@ -23,7 +23,7 @@ With `--engines-elsewhere N`, the rank is on one node and N engines are on anoth
 by process groups, over the loopback of a network namespace of its own. Of a round's syncs, all but
 the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
 `network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
-Needs `unshare` and `ip`, and root or user namespaces. With `--device cuda`, too, the rank's tensors
+Needs `unshare`, and root or user namespaces. With `--device cuda`, too, the rank's tensors
 are on the first GPU and the engines' on the second, so that NCCL connects them. It may take other
 ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set.
 

@@ -1,7 +1,7 @@
 """Requirements on every engine on a GPU besides the protocol: logprobs, updates, memory.
 
 A module imports the tests and gives `make_engine`, and `reference`, a fixture that makes the same
-model from a seed, and what logprobs may differ from its own by.
+model from a seed, and what logprobs may differ from its own by. It may replace `rank_variables`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conformance_runs import MakeEngine, requests, results_of, weights
-from engine_runs import Collector, Completion, run_async, running
+from engine_runs import Completion, run_async, running
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from torch import Tensor
@@ -102,7 +102,11 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
     make_engine: MakeEngine, model_kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first update records a plan; later ones replay it, also after a sleep that loses the
-    weights."""
+    weights.
+
+    Requests come one at a time. Engines make batches of what has arrived, and equal weights give
+    equal logprobs only in equal batches.
+    """
     caplog.set_level(logging.DEBUG, logger=engine_core.__name__)
 
     def plans() -> list[str]:
@@ -112,7 +116,7 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
         engine = make_engine()
         async with running(engine):
             asked = requests(4, max_new_tokens=24, temperature=0.0)
-            results: list[Collector] = []
+            results: list[list[Completion]] = []
             for version, seed in enumerate((1, 2, 1), start=1):
                 # In an order of its own, so that a plan of an earlier test does not fit.
                 tensors = dict(reversed(weights(model_kind, seed).items()))
@@ -121,11 +125,10 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
                     await engine.sleep(2)
                     await engine.wake(["weights", "kv_cache"])
                 await publish(engine, tensors, version, tmp_path)
-                results.append(await results_of(engine, asked))
+                results.append([(await results_of(engine, [each]))[each["id"]] for each in asked])
                 assert len(plans()) == 1
         assert "the engine's loader for 0 layers" in plans()[0]
-        for request in asked:
-            loaded, other, replayed = (found[request["id"]] for found in results)
+        for loaded, other, replayed in zip(*results, strict=True):
             assert replayed.tokens == loaded.tokens
             assert replayed.logprobs == loaded.logprobs
             assert other.logprobs != loaded.logprobs
@@ -186,9 +189,15 @@ def test_256_requests_at_once_come_back_whole(make_engine: MakeEngine) -> None:
     run_async(body)
 
 
+@pytest.fixture(scope="session")
+def rank_variables() -> dict[str, str]:
+    """Of the environment of ranks: which GPU they use."""
+    return {}
+
+
 @pytest.mark.process
 def test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host(
-    make_engine: MakeEngine, model_kind: str, tmp_path: Path
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path, rank_variables: dict[str, str]
 ) -> None:
     async def body() -> None:
         engine = make_engine(load_weights=False)
@@ -210,7 +219,7 @@ def test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host(
         assert outputs[0] != outputs[1]
         assert outputs[2:] == outputs[:2]
 
-    with rank_processes(tmp_path) as ranks:
+    with rank_processes(tmp_path, env=rank_variables) as ranks:
         run_async(body)
 
 
@@ -220,7 +229,7 @@ def open_files() -> list[str]:
 
 @pytest.mark.process
 def test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image(
-    make_engine: MakeEngine, model_kind: str, tmp_path: Path
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path, rank_variables: dict[str, str]
 ) -> None:
     async def body() -> None:
         engine = make_engine(load_weights=False)
@@ -247,5 +256,5 @@ def test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image(
         for i in range(8):
             assert after[i].tokens == before[i].tokens
 
-    with rank_processes(tmp_path) as ranks:
+    with rank_processes(tmp_path, env=rank_variables) as ranks:
         run_async(body)

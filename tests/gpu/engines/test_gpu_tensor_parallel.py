@@ -15,6 +15,7 @@ from adapter_fixtures import *  # noqa: F403 - the fixtures
 from gpu_suite import (
     Reference,
     cuda_context,
+    rank_variables,
     test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image,
     test_an_update_brings_logprobs_of_the_new_weights,
     test_logprobs_are_those_of_transformers,
@@ -31,6 +32,7 @@ from umbra.engines.vllm.vllm_core import VllmCore
 
 __all__ = [
     "cuda_context",
+    "rank_variables",
     "test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image",
     "test_an_update_brings_logprobs_of_the_new_weights",
     "test_logprobs_are_those_of_transformers",

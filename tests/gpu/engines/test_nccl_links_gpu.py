@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -34,13 +35,19 @@ RANK = SOCKETS | {"CUDA_VISIBLE_DEVICES": str(GPUS[0]) if GPUS else ""}
 ENGINE = SOCKETS | {"CUDA_VISIBLE_DEVICES": str(GPUS[-1]) if GPUS else ""}
 
 
-def used_mib() -> list[int]:
+def used_mib(*processes: subprocess.Popen[bytes]) -> list[int]:
+    """By the rank, and by the engine on the other GPU. By all processes on the GPU where NVML does
+    not know them by their pids here."""
     nvml = Nvml.open(gpus=GPUS)
     assert nvml is not None
     try:
-        return [use.used_nbytes // MIB for use in nvml.uses()]
+        uses = nvml.uses()[: len(processes)]
     finally:
         nvml.close()
+    return [
+        use.by_pid.get(process.pid, use.used_nbytes) // MIB
+        for use, process in zip(uses, processes, strict=True)
+    ]
 
 
 def test_several_versions_arrive_by_nccl_bit_for_bit_in_constant_memory(tmp_path: Path) -> None:
@@ -56,12 +63,12 @@ def test_several_versions_arrive_by_nccl_bit_for_bit_in_constant_memory(tmp_path
             async with pool_of(FarEngineInPool(engine), tmp_path, transport=NCCL) as coordinator:
                 for version in range(1, 9):
                     report = await rank.publish(coordinator, version)
-                    print(f"version {version}: {report}, MiB used {used_mib()}")
+                    print(f"version {version}: {report}")
                     await coordinator.wait_settled()
                     assert report["transport"] == NCCL
                     assert list(report["engines"]) == ["engine"], report
                     assert engine.call("num_wrong", 1 if version % 2 else -1) == 0
-                    used.append(used_mib())
+                    used.append(used_mib(rank.process, engine.process))
                     rank.call("negate")
 
         rank.call("make", "mixed", 0, None)
@@ -103,7 +110,7 @@ def test_a_receiver_killed_in_mid_transfer_costs_the_rank_one_sync(tmp_path: Pat
 
                 run_async(again)
                 assert engine.call("num_wrong", 1) == 0
-                used.append(used_mib())
+                used.append(used_mib(rank.process))
             print(f"attempt {attempt}: {took_s:.1f} s until the rank had left, MiB used {used[-1]}")
             assert took_s < 30.0
         assert rank.process.poll() is None

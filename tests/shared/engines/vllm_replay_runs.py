@@ -98,7 +98,8 @@ def run_workers(store: Path, num_workers: int, folders: list[Path]) -> list[list
 
 
 def check_plans(folder: Path, num_workers: int) -> None:
-    """Asserts that every parameter gets, by copies alone, the bytes that vLLM's loader gives it."""
+    """Asserts that every parameter gets, by copies alone, the bytes that vLLM's loader gives it,
+    and that a plan recorded after a layerwise reload is the same."""
     dense, experts = make_model("qwen3-wide"), make_moe()
     weights = {
         "dense": (dense, parameters_of(dense)),
@@ -119,4 +120,6 @@ def check_plans(folder: Path, num_workers: int) -> None:
             assert report["differing"] == []
             assert report["reasons"] == []
             assert report["num_copies"] >= report["num_parameters"]
+            assert report["reasons_later"] == []
+            assert report["num_copies_later"] == report["num_copies"]
             assert report["whole"] == []

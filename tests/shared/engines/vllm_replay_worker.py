@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from sharded_source import ShardedSource, rows
 from torch import Tensor, nn
 
+from umbra.engines.shell.copy_plan import CopyPlan
 from umbra.engines.shell.planned_loading import PlannedLoading
 
 _UNPACKED = (
@@ -123,13 +124,26 @@ def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
         differing += _differing(model, expected)
     plan = loading.plan
     assert plan is not None
+    # Layerwise reload of all layers leaves its traces; then the same weights are recorded again.
+    weights = load_file(folder / "version-1.safetensors")
+    source = ShardedSource(weights, aliases, rows(3), torch.bfloat16)
+    loader.load(None, source.tensors())
+    later = PlannedLoading(model, loader)
+    later.load(source)
+    assert later.plan is not None
     return {
         "differing": differing,
         "num_parameters": len(list(model.parameters())),
         "num_copies": plan.num_copies,
-        "reasons": [f"{type(layer).__name__}: {why}" for layer, why in plan.reasons.items()],
+        "num_copies_later": later.plan.num_copies,
+        "reasons": _reasons(plan),
+        "reasons_later": _reasons(later.plan),
         "whole": whole,
     }
+
+
+def _reasons(plan: CopyPlan) -> list[str]:
+    return [f"{type(layer).__name__}: {why}" for layer, why in plan.reasons.items()]
 
 
 def _poison(model: nn.Module) -> None:
