@@ -277,8 +277,7 @@ class Supervisor:
         """
         await self._ranks.await_failure(_DEATH_NEWS_LIMIT_S)
         path = ""
-        is_writing = self._writing is not None and not self._writing.done()
-        if not self._ranks.has_failed and (missed_deadline or is_writing):
+        if missed_deadline and not self._ranks.has_failed:
             path = await self.bundle_late(f"{who} failed: {message}")
         self._ranks.fail(who, f"{message}\n{seen_in(path)}" if path else message)
         return path
@@ -314,12 +313,12 @@ class Supervisor:
         if self._run_dir is None:
             return ""
         path = bundle_path(self._run_dir, name)
-        engines = [state for pool in self._all_pools() for state in pool.states()]
-        nodes = await report_nodes(self._report, self._links.supervisors_elsewhere())
         try:
+            engines = [state for pool in self._all_pools() for state in pool.states()]
+            nodes = await report_nodes(self._report, self._links.supervisors_elsewhere())
             await asyncio.to_thread(write_bundle, path, why, engines, nodes)
-        except OSError as error:
-            logger.warning("cannot write %s: %s", path, error)
+        except Exception:  # looking at a job must not end it
+            logger.exception("cannot write %s", path)
             return ""
         return str(path)
 

@@ -80,6 +80,9 @@ def _alone(
 
 def main(argv: Sequence[str]) -> int:
     """One rank's part under torchrun. Rank 0 prints, and all return 0 if all is well everywhere."""
+    if not argv:
+        print("usage: python -m umbra.trainer.doctor CONFIG [section.key=value ...]")
+        return 2
     bind_to_agent()
     try:
         environment = TorchrunEnvironment.read()

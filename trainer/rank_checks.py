@@ -63,10 +63,15 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
     exports = export_tensors(tensors)
     problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
     names = f"GPU {', '.join(map(str, gpus))}"
+    if problem and config.pool.transport == "auto":
+        raise NotApplicable(
+            f"another process cannot read memory of {names}: {problem}. Weights go through host "
+            "memory, which is slower, unless the container is started with --ipc=host"
+        )
     if problem:
         raise ConfigError(
             f"another process cannot read memory of {names}: {problem}; start the container with "
-            "--ipc=host, or set pool.transport = 'memfd', which carries weights through host memory"
+            "--ipc=host, or set pool.transport = 'auto', which falls back to host memory"
         )
     return f"another process can read memory of {names}"
 
@@ -95,8 +100,8 @@ def check_peer_access(config: TrainerConfig) -> str:
     """Copies between all pairs of GPUs of this process.
 
     Raises:
-        ConfigError: one cannot access another.
-        NotApplicable: the run would not do that.
+        ConfigError: what was copied arrives damaged.
+        NotApplicable: there is no access, or the run would not need it.
     """
     num_gpus = max(1, len(usable_gpus()))
     tensors = [_tensor_on(config, gpu) for gpu in range(num_gpus)]
@@ -107,10 +112,9 @@ def check_peer_access(config: TrainerConfig) -> str:
             if one == other:
                 continue
             if not torch.cuda.can_device_access_peer(one, other):
-                raise ConfigError(
-                    f"GPU {one} cannot access GPU {other}: weights of one go to engines on the "
-                    "other through host memory, which is slower; switch the IOMMU or PCIe's ACS "
-                    "off, or accept it by pool.transport = 'memfd'"
+                raise NotApplicable(
+                    f"GPU {one} cannot access GPU {other}. Copies between them go through host "
+                    "memory, which is slower, unless the IOMMU and PCIe's ACS are switched off"
                 )
             if not torch.equal(tensor.to(f"cuda:{other}").cpu(), tensor.cpu()):
                 raise ConfigError(

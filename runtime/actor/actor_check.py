@@ -8,10 +8,13 @@ Standard input has the actor's `ActorSpec`, and the last line of standard output
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from typing import Any, Final
 
@@ -34,20 +37,31 @@ def check_actor(spec: ActorSpec) -> str:
     Raises:
         ActorError: it cannot be constructed; the message is what its start would say.
     """
-    try:
-        process = subprocess.run(
+    # Files, not pipes, whose end would be that of a process which the actor may have started.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
             [sys.executable, "-m", __name__],
-            input=msgpack.packb(to_wire(spec)),
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
             env={**without_rank(os.environ), **spec.env},
-            timeout=_LIMIT_S,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise ActorError(f"{spec.name} was not constructed within {_LIMIT_S:g} s") from None
+        try:
+            process.communicate(msgpack.packb(to_wire(spec)), timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise ActorError(f"{spec.name} was not constructed within {_LIMIT_S:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        lines, said = output.read().splitlines(), errors.read()
     try:
-        outcome: dict[str, str] = json.loads(process.stdout.splitlines()[-1])
+        outcome: dict[str, str] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        last_lines = process.stderr.decode(errors="replace").splitlines()[-_NUM_LINES:]
+        last_lines = said.decode(errors="replace").splitlines()[-_NUM_LINES:]
         raise ActorError(
             f"{spec.name} ended with status {process.returncode}: " + "\n".join(last_lines)
         ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import secrets
 import time
 from pathlib import Path
@@ -86,5 +87,7 @@ def _roots(address: SupervisorAddress) -> dict[str, int]:
 
 
 def _is_torchrun(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b"torchrun" in command or b"torch.distributed.run" in command
+    with contextlib.suppress(OSError):  # it has ended
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"torchrun" in command or b"torch.distributed.run" in command
+    return False

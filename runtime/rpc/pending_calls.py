@@ -36,7 +36,10 @@ def _describe_tasks() -> list[str]:
     asyncio lists those of one loop only, and user code has a loop of its own.
     """
     objects: list[Any] = gc.get_objects()
-    tasks: list[asyncio.Task[Any]] = [found for found in objects if isinstance(found, asyncio.Task)]
+    # Not isinstance, which asks each object for its class: proxies of user code may raise then.
+    tasks: list[asyncio.Task[Any]] = [
+        found for found in objects if issubclass(type(found), asyncio.Task)
+    ]
     places = [_where(task) for task in tasks if not task.done()]
     return [place for place in places if place][:_MAX_TASKS]
 
