@@ -249,7 +249,12 @@ async def coordinated(
             if engine.node_id == "here":
                 engine.node_id = f"node of {engine.name}"
     # A load blocks its thread, and others wait for it.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(len(engines) + 4))
+    num_threads = len(engines) + 4
+    threads = ThreadPoolExecutor(num_threads)
+    have_begun = threading.Barrier(num_threads)
+    # All now: a test that shares this pool would seem to leave behind a thread that begins later.
+    list(threads.map(lambda _: have_begun.wait(), range(num_threads)))
+    asyncio.get_running_loop().set_default_executor(threads)
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
