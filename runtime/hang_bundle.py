@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _CALLS_LIMIT_S: Final = 3.0
 """For an actor to describe its calls. A blocked one does not, and its stacks show why."""
 _NODE_LIMIT_S: Final = 6.0
-"""For the report of another node. With a longer limit than a silent node takes to be lost, the job
-may end first; with a shorter one than a blocked actor has, its node has no report."""
+"""For the report of another node. It must be longer than `_CALLS_LIMIT_S`, and shorter than the
+time after which a silent node counts as lost, when the job may end."""
 _NUM_LINES: Final = 8
 """The summary shows that many calls of an actor, the oldest first. The other files have all."""
 _WAITING: Final = "waiting.txt"

@@ -70,8 +70,8 @@ _DEATH_NEWS_LIMIT_S: Final = 0.5
 _START_OVER_LIMIT_S: Final = 60.0
 # For a bundle to be written, as long as the ranks wait for it.
 _BUNDLE_LIMIT_S: Final = 18.0
-# Deadlines that are missed within this time are about the same hang. With a longer time, a hang
-# after it would not be seen; with a shorter one, ranks that are late by seconds make a bundle each.
+# Deadlines that are missed within this time share a bundle. If it were longer, a second hang would
+# get none; if it were shorter, each late rank would write its own.
 _SAME_HANG_S: Final = 60.0
 # How long engines stay warm on a node without ranks. With a shorter limit they start again where
 # torchrun's rendezvous takes long; with a longer one they stay longer on a node that is cut off,

@@ -44,7 +44,7 @@ from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.memory_needs import ITEMSIZES, job_needs
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.pool_placement import plan_pools
-from umbra.trainer.reporting.metrics_logger import check_loggers
+from umbra.trainer.reporting.metrics_logger import check_loggers, logger_names
 from umbra.trainer.run_files import writing
 from umbra.trainer.services import (
     POOL,
@@ -179,7 +179,7 @@ class NodeChecks:
 
     def _loggers(self) -> str:
         check_loggers(self._config.run.loggers)
-        return ", ".join(self._config.run.loggers or ()) or "metrics.jsonl"
+        return ", ".join(["metrics.jsonl", *logger_names(self._config.run.loggers)])
 
     def _run_directory(self) -> str:
         check_run_dir(self._config.run, self._environment.incarnation)

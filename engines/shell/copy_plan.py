@@ -84,7 +84,8 @@ class CopyPlan:
 
     @torch.no_grad()
     def accept(self, source: WeightSource) -> None:
-        """Keeps the copies that give every byte of a parameter back after all were lost.
+        """Overwrites each parameter, replays its copies, and keeps them only if they restore every
+        byte.
 
         The model must be loaded with the weights of `source`, and is afterwards. It takes extra
         memory for the largest parameter.
@@ -194,7 +195,7 @@ class CopyPlan:
             self.reasons.setdefault(layer, reason)
 
     def _unseen(self, written: set[int]) -> bool:
-        """Whether a parameter with a place in the plan was not written as far as anybody saw."""
+        """Whether no recorded write has reached some parameter with a place in the plan."""
         addresses = {storage_of(parameter) for parameter in self._tensors.model.parameters()}
         return any(
             not self._tensors.layers[address] & self._left

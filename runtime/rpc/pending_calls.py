@@ -13,7 +13,7 @@ from umbra.runtime.rpc.rpc_server import ActorServer
 DESCRIBE: Final = "_describe_calls"
 _MAX_CALLS: Final = 500
 _MAX_TASKS: Final = 500
-"""The oldest calls, and any tasks; thousands say no more, and are slow to read."""
+"""The oldest calls, and any tasks. More would add nothing and be slow to read."""
 _MAX_LABEL_LEN: Final = 300
 
 
