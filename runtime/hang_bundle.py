@@ -16,13 +16,14 @@ import logging
 import os
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.process_report import report_processes
 from umbra.runtime.disk import replacing
 from umbra.runtime.errors import UmbraError
@@ -32,6 +33,11 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 
 logger = logging.getLogger(__name__)
 
+_BUNDLE_LIMIT_S: Final = 18.0
+"""For a bundle to be written, as long as the ranks wait for it."""
+_SAME_HANG_S: Final = 60.0
+"""Deadlines that are missed within this time share a bundle. If it were longer, a second hang would
+get none; if it were shorter, each late rank would write its own."""
 _CALLS_LIMIT_S: Final = 3.0
 """For an actor to describe its calls. A blocked one does not, and its stacks show why."""
 _NODE_LIMIT_S: Final = 6.0
@@ -91,6 +97,74 @@ class NodeReport:
         return found
 
 
+class JobBundles:
+    """The bundles of one job. Owned by the supervisor.
+
+    Args:
+        run_dir: None on a node that only generates.
+        report: of this node.
+        links: to the other nodes, in this epoch.
+        engines: the states of all engines (`PoolEngine.describe`).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        report: NodeReport,
+        *,
+        links: Callable[[], JobLinks],
+        engines: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:
+        self._run_dir = run_dir
+        self._report = report
+        self._links = links
+        self._engines = engines
+        self._writing: asyncio.Task[str] | None = None  # the last one about a missed deadline
+        self._begun_at = 0.0
+
+    async def report_node(self) -> Files:
+        """What this node's processes are doing."""
+        return await self._report.make()
+
+    async def late(self, why: str, tasks: asyncio.TaskGroup) -> str:
+        """Writes a bundle, once for all that miss a deadline together; returns its path, or "" if
+        there is none.
+
+        Args:
+            tasks: where it is written on, also if the caller waits no longer.
+        """
+        now = time.monotonic()
+        if self._writing is None or now - self._begun_at > _SAME_HANG_S:
+            self._writing = tasks.create_task(self._write_late(why), name="bundle")
+            self._begun_at = now
+        await asyncio.wait({self._writing}, timeout=_BUNDLE_LIMIT_S)
+        return self._writing.result() if self._writing.done() else ""
+
+    async def _write_late(self, why: str) -> str:
+        lead = self._links().lead
+        if lead is None:
+            return await self.write(time.strftime("%Y%m%d-%H%M%S"), why)
+        try:
+            path: str = await lead.call("bundle_late", why, timeout_s=_BUNDLE_LIMIT_S)
+        except UmbraError as error:
+            logger.warning("rank 0's node wrote no bundle: %s", error)
+            return ""
+        return path
+
+    async def write(self, name: str, why: str) -> str:
+        """Returns the path, or "" if there is no file. Called on rank 0's node."""
+        if self._run_dir is None:
+            return ""
+        path = bundle_path(self._run_dir, name)
+        try:
+            nodes = await _report_nodes(self._report, self._links().supervisors_elsewhere())
+            await asyncio.to_thread(write_bundle, path, why, self._engines(), nodes)
+        except Exception:  # looking at a job must not end it
+            logger.exception("cannot write %s", path)
+            return ""
+        return str(path)
+
+
 def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     """The oldest calls of an actor, without streams, which last, and the user's code that waits."""
     calls = [
@@ -104,7 +178,7 @@ def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     return [f"{name}:", *(f"    {line}" for line in lines)] if lines else []
 
 
-async def report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[str, Files]:
+async def _report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[str, Files]:
     """The reports of all nodes, by the nodes' names."""
 
     async def ask(there: Handle) -> Files:

@@ -36,16 +36,9 @@ from umbra.runtime.errors import (
     ActorNotFound,
     DeadlineExceeded,
     JobFailed,
-    UmbraError,
 )
 from umbra.runtime.first_of import first_of
-from umbra.runtime.hang_bundle import (
-    NodeReport,
-    bundle_path,
-    report_nodes,
-    seen_in,
-    write_bundle,
-)
+from umbra.runtime.hang_bundle import JobBundles, NodeReport, seen_in
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
@@ -68,11 +61,6 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
-# For a bundle to be written, as long as the ranks wait for it.
-_BUNDLE_LIMIT_S: Final = 18.0
-# Deadlines that are missed within this time share a bundle. If it were longer, a second hang would
-# get none; if it were shorter, each late rank would write its own.
-_SAME_HANG_S: Final = 60.0
 # How long engines stay warm on a node without ranks. With a shorter limit they start again where
 # torchrun's rendezvous takes long; with a longer one they stay longer on a node that is cut off,
 # whose torchrun waits for answers from the rendezvous.
@@ -151,9 +139,12 @@ class Supervisor:
             on_change=self._on_actor_change,
             on_remote_change=self._on_remote_change,
         )
-        self._report = NodeReport(node, client, self._actors, self._ranks)
-        self._writing: asyncio.Task[str] | None = None  # the last bundle about a missed deadline
-        self._written_at = 0.0
+        self._bundles = JobBundles(
+            run_dir,
+            NodeReport(node, client, self._actors, self._ranks),
+            links=lambda: self._links,
+            engines=lambda: [state for pool in self._all_pools() for state in pool.states()],
+        )
 
     # -- ranks ---------------------------------------------------------------------------
 
@@ -282,49 +273,17 @@ class Supervisor:
         self._ranks.fail(who, f"{message}\n{seen_in(path)}" if path else message)
         return path
 
-    # -- bundles: see `umbra.runtime.hang_bundle` ---------------------------------------------
-
     async def bundle_late(self, why: str) -> str:
-        """Writes a bundle, once for all that miss a deadline together; returns its path, or "" if
-        there is none. Another node's supervisor calls it, too."""
-        now = time.monotonic()
-        if self._writing is None or now - self._written_at > _SAME_HANG_S:
-            self._writing = self._tasks.create_task(self._bundle_late(why), name="bundle")
-            self._written_at = now
-        await asyncio.wait({self._writing}, timeout=_BUNDLE_LIMIT_S)
-        return self._writing.result() if self._writing.done() else ""
+        """See `JobBundles.late`. Another node's supervisor calls it, too."""
+        return await self._bundles.late(why, self._tasks)
 
     async def _explain_late(self, why: str) -> str:
         path = await self.bundle_late(why)
         return f"\n{seen_in(path)}" if path else ""
 
-    async def _bundle_late(self, why: str) -> str:
-        if self._links.lead is None:
-            return await self._write_bundle(time.strftime("%Y%m%d-%H%M%S"), why)
-        try:
-            path: str = await self._links.lead.call("bundle_late", why, timeout_s=_BUNDLE_LIMIT_S)
-        except UmbraError as error:
-            logger.warning("rank 0's node wrote no bundle: %s", error)
-            return ""
-        return path
-
-    async def _write_bundle(self, name: str, why: str) -> str:
-        """Returns the path, or "" if the file cannot be written. Called on rank 0's node."""
-        if self._run_dir is None:
-            return ""
-        path = bundle_path(self._run_dir, name)
-        try:
-            engines = [state for pool in self._all_pools() for state in pool.states()]
-            nodes = await report_nodes(self._report, self._links.supervisors_elsewhere())
-            await asyncio.to_thread(write_bundle, path, why, engines, nodes)
-        except Exception:  # looking at a job must not end it
-            logger.exception("cannot write %s", path)
-            return ""
-        return str(path)
-
     async def report_node(self) -> dict[str, str]:
         """Called by the supervisor of rank 0's node: what this node's processes are doing."""
-        return dict(await self._report.make())
+        return dict(await self._bundles.report_node())
 
     def end(self, who: str, why: str) -> None:
         """Ends the job for a reason outside it; waiting ranks are notified."""
@@ -349,7 +308,7 @@ class Supervisor:
         if request.job != self._request_name:
             raise ActorNotFound(f"job {request.job} has ended; {self._request_name} is running")
         if request.kind == "dump" and self._links.lead is None:
-            writing = self._write_bundle(request.bundle, "umbra dump asked for this bundle")
+            writing = self._bundles.write(request.bundle, "umbra dump asked for this bundle")
             self._tasks.create_task(writing, name="bundle")
         elif request.kind == "drain":
             self._links.dismiss(self._links.find_generator(request.node), "")

@@ -253,7 +253,8 @@ async def coordinated(
     threads = ThreadPoolExecutor(num_threads)
     have_begun = threading.Barrier(num_threads)
     # All now: a test that shares this pool would seem to leave behind a thread that begins later.
-    list(threads.map(lambda _: have_begun.wait(), range(num_threads)))
+    for begun in [threads.submit(have_begun.wait) for _ in range(num_threads)]:
+        begun.result()
     asyncio.get_running_loop().set_default_executor(threads)
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
