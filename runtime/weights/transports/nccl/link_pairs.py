@@ -107,6 +107,7 @@ class NcclPair:
         self._device = device
         self._deadline = deadline
         self._check_open = check_open
+        self._held: Sequence[Tensor] = ()  # a kernel may use them until it ends or is aborted
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             self._event = torch.cuda.Event()
@@ -146,9 +147,10 @@ class NcclPair:
             self._is_open = False
             with torch.cuda.device(self._device):
                 self._nccl.abort(self._comm)
+        self._held = ()
 
     def _transfer(self, call: Callable[..., None], tensors: Sequence[Tensor]) -> None:
-        stream = self._stream
+        stream, self._held = self._stream, tensors
         stream.wait_stream(torch.cuda.current_stream())  # it allocated them, and may still copy
         for tensor in tensors:
             call(self._comm, tensor.data_ptr(), tensor.nbytes, self._peer, stream.cuda_stream)

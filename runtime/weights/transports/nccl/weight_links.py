@@ -138,12 +138,9 @@ class _Link:
             pair.flush()
         except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError for everything
             self._on_error(error)
+        finally:
             if pair is not None:
-                # Here, while the error holds the tensors that a kernel may still receive into. The
-                # other end notices.
-                pair.close()
-        else:
-            pair.close()
+                pair.close()  # so that the other end notices
 
     def wait_ended(self) -> None:
         """Waits a moment for the thread of a link that has nothing left to do. A process that ends
