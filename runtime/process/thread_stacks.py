@@ -7,8 +7,9 @@
       |               /proc/PID/fd/N --------------> |
 
 Python's faulthandler writes the stacks in the signal handler itself, so no thread has to return
-from native code, and nothing needs the right to trace another process. A process that is stopped
-gets no signal: /proc shows its state.
+from native code, and nothing needs the right to trace another process. It reads the frames of other
+threads while they run, which can crash a process whose threads recurse deeply. A process that is
+stopped gets no signal: /proc shows its state.
 """
 
 from __future__ import annotations
