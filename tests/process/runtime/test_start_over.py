@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -17,11 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from actor_specs import actor
-from rank_processes import poll
+from actor_specs import PROGRAMS, actor
 
-from umbra.runtime import supervisor
-from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import ActorNotFound, MailboxClosed
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -29,7 +25,6 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session import Session
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor import Supervisor
 from umbra.runtime.supervisor_host import supervisor_ref
 from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
@@ -204,38 +199,11 @@ def test_a_call_of_a_lead_of_an_earlier_epoch_is_refused(
             asyncio.run(stream(*call))
 
 
-def test_a_node_that_gets_no_new_ranks_ends_its_engines(
-    tmp_path: Path, socket_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_gets_no_new_ranks_ends_its_engines(tmp_path: Path, socket_root: Path) -> None:
     """As one that is cut off, whose torchrun waits for the others."""
-    monkeypatch.setattr(supervisor, "_WARM_LIMIT_S", 0.2)
-    ref = supervisor_ref("node", socket_root)
     socket_root.mkdir()
-    node = NodeSettings(
-        node_id="node",
-        socket_dir=socket_root,
-        log_dir=tmp_path,
-        supervisor=ref,
-        tcp_host="",
-        keys=(),
-        log_level=logging.INFO,
-    )
+    program = str(PROGRAMS / "cut_off_supervisor.py")
 
-    async def run(rank: subprocess.Popen[bytes]) -> None:
-        async with Client("node") as client, asyncio.TaskGroup() as tasks:
-            cut_off = Supervisor(node, tmp_path, client, is_lead=False, nodes_may_change=True)
-            running = tasks.create_task(cut_off.run())
-            await asyncio.to_thread(poll, lambda: list(socket_root.glob("fds")), 1, "its start")
-            events = cut_off.attach(0, 1, rank.pid, 1, True, "a round")
-            assert (await anext(events))["kind"] == "attached"
-            await cut_off.spawn(to_wire(actor("Echo", role="engine")))
-            rank.kill()
-            async for _ in events:
-                pass
-            assert [row["state"] for row in cut_off.list_actors()] == ["RUNNING"]
-            async with asyncio.timeout(5.0):
-                await running
-            assert [row["state"] for row in cut_off.list_actors()] == ["STOPPED"]
-
-    with subprocess.Popen(["sleep", "10"]) as rank:
-        asyncio.run(run(rank))
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        arguments = [str(tmp_path), str(socket_root), str(rank.pid)]
+        subprocess.run([sys.executable, program, *arguments], check=True, timeout=60.0)
