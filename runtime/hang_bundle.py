@@ -3,8 +3,8 @@
     who asks ──▶ lead: every node's report, and the states of the pools ──▶ RUN_DIR/bundles/NAME.tar
                   └▶ supervisors of the other nodes: their report
 
-The file has a `summary.txt`, and for each node a folder with stacks, calls and logs. What does
-not answer is named.
+The file has a `summary.txt`, and for each node a folder with stacks, calls and logs. Nothing is
+stopped or killed, and what does not answer is named.
 """
 
 from __future__ import annotations

@@ -1,102 +1,124 @@
 """Shows where the threads of a process are, also those that hang in native code.
 
-    process                                       reader, of the same user
-      |  at its start: a handler of SIGUSR2, and a memory file of a certain name
-      | <-------------------- SIGUSR2 -------------- |  only to a process that has both
-      | -- stacks of all threads --> memory file     |
-      |               /proc/PID/fd/N --------------> |
+    process                                          reader, of the same user
+      |  at its start: a thread, a pipe, and a memory file whose name has the pipe's descriptor
+      | <-- a byte into the pipe, by /proc/PID/fd --- |
+      | -- stacks of all threads --> memory file      |
+      |             /proc/PID/fd --------------------> |
 
-Python's faulthandler writes the stacks in the signal handler itself, so no thread has to return
-from native code, and nothing needs the right to trace another process. It reads the frames of other
-threads while they run, which can crash a process whose threads recurse deeply. A process that is
-stopped gets no signal: /proc shows its state.
+Nothing needs the right to trace another process, and nothing interrupts the process. One that holds
+the interpreter's lock in native code, or is stopped, does not answer: /proc shows its state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import signal
+import re
+import sys
+import threading
 import time
-from collections import defaultdict
+import traceback
 from collections.abc import Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from umbra.runtime.process.descendants import process_stat
 
-_SIGNAL: Final = signal.SIGUSR2
 _NAME: Final = "umbra-thread-stacks"
-_LINK: Final = f"/memfd:{_NAME} (deleted)"
+_LINK: Final = re.compile(rf"/memfd:{_NAME}-(\d+) \(deleted\)")
 _ANSWER_LIMIT_S: Final = 2.0
-"""For the stacks of one process: milliseconds where it runs. A process in a system call that cannot
-be interrupted never answers, and delays the others of the same file by this time."""
+"""For the stacks of one process: milliseconds where it runs."""
 _LOOK_INTERVAL_S: Final = 0.02
-"""Between two looks at a file, which is complete if both find the same length. With a shorter
-interval, the stacks of hundreds of threads could be cut off."""
+"""Between two looks at a file, which is complete if both find the same length."""
 _NUM_READERS: Final = 16
 
 
-_descriptors: Final[list[int]] = []
-"""The file of this process, and of what it forks, as soon as it has one."""
+class _Answering:
+    """The thread of this process, with its pipe and its file."""
+
+    def __init__(self) -> None:
+        self._requests, self._asking = os.pipe()
+        self._file = os.memfd_create(f"{_NAME}-{self._asking}")
+        self._thread = threading.Thread(target=self._answer, name=_NAME, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        os.write(self._asking, b"0")
+        self._thread.join()
+        self.forget()
+
+    def forget(self) -> None:
+        for descriptor in (self._requests, self._asking, self._file):
+            os.close(descriptor)
+
+    def _answer(self) -> None:
+        while os.read(self._requests, 1) != b"0":
+            os.write(self._file, "\n".join(_own_stacks()).encode(errors="replace"))
+
+
+_answering: _Answering | None = None
 
 
 def answer_stack_requests() -> None:
-    """Makes this process, and what it forks, write the stacks of its threads on request."""
-    if not _descriptors:
-        _descriptors.append(os.memfd_create(_NAME))
-        faulthandler.register(_SIGNAL, file=_descriptors[0], all_threads=True)
+    """Makes this process write the stacks of its threads on request, and what it forks, too."""
+    global _answering
+    if _answering is None:
+        _answering = _Answering()
+
+
+def _answer_in_fork() -> None:
+    """A fork has the descriptors of its parent, but not the thread."""
+    global _answering
+    if _answering is not None:
+        _answering.forget()
+        _answering = _Answering()
+
+
+os.register_at_fork(after_in_child=_answer_in_fork)
 
 
 @contextlib.contextmanager
 def answering_stack_requests() -> Generator[None]:
-    """Does so within the block, unless the process does anyway."""
-    if _descriptors:
+    """Answers within the block; does nothing if the process answers already."""
+    global _answering
+    if _answering is not None:
         yield
         return
     answer_stack_requests()
     try:
         yield
     finally:
-        faulthandler.unregister(_SIGNAL)
-        os.close(_descriptors.pop())
+        answering, _answering = _answering, None
+        assert answering is not None
+        answering.stop()
 
 
 def read_stacks(pids: Collection[int]) -> dict[int, str]:
-    """The stacks of processes, as faulthandler writes them, with the thread that handled the signal
-    last; the reason in brackets for a process without. Blocks for some seconds at most."""
-    by_file: defaultdict[object, list[tuple[int, str]]] = defaultdict(list)
-    stacks = dict.fromkeys(pids, "[it has ended]")
-    for pid in pids:
-        path = _find_file(pid)
-        stat = process_stat(pid)
-        if stat is None:
-            stacks[pid] = "[it has ended]"
-        elif stat.state == "T":
-            stacks[pid] = "[it is stopped by a signal]"
-        elif path is None or not _handles_signal(pid):
-            stacks[pid] = "[its stacks are unknown: it does not run umbra]"
-        else:
-            with contextlib.suppress(OSError):  # it has ended
-                file = os.stat(path)
-                by_file[file.st_dev, file.st_ino].append((pid, path))
+    """The stacks of processes, in the format of faulthandler; the reason in brackets for a process
+    without. Blocks for some seconds at most."""
     with ThreadPoolExecutor(_NUM_READERS) as readers:
-        for found in readers.map(_read_in_turn, by_file.values()):
-            stacks |= found
-    return stacks
+        return dict(zip(pids, readers.map(_read, pids), strict=True))
 
 
-def _read_in_turn(processes: list[tuple[int, str]]) -> dict[int, str]:
-    """Forks of one process write to one file."""
-    return {pid: _read(pid, path) for pid, path in processes}
-
-
-def _read(pid: int, path: str) -> str:
+def _read(pid: int) -> str:
+    stat = process_stat(pid)
+    if stat is None:
+        return "[it has ended]"
+    if stat.state == "T":
+        return "[it is stopped by a signal]"
+    descriptors = _find_descriptors(pid)
+    if descriptors is None:
+        return "[its stacks are unknown: it does not run umbra]"
+    asking, path = descriptors
     try:
         with open(path, "rb") as file:
             begin = end = file.seek(0, os.SEEK_END)
-            os.kill(pid, _SIGNAL)
+            requests = os.open(asking, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(requests, b"1")
+            finally:
+                os.close(requests)
             deadline = time.monotonic() + _ANSWER_LIMIT_S
             while time.monotonic() < deadline:
                 time.sleep(_LOOK_INTERVAL_S)
@@ -107,25 +129,35 @@ def _read(pid: int, path: str) -> str:
             text = file.read(end - begin).decode(errors="replace")
     except OSError as error:
         return f"[its stacks cannot be read: {error.strerror}]"
-    return text or f"[no answer in {_ANSWER_LIMIT_S:g} s: it hangs in the kernel]"
+    return text or (
+        f"[no answer in {_ANSWER_LIMIT_S:g} s: it hangs in the kernel, or in native code that "
+        "holds Python's lock]"
+    )
 
 
-def _find_file(pid: int) -> str | None:
+def _find_descriptors(pid: int) -> tuple[str, str] | None:
+    """Paths of the pipe's end for requests and of the file."""
     with contextlib.suppress(OSError):
         folder = f"/proc/{pid}/fd"
         for name in os.listdir(folder):
-            path = f"{folder}/{name}"
             with contextlib.suppress(OSError):
-                if os.readlink(path) == _LINK:
-                    return path
+                found = _LINK.fullmatch(os.readlink(f"{folder}/{name}"))
+                if found:
+                    return f"{folder}/{found[1]}", f"{folder}/{name}"
     return None
 
 
-def _handles_signal(pid: int) -> bool:
-    """A program that was executed since has the file no more, nor the handler; nor has one that
-    replaced the handler."""
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status") as status:
-        for line in status:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (_SIGNAL - 1) & 1)
-    return False
+def _own_stacks() -> list[str]:
+    """Of all threads but this one, each with the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    blocks: list[str] = []
+    for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
+        if ident == threading.get_ident():
+            continue
+        calls = [
+            f'  File "{inner.f_code.co_filename}", line {line} in {inner.f_code.co_name}'
+            for inner, line in traceback.walk_stack(frame)
+        ]
+        title = f"Thread 0x{ident:x} {names.get(ident, '')} (most recent call first):"
+        blocks.append("\n".join([title, *calls, ""]))
+    return blocks
