@@ -112,12 +112,13 @@ class LeakCheck:
         """
         if not self._new():
             return []
-        gc.collect()
-        _end_zmq_collector()
         deadline = time.monotonic() + grace_s
-        while new := self._new():
+        while True:
+            gc.collect()  # each time: what a thread refers to becomes garbage when it ends
+            _end_zmq_collector()
+            new = self._new()
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if not new or left_s <= 0:
                 break
             _wait_for_an_end(new, left_s)
         lines = list(_describe(new))
