@@ -543,6 +543,39 @@ class Session:
         """
         return self._sync_handle(self._loop.run(self._resolve(name, timeout_s)))
 
+    def stop(self, name: str, timeout_s: float = 60.0) -> None:
+        """Ends an actor for good, and waits until its process and all below it have ended.
+
+        Any rank may call it, and the actor may be on any node. Its name is free afterwards. Calls
+        in progress end with `ConnectionLost`, and later ones with `ActorNotFound`.
+
+        Raises:
+            ActorNotFound: there is no actor of that name.
+            ConfigError: it is an engine of a pool.
+            DeadlineExceeded: it has not ended within `timeout_s`; it ends later.
+        """
+        self.supervisor_call("stop", name, float(timeout_s), timeout_s=timeout_s + 1.0)
+
+    def restart(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
+        """Replaces an actor's process, and waits until the next incarnation serves.
+
+        Any rank may call it, and the actor may be on any node. The next process has the same
+        `ActorSpec`. Its restart policy does not count this as a failure. An actor that is being
+        restarted already starts at once, without the rest of its delay. Calls in progress end with
+        `ConnectionLost`, except idempotent ones: these and later calls reach the next incarnation.
+
+        An engine of a pool gets the current weights with the next sync, as after a crash. While
+        its pool sleeps, it may have to wait until the pool wakes.
+
+        Raises:
+            ActorNotFound: there is no actor of that name.
+            ActorDied: it has ended for good, before or meanwhile.
+            ConfigError: it is only a part of an engine.
+            DeadlineExceeded: not ready within `timeout_s`; the restart continues.
+        """
+        ref = self.supervisor_call("restart", name, float(timeout_s), timeout_s=timeout_s + 1.0)
+        return self._sync_handle(ref)
+
     def connect(self, ref: ActorRef) -> SyncHandle:
         """An actor whose reference was received from elsewhere, such as another node."""
         return self._sync_handle(ref)

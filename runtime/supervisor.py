@@ -43,7 +43,7 @@ from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
@@ -581,10 +581,12 @@ class Supervisor:
         async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
             yield state
 
-    async def command_hosted(self, epoch: int, command: str, name: str, *arguments: Any) -> None:
+    async def command_hosted(
+        self, epoch: int, command: str, name: str, *arguments: Any
+    ) -> ActorRef | None:
         """Called by the supervisor of another node; see `HostedActors.command`."""
         await self._links.check_epoch(epoch)
-        await self._actors.hosted.command(command, name, *arguments)
+        return await self._actors.hosted.command(command, name, *arguments)
 
     async def hold_ring(
         self, epoch: int, order: dict[str, Any]
@@ -698,12 +700,27 @@ class Supervisor:
         return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
-        """Ends an actor for good and waits until it is reaped."""
-        actor = self._actors.find(name)
-        actor.stop()
-        async with asyncio.timeout(timeout_s):
-            await actor.ended.wait()
-        self._actors.forget(actor)
+        """See `Session.stop`."""
+        if lead := self._lead_that_has(name):
+            await lead.call("stop", name, timeout_s, timeout_s=timeout_s + 0.5)
+            return
+        if self._loaded_pools is not None:
+            self._loaded_pools.check_may_stop(name)
+        await self._actors.stop(name, timeout_s)
+
+    async def restart(self, name: str, timeout_s: float) -> ActorRef:
+        """See `Session.restart`."""
+        if lead := self._lead_that_has(name):
+            found: ActorRef = await lead.call("restart", name, timeout_s, timeout_s=timeout_s + 0.5)
+            return found
+        if self._loaded_pools is not None:
+            self._loaded_pools.check_may_restart(name)
+        return await self._actors.find(name).restart(timeout_s)
+
+    def _lead_that_has(self, name: str) -> Handle | None:
+        """The lead's supervisor, unless this one decides about the actor."""
+        is_own = name in self._actors and name not in self._actors.hosted
+        return None if is_own else self._links.lead
 
     @idempotent
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:

@@ -9,6 +9,7 @@ from typing import Any
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.errors import ActorNotFound, ProtocolError
+from umbra.runtime.rpc.actor_ref import ActorRef
 
 
 class _Hosted:
@@ -47,6 +48,10 @@ class HostedActors:
         self._keeps_warm = keeps_warm
         self._hosted: dict[str, _Hosted] = {}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether another node's supervisor wants the actor of that name here."""
+        return name in self._hosted
+
     async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
         """Starts an actor, yields its state after every change, and returns when it has ended for
         good. If the caller is lost, the actor ends, unless it is kept warm."""
@@ -73,10 +78,14 @@ class HostedActors:
                 hosted.may_start.clear()  # a permit is for one process, also if it did not start
             hosted.changed.set()
 
-    async def command(self, command: str, name: str, *arguments: Any) -> None:
+    async def command(self, command: str, name: str, *arguments: Any) -> ActorRef | None:
         """Does what the other supervisor wants of an actor.
 
+        Returns:
+            For "restart", the address of the next incarnation, once that serves.
+
         Raises:
+            ActorDied, DeadlineExceeded: see `SupervisedActor.restart`.
             ActorNotFound, ProtocolError: there is no such actor or command.
         """
         if name not in self._hosted:
@@ -87,6 +96,8 @@ class HostedActors:
                 hosted.may_start.set()
             case "stop", ():
                 hosted.actor.stop()
+            case "restart", (float(timeout_s),):
+                return await hosted.actor.restart(timeout_s)
             case "kill", (int(incarnation), str(reason)):
                 if incarnation == hosted.actor.incarnation:
                     hosted.actor.kill(reason)
@@ -96,3 +107,4 @@ class HostedActors:
                 hosted.actor.woke()
             case _:
                 raise ProtocolError(f"not a command to an actor: {command!r}{arguments}")
+        return None

@@ -22,7 +22,13 @@ from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
-from umbra.runtime.errors import ActorNotFound, ConfigError, MailboxClosed
+from umbra.runtime.errors import (
+    ActorDied,
+    ActorNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    MailboxClosed,
+)
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
 
@@ -168,6 +174,25 @@ class NodeActors:
                     while name not in self._own and name not in self._remote:
                         await self._spawned.wait()
         return await self.find(name).wait_running(deadline - time.monotonic(), lost_incarnation)
+
+    async def stop(self, name: str, timeout_s: float) -> None:
+        """Ends an actor for good, waits until its process is reaped, and frees its name.
+
+        Raises:
+            ActorNotFound: there is none of that name.
+            DeadlineExceeded: it has not ended in time; it ends later.
+            ActorDied: its process cannot be ended.
+        """
+        actor = self.find(name)
+        actor.stop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await actor.ended.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{name} has not ended within {timeout_s:.3g} s") from None
+        if actor.has_process:
+            raise ActorDied(actor.failure)
+        self.forget(actor)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, role, state, pid, incarnation and restarts of every actor of this node."""

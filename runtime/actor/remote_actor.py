@@ -1,7 +1,7 @@
 """An actor on another node, as the supervisor that wanted it there sees it.
 
     RemoteActor ── host_actor ───────────────▶ supervisor there    a stream of its states comes back
-                ── command_hosted ───────────▶                     permit, stop, kill
+                ── command_hosted ───────────▶                     permit, stop, restart, kill
 
 The supervisor there starts the process, restarts it and watches it, as any other of its own.
 """
@@ -18,6 +18,8 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.supervised_actor import ActorState, await_end_of_lost
 from umbra.runtime.errors import (
     ActorDied,
+    ActorNotFound,
+    ConnectionLost,
     DeadlineExceeded,
     ProtocolError,
     RemoteError,
@@ -51,6 +53,7 @@ class ActorProcess(Protocol):
     @property
     def num_restarts(self) -> int: ...
     def stop(self) -> None: ...
+    async def restart(self, timeout_s: float) -> ActorRef: ...
     def kill(self, reason: str) -> None: ...
     async def failed_to_wake(self) -> None: ...
     def woke(self) -> None: ...
@@ -109,6 +112,17 @@ class RemoteActor:
         if not self._stop.is_set():
             self._stop.set()
             self._command("stop")
+
+    async def restart(self, timeout_s: float) -> ActorRef:
+        """Replaces the process; see `SupervisedActor.restart`."""
+        command = self._epoch, "restart", self.spec.name, timeout_s
+        try:
+            ref: ActorRef = await self._there.call(
+                "command_hosted", *command, timeout_s=timeout_s + 0.25
+            )
+        except (ActorNotFound, ConnectionLost) as error:
+            raise ActorDied(self.failure or f"{self.spec.name} is lost: {error}") from error
+        return ref
 
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows."""

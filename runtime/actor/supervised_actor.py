@@ -3,11 +3,12 @@
     STARTING ──announced──▶ RUNNING ──ended──▶ (policy) ──▶ STARTING ...
         ├──── killed from outside ───────────────▲ └─stops trying─▶ FAILED
         └──── first start fails by itself ────────────────────────────▲
+    STARTING or RUNNING ──restart()──▶ STARTING, with the next process
     any ──stop()──▶ STOPPED
 
-Every end except that by `stop()` is a failure, whatever the exit status. While the whole job is
-being stopped (`umbra.runtime.actor.job_stop`), engines are not started, but the actors that a
-checkpoint needs are.
+Every end except those by `stop()` and `restart()` is a failure, whatever the exit status. While the
+whole job is being stopped (`umbra.runtime.actor.job_stop`), engines are not started, but the actors
+that a checkpoint needs are.
 
 `has_run` is true once the actor has served. `ended` is set once it has ended for good.
 """
@@ -131,7 +132,9 @@ class SupervisedActor:
         self._may_start = may_start
         self._kill_reason = ""
         self._was_killed = False  # from outside, before it was ready
+        self._is_replaced = False  # this incarnation was ended for `restart`
         self._stop = asyncio.Event()
+        self._restart_requested = asyncio.Event()  # until the next process starts
         # This incarnation got a stop signal; whether the whole job did is not known yet.
         self._got_signal = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -150,6 +153,34 @@ class SupervisedActor:
     def stop(self) -> None:
         """Asks for the final end: SIGTERM, grace, SIGKILL. `run()` returns afterwards."""
         self._stop.set()
+
+    async def restart(self, timeout_s: float) -> ActorRef:
+        """Replaces the process, and waits until the next incarnation serves.
+
+        The process ends as by `stop`, also if it is still starting, so the next one begins after
+        the call. The restart policy neither counts nor delays this, but it decides if the next
+        process fails.
+
+        Raises:
+            ActorDied: it has ended for good, before or meanwhile.
+            DeadlineExceeded: not ready in time; the restart continues.
+        """
+        replaced = self.incarnation
+        self._restart_requested.set()
+        final = (ActorState.STOPPED, ActorState.FAILED)
+
+        def is_settled() -> bool:
+            is_next = self.state == ActorState.RUNNING and self.incarnation > replaced
+            return is_next or self.state in final
+
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(is_settled)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.spec.name} was not restarted within {timeout_s:.3g} s"
+            ) from None
+        return self._live_ref()
 
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows.
@@ -205,6 +236,9 @@ class SupervisedActor:
                 await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.spec.name} was not ready in {timeout_s:.3g} s") from None
+        return self._live_ref()
+
+    def _live_ref(self) -> ActorRef:
         if self.state != ActorState.RUNNING or self.ref is None:
             raise ActorDied(self.failure or f"{self.spec.name} was stopped")
         return self.ref
@@ -220,6 +254,7 @@ class SupervisedActor:
             await self._await_job_stop()
             if self._stop.is_set():
                 break
+            self._restart_requested.clear()
             self.incarnation += 1
             self.has_process = True
             try:
@@ -237,6 +272,12 @@ class SupervisedActor:
             await self._await_job_stop()
             if self._stop.is_set():
                 break
+            if self._is_replaced:
+                self._on_note(
+                    f"{self.spec.name}#{self.incarnation} has ended: restarting it, as asked"
+                )
+                self._on_change(self)
+                continue
             if not self.has_run and not self._was_killed:
                 await self._end(ActorState.FAILED, how)  # it would fail again
                 return
@@ -255,7 +296,7 @@ class SupervisedActor:
             self._on_change(self)  # the process has ended: pools that share its memory wait for it
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(decision.delay_s):
-                    await self._stop.wait()
+                    await first_of(self._stop, self._restart_requested)
         await self._end(ActorState.STOPPED, f"{self.spec.name} was stopped")
 
     async def _await_leave(self) -> None:
@@ -272,7 +313,7 @@ class SupervisedActor:
 
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """Runs one process from spawn to reaped; describes its end, with the last log lines."""
-        self._kill_reason, self._was_killed = "", False
+        self._kill_reason, self._was_killed, self._is_replaced = "", False, False
         self._got_signal.clear()
         label = f"{self.spec.name}#{self.incarnation}"
         log_path = self._node.log_dir / f"{self.spec.name}.log"
@@ -305,12 +346,15 @@ class SupervisedActor:
                 await self._watch(child)
             if child.status is not None and child.status.stop_signal is not None:
                 self._got_signal.set()
+            self._is_replaced = self._restart_requested.is_set() and not is_dying(child.pid)
             self._child = None  # reports of lost connections from here on name no cause of its end
             status = await child.terminate(self.spec.grace_s)
         if self.state == ActorState.RUNNING:
             await self._enter(ActorState.STARTING)  # or the end: `run` decides once memory is free
         how = self._describe_end(label, child, status)
         await self._await_free_memory(label)
+        if self._is_replaced:
+            return status, how
         if start_error:
             how = f"{label} failed to start: {self._kill_reason or start_error}"
         text = f"{how}\n{child.log_tail(_MAX_LOG_LINES)}"
@@ -351,7 +395,7 @@ class SupervisedActor:
                 text += await self._explain_late(f"{self.spec.name}: {late}")
             return text
         if outcome is None:
-            if self._stop.is_set():
+            if self._stop.is_set() or self._restart_requested.is_set():
                 return "it was stopped"
             return child.describe_end()
         if "error" in outcome:
@@ -371,7 +415,7 @@ class SupervisedActor:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(_read_object(read_fd))
             ended = tasks.create_task(child.wait())
-            stopped = tasks.create_task(self._stop.wait())
+            stopped = tasks.create_task(first_of(self._stop, self._restart_requested))
             waiting = (reading, ended, stopped)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
@@ -406,7 +450,9 @@ class SupervisedActor:
 
     async def _await_stop(self) -> None:
         """Waits until this incarnation must stop: umbra asks for it, or it alone got a signal."""
-        await first_of(self._stop, self._got_signal)
+        await first_of(self._stop, self._restart_requested, self._got_signal)
+        if self._restart_requested.is_set():
+            return
         await self._job_stop.settle(self._stop)
         await self._job_stop.outlast(self._stop)
         self._got_signal.clear()

@@ -109,6 +109,10 @@ class EnginePool:
         self._followers.append(actor)
         self._leaders[actor.spec.name] = self.engines[engine]
 
+    def find_engine(self, actor: str) -> PoolEngine | None:
+        """The engine which that actor is, or is a part of, if it is one of this pool's."""
+        return self.engines.get(actor) or self._leaders.get(actor)
+
     async def close(self) -> None:
         """Leaves the engines alone, whatever they are doing: another pool takes them over."""
         for move in self._moves:

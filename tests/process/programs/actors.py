@@ -24,7 +24,7 @@ class Echo:
 
     def __init__(self, greeting: str = "hello") -> None:
         self._greeting = greeting
-        self._num_calls = 0
+        self._num_sleeping = 0
         self.num_cancelled = 0
 
     def echo(self, value: Any) -> Any:
@@ -44,16 +44,29 @@ class Echo:
     async def pid(self) -> int:
         return os.getpid()
 
+    @idempotent
+    async def wait_for_incarnation(self, incarnation: int) -> int:
+        """Returns the pid in that incarnation only."""
+        if actor_context().incarnation != incarnation:
+            await self.sleep(3600.0)
+        return os.getpid()
+
+    def num_waiting(self) -> int:
+        return self._num_sleeping
+
     async def count(self, limit: int) -> AsyncGenerator[int, None]:
         for idx in range(limit):
             yield idx
 
     async def sleep(self, seconds: float) -> str:
+        self._num_sleeping += 1
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        finally:
+            self._num_sleeping -= 1
         return "slept"
 
     async def cancelled(self) -> int:
@@ -198,6 +211,17 @@ class SlowStart:
     async def __aenter__(self) -> None:
         print("starting for ever", flush=True)
         await asyncio.Event().wait()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        return None
+
+
+class SlowFirstStart(Echo):
+    """Only its first incarnation never comes up."""
+
+    async def __aenter__(self) -> None:
+        if actor_context().incarnation == 1:
+            await asyncio.Event().wait()
 
     async def __aexit__(self, *exc_info: object) -> None:
         return None

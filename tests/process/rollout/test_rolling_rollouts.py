@@ -83,7 +83,7 @@ def silences(session: Session, update_waves: int) -> list[tuple[float, float]]:
         came_at = manager.call("first_tokens", version, 2, timeout_s=20.0)
         silence_s = manager.call("longest_silence", began, max(came_at))
         found.append((silence_s, report.transfer_s))
-    session.supervisor_call("stop", f"manager{update_waves}", 10.0)
+    session.stop(f"manager{update_waves}")
     publisher.close()
     return found
 

@@ -49,7 +49,7 @@ def spawn(session: Session) -> Iterator[Callable[[ActorSpec], SyncHandle]]:
     yield start
     for name in names:
         with contextlib.suppress(ActorNotFound):
-            session.supervisor_call("stop", name, 10.0)
+            session.stop(name)
 
 
 @pytest.fixture

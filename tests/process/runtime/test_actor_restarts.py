@@ -252,7 +252,7 @@ def test_an_actor_that_is_deaf_to_sigterm_is_killed_after_its_grace(
     echo.call("ignore_sigterm")
 
     with all_end([echo.call("who")["pid"]], within_s=5.0):
-        session.supervisor_call("stop", echo.ref.name, 10.0)
+        session.stop(echo.ref.name)
 
 
 @pytest.mark.slow

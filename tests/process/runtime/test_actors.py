@@ -44,7 +44,7 @@ def test_an_actor_answers_streams_and_stops(session: Session, spawn: Spawn) -> N
     assert (who["name"], who["incarnation"], who["greeting"]) == (echo.ref.name, 1, "hi")
 
     with all_end([who["pid"]]):
-        session.supervisor_call("stop", echo.ref.name, 10.0)
+        session.stop(echo.ref.name)
     with pytest.raises(ActorNotFound, match="no actor 'actor-"):
         echo.call("echo", 1, timeout_s=5.0)
     with pytest.raises(ActorNotFound, match="no actor 'actor-"):
@@ -182,7 +182,7 @@ def test_a_name_that_is_taken_is_refused(spawn: Spawn) -> None:
 
 def test_a_name_used_again_goes_on_counting_incarnations(session: Session, spawn: Spawn) -> None:
     old = spawn(actor("Echo", "counting"))
-    session.supervisor_call("stop", "counting", 10.0)
+    session.stop("counting")
 
     new = spawn(actor("Echo", "counting"))
 
@@ -200,4 +200,4 @@ def test_a_constructor_that_forks_does_not_delay_the_start(session: Session, spa
     echo = spawn(actor("ForksAtStart", start_timeout_s=10.0))
 
     with all_end(echo.call("family")):
-        session.supervisor_call("stop", echo.ref.name, 10.0)
+        session.stop(echo.ref.name)

@@ -16,6 +16,7 @@ from process_runs import assert_ended
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import Pool
 from umbra.runtime.session import Session
@@ -61,6 +62,9 @@ class SpanningPool:
         return next(
             a["pid"] for a in self._session.supervisor_call("list_actors") if a["name"] == name
         )
+
+    def restart_asked(self, name: str) -> None:
+        self._session.restart(name)
 
     def restart_by(self, kill: Callable[[], None]) -> None:
         """Waits until the engine has been killed and serves again."""
@@ -121,6 +125,19 @@ def test_a_program_ends_with_its_engine_and_the_follower_waits_for_the_next(
     assert_ended([program])
     spanning.task(after_pid=program)
     assert spanning.pid_of("pool-0.1") == follower
+
+
+def test_an_engine_is_restarted_with_its_follower_which_is_not_restarted_alone(
+    spanning: SpanningPool,
+) -> None:
+    program = spanning.task()["pid"]
+
+    with pytest.raises(ConfigError, match=r"pool-0\.1 is a part of engine pool-0: restart pool-0"):
+        spanning.restart_asked("pool-0.1")
+    spanning.restart_by(lambda: spanning.restart_asked("pool-0"))
+
+    assert_ended([program])
+    spanning.task(after_pid=program)
 
 
 def test_an_image_reaches_every_follower_byte_for_byte(

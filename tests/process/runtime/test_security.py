@@ -105,7 +105,7 @@ def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]
     assert (who["node_id"], who["name"]) == ("b", "remote")
     assert local.call("who")["node_id"] == "a"
     assert remote.tcp_endpoint.startswith("tcp://127.0.0.1:")
-    here.supervisor_call("stop", local.ref.name, 10.0)
+    here.stop(local.ref.name)
 
 
 @pytest.mark.slow
