@@ -45,6 +45,7 @@ class ActorProcess(Protocol):
     incarnation: int
     ref: ActorRef | None
     pid: int
+    failure: str
     has_process: bool
     ended: asyncio.Event
 

@@ -1,7 +1,8 @@
 """pytest plugin: supervised sessions, engines, an n-rank world, and a check for leaks.
 
-It comes with umbra (entry point `pytest11`) and costs a project nothing until a fixture is used,
-because it imports nothing heavy. The check that tests leave nothing behind is off by default:
+It comes with umbra (entry point `pytest11`). It changes nothing in a project that does not use it:
+it imports nothing heavy, all its names begin with `umbra_`, and a fixture runs only in a test that
+asks for it. The check that tests leave nothing behind is off by default:
 
     [tool.pytest.ini_options]
     umbra_check_leaks = true
@@ -10,11 +11,11 @@ because it imports nothing heavy. The check that tests leave nothing behind is o
 |---|---|
 | `umbra_session` | a `Session`, rank 0 of 1, with its own supervisor |
 | `umbra_session_factory` | the same with options, and several of them |
-| `tiny_model_dir` | a Qwen3 model directory of 100 k parameters, with a tokenizer |
-| `embedded_engine` | embedded engines serving a model directory |
-| `distributed_world` | runs a function in n processes with `torch.distributed` initialised |
+| `umbra_tiny_model_dir` | a Qwen3 model directory of 100 k parameters, with a tokenizer |
+| `umbra_embedded_engine` | embedded engines serving a model directory |
+| `umbra_distributed_world` | runs a function in n processes with `torch.distributed` initialised |
 
-`@pytest.mark.allow_leaks("why")` exempts one test from the check.
+`@pytest.mark.umbra_allow_leaks("why")` exempts one test from the check.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "allow_leaks(reason): not checked for leaks (umbra_check_leaks), and why"
+        "markers", "umbra_allow_leaks(reason): not checked for leaks (umbra_check_leaks), and why"
     )
     if config.getini("umbra_check_leaks"):
         if sys.platform != "linux":
@@ -58,25 +59,31 @@ def pytest_configure(config: pytest.Config) -> None:
         from umbra.runtime.testing import leak_check
 
         leak_check.prepare()
+        config.pluginmanager.register(_LeakFixture(), "umbra_check_leaks")
 
 
-@pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves something behind; see `umbra.runtime.testing.leak_check`."""
-    marker = request.node.get_closest_marker("allow_leaks")
-    if marker is not None and not (marker.args or marker.kwargs.get("reason")):
-        raise pytest.UsageError('allow_leaks needs a reason: @pytest.mark.allow_leaks("why")')
-    if marker is not None or not request.config.getini("umbra_check_leaks"):
+class _LeakFixture:
+    """A plugin of its own, so that only projects with `umbra_check_leaks` have the fixture."""
+
+    @pytest.fixture(autouse=True)
+    def umbra_no_leaks(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Fails a test that leaves something behind; see `umbra.runtime.testing.leak_check`."""
+        marker = request.node.get_closest_marker("umbra_allow_leaks")
+        if marker is not None:
+            if not (marker.args or marker.kwargs.get("reason")):
+                raise pytest.UsageError(
+                    'umbra_allow_leaks needs a reason: @pytest.mark.umbra_allow_leaks("why")'
+                )
+            yield
+            return
+        from umbra.runtime.testing.leak_check import LeakCheck
+
+        check = LeakCheck()
         yield
-        return
-    from umbra.runtime.testing.leak_check import LeakCheck
-
-    check = LeakCheck()
-    yield
-    leaks = check.finish(float(request.config.getini("umbra_leak_grace_s")))
-    if leaks:
-        listing = "\n".join(f"  {leak}" for leak in leaks)
-        pytest.fail(f"the test left behind:\n{listing}", pytrace=False)
+        leaks = check.finish(float(request.config.getini("umbra_leak_grace_s")))
+        if leaks:
+            listing = "\n".join(f"  {leak}" for leak in leaks)
+            pytest.fail(f"the test left behind:\n{listing}", pytrace=False)
 
 
 @pytest.fixture
@@ -101,7 +108,7 @@ def umbra_session(umbra_session_factory: SessionFactory) -> Session:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_dir(
+def umbra_tiny_model_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A Hugging Face directory of a tiny Qwen3, always the same; skips without transformers.
@@ -116,16 +123,17 @@ def tiny_model_dir(
 
 
 @pytest.fixture
-def embedded_engine(umbra_session: Session, tiny_model_dir: Path) -> EngineFactory:
-    """Starts embedded engines: `engine = embedded_engine()`, then `engine.call("submit", ...)`."""
+def umbra_embedded_engine(umbra_session: Session, umbra_tiny_model_dir: Path) -> EngineFactory:
+    """Starts embedded engines: `engine = umbra_embedded_engine()`, then
+    `engine.call("submit", ...)`."""
     from umbra.runtime.testing.engine_factory import EngineFactory
 
-    return EngineFactory(umbra_session, tiny_model_dir)
+    return EngineFactory(umbra_session, umbra_tiny_model_dir)
 
 
 @pytest.fixture
-def distributed_world(tmp_path: Path) -> DistributedWorld:
-    """Runs a function in n processes: `distributed_world(train_step, num_ranks=2)`."""
+def umbra_distributed_world(tmp_path: Path) -> DistributedWorld:
+    """Runs a function in n processes: `umbra_distributed_world(train_step, num_ranks=2)`."""
     pytest.importorskip("torch")
     from umbra.runtime.testing.distributed_world import DistributedWorld
 

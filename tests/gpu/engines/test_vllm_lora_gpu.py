@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),  # vLLM's own
-    pytest.mark.allow_leaks("vLLM's frontend keeps threads and sockets until its process ends"),
+    pytest.mark.umbra_allow_leaks(
+        "vLLM's frontend keeps threads and sockets until its process ends"
+    ),
 ]
 KIND = "qwen3-wide-512"
 """vLLM 0.26.0 cannot start with adapters for fewer than 256 tokens."""

@@ -33,10 +33,10 @@ def checked(folder: Path, model: Path, program: list[str], *settings: str) -> tu
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_node_with_gpus_is_checked_alone(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_node_with_gpus_is_checked_alone(tmp_path: Path, umbra_tiny_model_dir: Path) -> None:
     program = ["-m", "umbra.runtime.cli.umbra_command", "doctor"]
 
-    status, output = checked(tmp_path, tiny_model_dir, program)
+    status, output = checked(tmp_path, umbra_tiny_model_dir, program)
 
     assert status == 0, output
     assert "another process can read memory of GPU 0" in output
@@ -44,22 +44,24 @@ def test_a_node_with_gpus_is_checked_alone(tmp_path: Path, tiny_model_dir: Path)
     assert "all is well" in output
 
 
-def test_the_ranks_add_numbers_over_nccl(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_the_ranks_add_numbers_over_nccl(tmp_path: Path, umbra_tiny_model_dir: Path) -> None:
     num_gpus = torch.cuda.device_count()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
 
-    status, output = checked(tmp_path, tiny_model_dir, [*torchrun, "-m", "umbra.trainer.doctor"])
+    status, output = checked(
+        tmp_path, umbra_tiny_model_dir, [*torchrun, "-m", "umbra.trainer.doctor"]
+    )
 
     assert status == 0, output
     assert f"adds 64 MiB over {num_gpus} ranks" in output
     assert "all is well" in output
 
 
-def test_memory_in_use_is_reported(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_memory_in_use_is_reported(tmp_path: Path, umbra_tiny_model_dir: Path) -> None:
     held = torch.empty(4 << 30, dtype=torch.uint8, device="cuda:0")
     program = ["-m", "umbra.runtime.cli.umbra_command", "doctor"]
 
-    status, output = checked(tmp_path, tiny_model_dir, program)
+    status, output = checked(tmp_path, umbra_tiny_model_dir, program)
     del held
     torch.cuda.empty_cache()
 

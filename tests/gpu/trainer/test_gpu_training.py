@@ -47,12 +47,12 @@ def variant(options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", list(VARIANTS))
-def test_gpus_train_like_the_cpu(distributed_world: DistributedWorld, kind: str) -> None:
+def test_gpus_train_like_the_cpu(umbra_distributed_world: DistributedWorld, kind: str) -> None:
     variants = {name: variant(options) for name, options in VARIANTS[kind].items()}
 
-    on_gpu = on_gpus(distributed_world, variants, NUM_GPUS)
+    on_gpu = on_gpus(umbra_distributed_world, variants, NUM_GPUS)
 
-    on_cpu = distributed_world(run_all, {"cpu": variant({})}, num_ranks=1)[0]["cpu"]
+    on_cpu = umbra_distributed_world(run_all, {"cpu": variant({})}, num_ranks=1)[0]["cpu"]
     for name, (parameters, metrics) in on_gpu.items():
         for key, array in on_cpu[0].items():
             np.testing.assert_allclose(parameters[key], array, atol=1e-3, err_msg=f"{name} {key}")
@@ -60,14 +60,14 @@ def test_gpus_train_like_the_cpu(distributed_world: DistributedWorld, kind: str)
 
 
 def test_the_varlen_kernel_gives_the_models_own_logprobs_and_gradients(
-    distributed_world: DistributedWorld,
+    umbra_distributed_world: DistributedWorld,
 ) -> None:
     calls = {
         "packed": ["half_precision_scores", True],
         "padded": ["half_precision_scores", False],
     }
 
-    scores = on_gpus(distributed_world, calls, 1)
+    scores = on_gpus(umbra_distributed_world, calls, 1)
 
     # Both orders are those of packing; bfloat16 keeps three digits.
     (packed, packed_gradient), (padded, padded_gradient) = scores["packed"], scores["padded"]

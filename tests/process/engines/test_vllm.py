@@ -253,7 +253,7 @@ def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(make_engine: Ma
     run_async(body)
 
 
-@pytest.mark.allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")
+@pytest.mark.umbra_allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")
 def test_a_model_with_untied_weights_is_updated_by_one_recorded_plan(
     model_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,12 +40,12 @@ WAYS: Final = pytest.mark.parametrize("way", TEMPERATURES)
 
 @WAYS
 def test_in_float64_nothing_differs(
-    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, way: str
+    umbra_session: Session, tmp_path: Path, umbra_tiny_model_dir: Path, way: str
 ) -> None:
     work = Work(dtype="float64", temperature=TEMPERATURES[way])
 
-    wanted = asyncio.run(run_in_peace(tiny_model_dir, work))
-    found, happened = run_interrupted(umbra_session, tmp_path, tiny_model_dir, work)
+    wanted = asyncio.run(run_in_peace(umbra_tiny_model_dir, work))
+    found, happened = run_interrupted(umbra_session, tmp_path, umbra_tiny_model_dir, work)
 
     print(len(found), "trajectories:", happened)
     assert found.keys() == wanted.keys()
@@ -100,10 +100,10 @@ def first_difference(one: list[int], other: list[int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def twins_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def twins_dir(umbra_tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with every second token all but equal to the one before: many near-ties."""
     folder = tmp_path_factory.mktemp("models") / "twins"
-    shutil.copytree(tiny_model_dir, folder)
+    shutil.copytree(umbra_tiny_model_dir, folder)
     path = folder / "model.safetensors"
     tensors = load_file(str(path))
     embedding = tensors["model.embed_tokens.weight"]

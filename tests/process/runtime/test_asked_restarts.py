@@ -40,8 +40,9 @@ def threads() -> Generator[ThreadPoolExecutor]:
 
 
 def row_of(session: Session, name: str) -> dict[str, Any]:
-    rows = session.supervisor_call("list_actors")
-    return next((row for row in rows if row["name"] == name), {})
+    """What the supervisor lists about an actor; nothing if there is none."""
+    rows: list[dict[str, Any]] = session.supervisor_call("list_actors")
+    return next((row for row in rows if row["name"] == name), dict[str, Any]())
 
 
 # -- stop ----------------------------------------------------------------------------------

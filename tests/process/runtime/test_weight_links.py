@@ -146,9 +146,9 @@ def layers(seed: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks_on", [(0, 0), (0, 1)], ids=["one_node", "both_nodes"])
 def test_uneven_shards_of_two_ranks_arrive_bit_for_bit_in_every_engine(
-    nodes: TwoNodes, distributed_world: DistributedWorld, ranks_on: tuple[int, int]
+    nodes: TwoNodes, umbra_distributed_world: DistributedWorld, ranks_on: tuple[int, int]
 ) -> None:
-    (transports, _) = distributed_world(
+    (transports, _) = umbra_distributed_world(
         weight_ranks.publish_shards,
         str(nodes.lead.socket_dir),
         [nodes.node_ids[idx] for idx in ranks_on],

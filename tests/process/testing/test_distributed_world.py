@@ -20,51 +20,57 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.slow
-def test_every_rank_runs_and_results_come_in_order(distributed_world: DistributedWorld) -> None:
-    assert distributed_world(world_functions.add_up, 1, num_ranks=3) == [6.0, 6.0, 6.0]
+def test_every_rank_runs_and_results_come_in_order(
+    umbra_distributed_world: DistributedWorld,
+) -> None:
+    assert umbra_distributed_world(world_functions.add_up, 1, num_ranks=3) == [6.0, 6.0, 6.0]
 
 
 @pytest.mark.slow
-def test_arrays_travel_both_ways(distributed_world: DistributedWorld) -> None:
+def test_arrays_travel_both_ways(umbra_distributed_world: DistributedWorld) -> None:
     values = np.arange(10_000, dtype=np.float32)
 
-    (doubled,) = distributed_world(world_functions.double, values, num_ranks=1)
+    (doubled,) = umbra_distributed_world(world_functions.double, values, num_ranks=1)
 
     np.testing.assert_array_equal(doubled, values * 2)
 
 
 @pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_traceback(
-    distributed_world: DistributedWorld,
+    umbra_distributed_world: DistributedWorld,
 ) -> None:
     with pytest.raises(RankFailed, match="rank 1: ValueError: rank 1 had enough") as caught:
-        distributed_world(world_functions.raise_on, 1)
+        umbra_distributed_world(world_functions.raise_on, 1)
 
     assert caught.value.rank == 1
     assert "in raise_on\n" in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_named_with_its_output(distributed_world: DistributedWorld) -> None:
+def test_a_rank_that_dies_is_named_with_its_output(
+    umbra_distributed_world: DistributedWorld,
+) -> None:
     with pytest.raises(RankFailed, match=r"killed by SIGKILL \(9\)(.|\n)*about to die"):
-        distributed_world(world_functions.die_on, 1)
+        umbra_distributed_world(world_functions.die_on, 1)
 
 
 @pytest.mark.slow
-def test_a_late_rank_is_ended_and_its_stack_shown(distributed_world: DistributedWorld) -> None:
+def test_a_late_rank_is_ended_and_its_stack_shown(
+    umbra_distributed_world: DistributedWorld,
+) -> None:
     with pytest.raises(RankFailed, match="was not done within 6 s") as caught:
-        distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=6.0)
+        umbra_distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=6.0)
 
     # Where it was, sleeping or still importing, depends on the machine.
     assert re.search(r'File ".*world_rank.py", line \d+ in main', str(caught.value))
 
 
 @pytest.mark.slow
-def test_what_cannot_travel_is_refused_by_name(distributed_world: DistributedWorld) -> None:
+def test_what_cannot_travel_is_refused_by_name(umbra_distributed_world: DistributedWorld) -> None:
     with pytest.raises(RankFailed, match="TypeError: cannot send a Tensor"):
-        distributed_world(world_functions.return_a_tensor, num_ranks=1)
+        umbra_distributed_world(world_functions.return_a_tensor, num_ranks=1)
     with pytest.raises(ValueError, match="define it at the top of a module"):
-        distributed_world(lambda: None)
+        umbra_distributed_world(lambda: None)
 
 
 def test_a_rank_whose_test_has_ended_before_it_began_ends_at_once(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from umbra.runtime.testing.engine_factory import EngineFactory
 pytestmark = pytest.mark.process
 
 
-def test_the_model_directory_is_complete_and_cached(tiny_model_dir: Path) -> None:
-    names = {path.name for path in tiny_model_dir.iterdir()}
+def test_the_model_directory_is_complete_and_cached(umbra_tiny_model_dir: Path) -> None:
+    names = {path.name for path in umbra_tiny_model_dir.iterdir()}
 
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
 
 
 @pytest.mark.slow
-def test_an_embedded_engine_generates(embedded_engine: EngineFactory) -> None:
-    engine = embedded_engine()
+def test_an_embedded_engine_generates(umbra_embedded_engine: EngineFactory) -> None:
+    engine = umbra_embedded_engine()
     deltas = engine.stream("deltas", timeout_s=20.0)
     request: dict[str, Any] = {
         "id": 7,

@@ -10,11 +10,11 @@ from forked_ranks import start_fork
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
-__all__ = ["distributed_world", "fake_nvml"]
+__all__ = ["fake_nvml", "umbra_distributed_world"]
 
 
 @pytest.fixture
-def distributed_world(
+def umbra_distributed_world(
     request: pytest.FixtureRequest, tmp_path: Path, fork_server: None
 ) -> DistributedWorld:
     """Like the plugin's fixture of this name, whose ranks are new interpreters."""

@@ -161,17 +161,21 @@ def test_training_moves_parameters_and_kl_is_measured(one_rank: Outcomes) -> Non
     assert metrics[2]["train/reference_kl"] > 0.0
 
 
-def test_an_error_of_one_rank_is_every_ranks_error(distributed_world: DistributedWorld) -> None:
+def test_an_error_of_one_rank_is_every_ranks_error(
+    umbra_distributed_world: DistributedWorld,
+) -> None:
     calls: dict[str, list[str]] = {"error": ["raise_on_lead"], "metrics": ["metrics_that_differ"]}
 
-    said = distributed_world(run_all, calls, num_ranks=2)
+    said = umbra_distributed_world(run_all, calls, num_ranks=2)
 
     assert [of_rank["error"] for of_rank in said] == ["UmbraError: only rank 0 knows"] * 2
     for rank, of_rank in enumerate(said):
         assert f"returned the metrics ['of_rank_{rank}'] on this rank" in of_rank["metrics"]
 
 
-def test_a_signal_to_one_rank_is_every_ranks_signal(distributed_world: DistributedWorld) -> None:
-    agreed = distributed_world(run_all, {"signals": ["signals_agreed_on"]}, num_ranks=2)
+def test_a_signal_to_one_rank_is_every_ranks_signal(
+    umbra_distributed_world: DistributedWorld,
+) -> None:
+    agreed = umbra_distributed_world(run_all, {"signals": ["signals_agreed_on"]}, num_ranks=2)
 
     assert agreed == [{"signals": ["SIGINT", ""]}] * 2

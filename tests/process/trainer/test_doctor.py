@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config(tmp_path: Path, umbra_tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
     Path("rewards.py").write_text("def score(prompts, completions, **columns):\n    return []\n")
@@ -25,7 +25,7 @@ def config(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
     path.write_text(
         f"""
         [model]
-        path = "{tiny_model_dir}"
+        path = "{umbra_tiny_model_dir}"
         [data]
         train = "train.jsonl"
         [reward]

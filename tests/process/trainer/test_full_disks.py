@@ -47,11 +47,11 @@ def is_full(disk: Path, free: str = "0 bytes") -> str:
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_one(
-    mount_disk: MountDisk, distributed_world: DistributedWorld
+    mount_disk: MountDisk, umbra_distributed_world: DistributedWorld
 ) -> None:
     disk = mount_disk("size=8m")
 
-    one, other = distributed_world(
+    one, other = umbra_distributed_world(
         run_all, {"saved": ["save_as_the_disk_fills_up", str(disk)]}, num_ranks=2, timeout_s=120.0
     )
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_does_not_fit_names_what_it_needs_and_leaves_the_earli
 @pytest.mark.process
 @pytest.mark.slow
 def test_an_export_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_one(
-    mount_disk: MountDisk, distributed_world: DistributedWorld, tmp_path: Path
+    mount_disk: MountDisk, umbra_distributed_world: DistributedWorld, tmp_path: Path
 ) -> None:
     disk = mount_disk("size=4m")
     nbytes = (save_model(tmp_path / "model") / "model.safetensors").stat().st_size
@@ -81,7 +81,7 @@ def test_an_export_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_
     (disk / ".export.new").mkdir()
     (disk / ".export.new" / "of a killed one").write_bytes(bytes(10_000))
 
-    (ran,) = distributed_world(
+    (ran,) = umbra_distributed_world(
         run_all,
         {"said": ["export_onto", str(tmp_path / "model"), str(disk), left]},
         num_ranks=1,

@@ -157,7 +157,7 @@ def test_busy_pools_have_their_turns_until_all_is_answered(server: Server) -> No
 
 
 @pytest.mark.parametrize("asleep", ["judge", "tiny"])
-@pytest.mark.allow_leaks("the server, which other tests share, starts another engine")
+@pytest.mark.umbra_allow_leaks("the server, which other tests share, starts another engine")
 def test_an_engine_that_dies_asleep_is_there_in_its_turn(server: Server, asleep: str) -> None:
     awake = "tiny" if asleep == "judge" else "judge"
     body = {"model": asleep, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -175,7 +175,7 @@ def test_an_engine_that_dies_asleep_is_there_in_its_turn(server: Server, asleep:
     assert answer["choices"][0]["text"] == text
 
 
-@pytest.mark.allow_leaks("the server, which other tests share, starts another front")
+@pytest.mark.umbra_allow_leaks("the server, which other tests share, starts another front")
 def test_a_front_that_dies_while_a_pool_is_asked_serves_both_again(server: Server) -> None:
     bodies = [{"model": model, "prompt": PROMPT, "max_tokens": 20, "seed": 1} for model in SEEDS]
     expected = [server.complete(**body)["choices"] for body in bodies]

@@ -190,7 +190,7 @@ def test_chat_logprobs_name_each_token(server: Server) -> None:
         assert item["bytes"] == (list(item["token"].encode()) if is_whole else None)
 
 
-@pytest.mark.allow_leaks("the server, which other tests share, starts another engine")
+@pytest.mark.umbra_allow_leaks("the server, which other tests share, starts another engine")
 def test_a_killed_engine_costs_a_stream_nothing(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": LONG, "temperature": 0}
     answer = server.complete(**body)

@@ -56,11 +56,11 @@ def loading_cases(tmp_path: Path) -> list[list[str]]:
 @pytest.mark.process
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_shards_are_read_bit_for_bit(
-    distributed_world: DistributedWorld, tmp_path: Path, num_ranks: int
+    umbra_distributed_world: DistributedWorld, tmp_path: Path, num_ranks: int
 ) -> None:
     cases = loading_cases(tmp_path)
 
-    outcomes = distributed_world(compare_loading, cases, num_ranks=num_ranks, timeout_s=120.0)
+    outcomes = umbra_distributed_world(compare_loading, cases, num_ranks=num_ranks, timeout_s=120.0)
 
     for rank in outcomes:
         for case, outcome in zip(cases, rank, strict=True):
@@ -76,11 +76,11 @@ def test_shards_are_read_bit_for_bit(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_shards_are_read_to_gpus_bit_for_bit(
-    distributed_world: DistributedWorld, tmp_path: Path
+    umbra_distributed_world: DistributedWorld, tmp_path: Path
 ) -> None:
     num_ranks = min(2, torch.cuda.device_count())
 
-    outcomes = distributed_world(
+    outcomes = umbra_distributed_world(
         compare_loading,
         loading_cases(tmp_path)[:4],
         "cuda",

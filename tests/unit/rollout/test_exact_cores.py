@@ -56,15 +56,15 @@ class CoreLink:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_dir: Path) -> Iterator[DecoderModel]:
+def model(umbra_tiny_model_dir: Path) -> Iterator[DecoderModel]:
     with torch.inference_mode():
         model = DecoderModel(
-            load_model_config(str(tiny_model_dir)),
+            load_model_config(str(umbra_tiny_model_dir)),
             max_context_len=MAX_CONTEXT_LEN,
             dtype=torch.float64,
             device=torch.device("cpu"),
         )
-        load_checkpoint(str(tiny_model_dir), model.parameters)
+        load_checkpoint(str(umbra_tiny_model_dir), model.parameters)
         yield model
 
 

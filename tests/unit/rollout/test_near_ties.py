@@ -64,15 +64,15 @@ def test_another_token_is_no_near_tie(way: str) -> None:
     assert min(shortfalls[0], shortfalls[2]) > 0.5
 
 
-def test_float32_logits_are_as_near_as_the_estimate_says(tiny_model_dir: Path) -> None:
+def test_float32_logits_are_as_near_as_the_estimate_says(umbra_tiny_model_dir: Path) -> None:
     """All of them, after a prefill and in decoding; and the estimate is not a loose one."""
     model = DecoderModel(
-        load_model_config(str(tiny_model_dir)),
+        load_model_config(str(umbra_tiny_model_dir)),
         max_context_len=64,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    load_checkpoint(str(tiny_model_dir), model.parameters)
+    load_checkpoint(str(umbra_tiny_model_dir), model.parameters)
     tokens = torch.tensor(np.random.default_rng(2).integers(3, 97, (32, 48)))
     cache = KvCache(
         model.config, num_tokens=32 * 64, dtype=torch.float32, device=torch.device("cpu")
@@ -83,7 +83,7 @@ def test_float32_logits_are_as_near_as_the_estimate_says(tiny_model_dir: Path) -
         return torch.full((32,), at)
 
     with torch.inference_mode():
-        wanted, bounds = Float64Model(tiny_model_dir).logits(tokens)
+        wanted, bounds = Float64Model(umbra_tiny_model_dir).logits(tokens)
         steps = [model.prefill(tokens[:, :8], places(7), cache, first_row=0, copies=None)]
         for at in range(8, 48):
             steps.append(model.decode(tokens[:, at], places(at), cache, span=at + 1))

@@ -186,10 +186,10 @@ def saved_nbytes(config: Any, num_tokens: int) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def test_sizes_are_those_of_the_model_in_the_folder(tiny_model_dir: Path) -> None:
-    model: Any = MODELS.from_pretrained(tiny_model_dir)
+def test_sizes_are_those_of_the_model_in_the_folder(umbra_tiny_model_dir: Path) -> None:
+    model: Any = MODELS.from_pretrained(umbra_tiny_model_dir)
 
-    sizes = ModelSizes.read(tiny_model_dir)
+    sizes = ModelSizes.read(umbra_tiny_model_dir)
 
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
     assert sizes.embedding_size == model.get_input_embeddings().weight.numel()
@@ -199,31 +199,33 @@ def test_sizes_are_those_of_the_model_in_the_folder(tiny_model_dir: Path) -> Non
 
 
 def test_of_a_model_with_several_parts_the_text_part_counts(
-    tiny_model_dir: Path, tmp_path: Path
+    umbra_tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    text = json.loads((tiny_model_dir / "config.json").read_text())
+    text = json.loads((umbra_tiny_model_dir / "config.json").read_text())
     whole = {"text_config": text, "quantization_config": {}, "vision_config": {"hidden_size": 9}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    (tmp_path / "model.safetensors").symlink_to(tiny_model_dir / "model.safetensors")
+    (tmp_path / "model.safetensors").symlink_to(umbra_tiny_model_dir / "model.safetensors")
 
-    sizes, alone = ModelSizes.read(tmp_path), ModelSizes.read(tiny_model_dir)
+    sizes, alone = ModelSizes.read(tmp_path), ModelSizes.read(umbra_tiny_model_dir)
 
     assert sizes == replace(alone, is_quantised=True)
 
 
-def test_a_folder_without_safetensors_has_no_sizes(tiny_model_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+def test_a_folder_without_safetensors_has_no_sizes(
+    umbra_tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((umbra_tiny_model_dir / "config.json").read_text())
 
     with pytest.raises(DataError, match=r"model\.safetensors"):
         ModelSizes.read(tmp_path)
 
 
-def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(tiny_model_dir: Path) -> None:
-    whole = engine_needs(config_of(tiny_model_dir), "policy", "cuda")["policy"]
+def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(umbra_tiny_model_dir: Path) -> None:
+    whole = engine_needs(config_of(umbra_tiny_model_dir), "policy", "cuda")["policy"]
     args = {"engine_args": {"tensor_parallel_size": 2}}
-    half = engine_needs(config_of(tiny_model_dir, pool=args), "policy", "cuda")["policy"]
+    half = engine_needs(config_of(umbra_tiny_model_dir, pool=args), "policy", "cuda")["policy"]
 
-    sizes = ModelSizes.read(tiny_model_dir)
+    sizes = ModelSizes.read(umbra_tiny_model_dir)
     assert whole.weights_nbytes == 2 * sizes.num_parameters
     assert whole.kv_token_nbytes == 2 * 2 * sizes.num_layers * sizes.kv_size
     assert (half.weights_nbytes, half.kv_token_nbytes) == (
@@ -233,29 +235,32 @@ def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(tiny_model_dir: Path
     assert (whole.least_kv_num_tokens, whole.most_kv_num_tokens) == (1024, 128 * 1024)
 
 
-def test_quantised_weights_count_as_they_are_stored(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_model_dir / "config.json").read_text())
+def test_quantised_weights_count_as_they_are_stored(
+    umbra_tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = json.loads((umbra_tiny_model_dir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
-    (tmp_path / "model.safetensors").symlink_to(tiny_model_dir / "model.safetensors")
+    (tmp_path / "model.safetensors").symlink_to(umbra_tiny_model_dir / "model.safetensors")
     judge = {"judge": {"model_path": str(tmp_path), "engine": "sglang"}}
 
-    needs = engine_needs(config_of(tiny_model_dir, pools=judge), "policy", "cuda")
+    needs = engine_needs(config_of(umbra_tiny_model_dir, pools=judge), "policy", "cuda")
 
-    stored = (tiny_model_dir / "model.safetensors").stat().st_size
+    stored = (umbra_tiny_model_dir / "model.safetensors").stat().st_size
     assert needs["judge"].weights_nbytes == stored
     assert needs["judge"].mode == "colocated"
 
 
 def test_a_head_that_a_tied_model_s_files_repeat_counts_once(
-    tiny_model_dir: Path, tmp_path: Path
+    umbra_tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    tensors = load_file(tiny_model_dir / "model.safetensors")
+    tensors = load_file(umbra_tiny_model_dir / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text((umbra_tiny_model_dir / "config.json").read_text())
 
     assert (
-        ModelSizes.read(tmp_path).num_parameters == ModelSizes.read(tiny_model_dir).num_parameters
+        ModelSizes.read(tmp_path).num_parameters
+        == ModelSizes.read(umbra_tiny_model_dir).num_parameters
     )
 
 
@@ -267,5 +272,5 @@ def test_a_head_that_a_tied_model_s_files_repeat_counts_once(
         {"engine_args": {"gpu_memory_utilization": 0.5}},
     ],
 )
-def test_engines_that_are_not_planned(tiny_model_dir: Path, pool: dict[str, Any]) -> None:
-    assert engine_needs(config_of(tiny_model_dir, pool=pool), "policy", "cuda") == {}
+def test_engines_that_are_not_planned(umbra_tiny_model_dir: Path, pool: dict[str, Any]) -> None:
+    assert engine_needs(config_of(umbra_tiny_model_dir, pool=pool), "policy", "cuda") == {}
