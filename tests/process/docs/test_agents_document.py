@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import runpy
 import subprocess
 import sys
@@ -13,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documented_examples import files_of
 
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 
-ROOT = Path(__file__).resolve().parents[3]
-BLOCK = re.compile(r"^```\w+\n(# (\S+)\n.*?)^```$", re.MULTILINE | re.DOTALL)
-FILES: dict[str, str] = {
-    block[2]: block[1] for block in BLOCK.finditer((ROOT / "docs" / "agents.md").read_text())
-}
+FILES = files_of("agents.md")
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+"""Files and commands that a document shows as examples."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_FILE = re.compile(r"^```\w+\n(# (\S+)\n.*?)^```$", re.MULTILINE | re.DOTALL)
+_CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def files_of(document: str) -> dict[str, str]:
+    """The blocks whose first line is a comment with a file's name, by that name."""
+    text = (_DOCS / document).read_text()
+    return {block[2]: block[1] for block in _FILE.finditer(text)}
+
+
+def sessions_of(document: str) -> list[tuple[str, list[str]]]:
+    """The script and the lines of output of each console block."""
+    blocks = [block[1].splitlines() for block in _CONSOLE.finditer((_DOCS / document).read_text())]
+    return [
+        (
+            "\n".join(line.removeprefix("$ ") for line in block if line.startswith("$ ")),
+            [line for line in block if not line.startswith("$ ")],
+        )
+        for block in blocks
+    ]
