@@ -546,11 +546,13 @@ class Session:
     def stop(self, name: str, timeout_s: float = 60.0) -> None:
         """Ends an actor for good, and waits until its process and all below it have ended.
 
-        Any rank may call it, and the actor may be on any node. Its name is free afterwards. Calls
-        in progress end with `ConnectionLost`, and later ones with `ActorNotFound`.
+        Any rank may call it, for any actor that `actor` finds. Its name is free afterwards. Calls
+        in progress end with `ConnectionLost`; later ones raise `ActorDied` while the actor is still
+        ending, and then `ActorNotFound`.
 
         Raises:
             ActorNotFound: there is no actor of that name.
+            ActorDied: its process cannot be ended: it hangs in a driver or file system.
             ConfigError: it is an engine of a pool.
             DeadlineExceeded: it has not ended within `timeout_s`; it ends later.
         """
@@ -559,7 +561,7 @@ class Session:
     def restart(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
         """Replaces an actor's process, and waits until the next incarnation serves.
 
-        Any rank may call it, and the actor may be on any node. The next process has the same
+        Any rank may call it, for any actor that `actor` finds. The next process has the same
         `ActorSpec`. Its restart policy does not count this as a failure. An actor that is being
         restarted already starts at once, without the rest of its delay. Calls in progress end with
         `ConnectionLost`, except idempotent ones: these and later calls reach the next incarnation.
