@@ -24,8 +24,8 @@ _POLL_S: Final = 0.02
 """Interval of reading a file or /proc, whose changes cannot be awaited."""
 
 _BUSY_SHARE: Final = 0.3
-"""Share of one core. An engine that uses more of it is generating or loading weights; one that
-sleeps uses none."""
+"""Share of the time. An engine whose threads run or are ready to for more of it is generating or
+loading weights; those of one that sleeps are not."""
 
 _BUSY_WITHIN_S: Final = 60.0
 _STEPS_WITHIN_S: Final = 300.0
@@ -135,15 +135,20 @@ def _is_busy_for(pid: int, duration_s: float) -> bool:
 
 
 def _is_busy(pid: int) -> bool:
-    started, used = time.monotonic(), _cpu_s(pid)
+    started, before_s = time.monotonic(), _active_s(pid)
     time.sleep(_LOOK_S)
-    return _cpu_s(pid) - used > _BUSY_SHARE * (time.monotonic() - started)
+    return _active_s(pid) - before_s > _BUSY_SHARE * (time.monotonic() - started)
 
 
-def _cpu_s(pid: int) -> float:
-    """Processor time of all threads so far, to the nanosecond; /proc/PID/stat only has ticks."""
+def _active_s(pid: int) -> float:
+    """Time so far in which threads ran, or waited for a core of a busy machine. Summed over all
+    threads, to the nanosecond.
+
+    Source: /proc/PID/schedstat in Linux, Documentation/scheduler/sched-stats.rst.
+    """
     total_ns = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            total_ns += int((thread / "schedstat").read_text().split()[0])
+            run, waited, _ = (thread / "schedstat").read_text().split()
+            total_ns += int(run) + int(waited)
     return total_ns / 1e9

@@ -27,7 +27,7 @@ from umbra.runtime.supervisor import Supervisor
 from umbra.runtime.supervisor_host import supervisor_ref
 
 _START_LIMIT_S = 20.0
-_END_LIMIT_S = 20.0
+_END_LIMIT_S = 5.0
 _ENGINE = ActorSpec(
     name="engine",
     role="engine",

@@ -31,7 +31,7 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
         log_level=logging.INFO,
     )
     with zmq.Context[zmq.Socket[bytes]]() as context:
-        spec = actor("Echo", start_timeout_s=0.01, grace_s=0.01)
+        spec = actor("SlowStart", start_timeout_s=0.01, grace_s=0.01)
         started = SupervisedActor(spec, node, context, lambda _: None, lambda _: None, JobStop())
         try:
             async with asyncio.timeout(10.0):
