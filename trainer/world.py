@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
 from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
-from umbra.runtime.process.cpu_affinity import confine, core_shares, cores_near
+from umbra.runtime.process.cpu_affinity import allowed_threads, confine, core_shares, cores_near
 from umbra.runtime.process.nvml import count_gpus
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def share_cores(local_rank: int, local_world_size: int, gpus: Sequence[str]) -> 
     """
     cores = cores_near([gpus[rank : rank + 1] for rank in range(local_world_size)])
     confine(cores[local_rank])
-    torch.set_num_threads(core_shares(cores)[local_rank])
+    torch.set_num_threads(allowed_threads(core_shares(cores)[local_rank]))
     torch.set_flush_denormal(True)
 
 

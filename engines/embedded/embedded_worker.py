@@ -19,6 +19,7 @@ from umbra.engines.embedded.embedded_settings import (
 from umbra.engines.shell.engine_requests import RequestCounts
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.cpu_affinity import allowed_threads
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
 from umbra.runtime.weights.weight_receiver import WeightReceiver
@@ -34,7 +35,7 @@ class EmbeddedWorker:
     def __init__(self, config: EmbeddedConfig) -> None:
         if config.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {config.num_threads}")
-        torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(allowed_threads(config.num_threads))
         model_config = load_model_config(config.model_path)
         check_context_len(config, model_config)
         dtype, device = parse_dtype(config.dtype), parse_device(config.device)

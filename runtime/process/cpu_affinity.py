@@ -41,6 +41,16 @@ def core_shares(cores: Sequence[AbstractSet[int]]) -> list[int]:
     return [max(1, len(own) // sum(1 for other in cores if own & other)) for own in cores]
 
 
+def allowed_threads(num: int) -> int:
+    """`num`, or OMP_THREAD_LIMIT if that is less.
+
+    OpenMP starts no more threads than that. If more are set, torch 2.13 leaves their part of a
+    product in bfloat16 as it was in memory.
+    """
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    return min(num, int(limit)) if limit.isdigit() and int(limit) > 0 else num
+
+
 def confine(cores: AbstractSet[int]) -> None:
     """Keeps all threads of this process, and processes that it starts later, on these cores."""
     if cores == os.sched_getaffinity(0):

@@ -125,3 +125,19 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(
 ) -> None:
     with pytest.raises(UmbraError, match="'/nowhere' does not exist"):
         spawn_engine(umbra_session, "engine", Path("/nowhere"))
+
+
+@pytest.mark.slow
+def test_a_limit_of_openmp_below_the_number_of_threads_leaves_no_logits_out(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    assert os.environ["OMP_THREAD_LIMIT"] == "1"  # all tests have it
+    settings: dict[str, Any] = {"dtype": "bfloat16", "num_threads": 4}
+    engine = spawn_engine(umbra_session, "engine", model_folder("qwen3"), **settings)
+    found = Collector()
+
+    for idx in range(1, 17):  # one at a time, so that products have all these sizes
+        engine.call("submit", [wire_request(idx, list(range(1, idx + 1)), max_new_tokens=4)])
+        read(engine, found, lambda: found.num_finished() == idx)  # noqa: B023
+
+    assert {completion.reason for completion in found.completions.values()} == {"length"}
