@@ -161,11 +161,15 @@ class ElasticNodes:
         check_order(history, self.home / "run", group_size=GROUP_SIZE)
         check_ledger(history, self.home / "run")
         check_metrics(history, self.home / "run")
+        self.await_end()
+        assert_nothing_left(self.home)
+
+    def await_end(self) -> None:
+        """Waits for the supervisors: those that outlived their first ranks end a moment after
+        torchrun."""
         root = self.home / "umbra_socket_root"
         sweep(root)  # of a node that was killed
-        # Supervisors that outlived their first ranks end a moment after the last ones.
         _await(lambda: not any(root.iterdir()), self.text)
-        assert_nothing_left(self.home)
 
 
 def _await(is_so: Callable[[], bool], describe: Callable[[], str]) -> None:
@@ -287,8 +291,7 @@ def test_umbra_stop_ends_all_nodes_for_good_also_one_that_came_later(
 
     assert (home_of_run / f"run/checkpoints/step-{step:06d}/COMPLETE").exists()
     assert set(nodes.groups()) == {1, 2}  # no ranks were started after it
-    root = home_of_run / "umbra_socket_root"
-    _await(lambda: not any(root.iterdir()), nodes.text)
+    nodes.await_end()
 
 
 def test_a_job_that_loses_its_lead_while_a_node_joins_continues_with_the_others(
@@ -319,3 +322,4 @@ def test_the_loss_of_the_rendezvous_ends_the_job_so_that_slurm_starts_it_again(
 
     assert all(statuses)
     assert RunNotice(home_of_run / "run").is_preempted
+    nodes.await_end()
