@@ -29,7 +29,7 @@ from umbra.runtime.disk import replacing
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.pending_calls import DESCRIBE
-from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.rpc_client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class JobBundles:
             return ""
         path = bundle_path(self._run_dir, name)
         try:
-            nodes = await _report_nodes(self._report, self._links().supervisors_elsewhere())
+            nodes = await _report_nodes(self._report, self._links())
             await asyncio.to_thread(write_bundle, path, why, self._engines(), nodes)
         except Exception:  # looking at a job must not end it
             logger.exception("cannot write %s", path)
@@ -178,18 +178,17 @@ def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     return [f"{name}:", *(f"    {line}" for line in lines)] if lines else []
 
 
-async def _report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[str, Files]:
+async def _report_nodes(own: NodeReport, links: JobLinks) -> dict[str, Files]:
     """The reports of all nodes, by the nodes' names."""
-
-    async def ask(there: Handle) -> Files:
-        try:
-            report: Files = await there.call("report_node", timeout_s=_NODE_LIMIT_S)
-        except UmbraError as error:
-            return {"processes.txt": f"this node does not answer: {error}\n"}
-        return report
-
-    reports = await asyncio.gather(own.make(), *map(ask, others.values()))
-    return dict(zip(("node-0", *others), reports, strict=True))
+    mine, others = await asyncio.gather(
+        own.make(), links.ask_elsewhere("report_node", _NODE_LIMIT_S)
+    )
+    return {"node-0": mine} | {
+        name: {"processes.txt": f"this node does not answer: {report}\n"}
+        if isinstance(report, UmbraError)
+        else report
+        for name, report in others.items()
+    }
 
 
 def write_bundle(

@@ -46,6 +46,7 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
+from umbra.runtime.state_collector import StateCollector
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 
 if TYPE_CHECKING:
@@ -138,6 +139,14 @@ class Supervisor:
             keeps_warm=self._keeps_warm,
             on_change=self._on_actor_change,
             on_remote_change=self._on_remote_change,
+        )
+        self._states = StateCollector(
+            node.node_id,
+            client,
+            self._actors,
+            self._ranks,
+            links=lambda: self._links,
+            pools=self._all_pools,
         )
         self._bundles = JobBundles(
             run_dir,
@@ -284,6 +293,17 @@ class Supervisor:
     async def report_node(self) -> dict[str, str]:
         """Called by the supervisor of rank 0's node: what this node's processes are doing."""
         return dict(await self._bundles.report_node())
+
+    def node_status(self) -> dict[str, Any]:
+        """Called by the supervisor of rank 0's node: a `NodeStatus`."""
+        found: dict[str, Any] = to_wire(self._states.node())
+        return found
+
+    @idempotent
+    async def job_state(self) -> dict[str, Any]:
+        """What the job is doing now, a `JobState`. Called on rank 0's node."""
+        found: dict[str, Any] = to_wire(await self._states.job(self._request_name))
+        return found
 
     def end(self, who: str, why: str) -> None:
         """Ends the job for a reason outside it; waiting ranks are notified."""

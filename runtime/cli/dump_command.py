@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+from umbra.runtime.cli.live_job import is_reachable
 from umbra.runtime.cli.stop_command import (
     call_supervisor,
     find_job,
     has_ended,
-    is_reachable,
     request_job,
     wait_until,
 )

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
+from umbra.runtime.cli.live_job import ask_supervisor, is_reachable
 from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
-from umbra.runtime.cluster.socket_dir import is_in_use
 from umbra.runtime.errors import (
     ActorNotFound,
     ConfigError,
@@ -25,9 +24,7 @@ from umbra.runtime.errors import (
     MailboxClosed,
     UmbraError,
 )
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor_host import supervisor_ref
 
 _END_LIMIT_S: Final = 120.0
 """From the end of that time to the end of the job: results are written and processes end. Longer
@@ -113,25 +110,12 @@ def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
     return False
 
 
-def is_reachable(address: SupervisorAddress) -> bool:
-    """Whether its socket can be used from here. Raises ActorNotFound if it was killed."""
-    socket_dir = Path(address.socket_dir)
-    if not os.access(socket_dir, os.R_OK | os.W_OK):  # elsewhere, or another user's
-        return False
-    if not is_in_use(socket_dir):
-        raise ActorNotFound(f"the job was killed: its socket folder {socket_dir} is abandoned")
-    return True
-
-
 async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bool:
     """Returns False if the supervisor did not answer."""
-    ref = supervisor_ref(address.node_id, Path(address.socket_dir))
-    async with Client(address.node_id) as client:
-        try:
-            supervisor = client.handle(ref)
-            await supervisor.call("request", to_wire(request), timeout_s=_CALL_LIMIT_S)
-        except (ConnectionLost, DeadlineExceeded, MailboxClosed):
-            return False
+    try:
+        await ask_supervisor(address, "request", to_wire(request), timeout_s=_CALL_LIMIT_S)
+    except (ConnectionLost, DeadlineExceeded, MailboxClosed):
+        return False
     return True
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from umbra.runtime.cluster.job_nodes import JobNode, check_nodes
 from umbra.runtime.cluster.lead_link import LOST_AFTER_S, Event, LeadLink, Specs
@@ -22,6 +23,7 @@ from umbra.runtime.errors import (
     DeadlineExceeded,
     JobFailed,
     RemoteError,
+    UmbraError,
 )
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.settings import to_wire
@@ -206,6 +208,20 @@ class JobLinks:
             for idx in range(1, len(self.nodes))
             if self._to_members is not None and idx in self._to_members
         }
+
+    async def ask_elsewhere(self, method: str, timeout_s: float) -> dict[str, Any]:
+        """The answers of the supervisors of all other nodes, or the UmbraError instead, by a name
+        of the node; called on rank 0's."""
+
+        async def ask(there: Handle) -> Any:
+            try:
+                return await there.call(method, timeout_s=timeout_s)
+            except UmbraError as error:
+                return error
+
+        others = self.supervisors_elsewhere()
+        answers = await asyncio.gather(*map(ask, others.values()))
+        return dict(zip(others, answers, strict=True))
 
     def supervisor_at(self, node_id: str) -> Handle:
         """Raises ActorNotFound if no node has this id."""

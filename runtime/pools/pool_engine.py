@@ -7,6 +7,7 @@ sees it, and an engine that dies during a request is simply DEAD afterwards.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -64,6 +65,7 @@ class PoolEngine:
         self._loads_weights = loads_weights
         self._handle: Handle | None = None
         self._holds_memory = False  # in ASLEEP: it has not reported yet that all is freed
+        self._entered_at = time.monotonic()  # its state
 
     @property
     def name(self) -> str:
@@ -81,6 +83,11 @@ class PoolEngine:
     @property
     def state(self) -> EngineState:
         return self.lifecycle.state
+
+    @property
+    def state_age_s(self) -> float:
+        """Time since it entered its state."""
+        return time.monotonic() - self._entered_at
 
     @property
     def version(self) -> int | None:
@@ -125,7 +132,10 @@ class PoolEngine:
 
     def apply(self, event: Event) -> None:
         """Raises IllegalTransition if the state does not allow the event."""
+        before = self.state
         self.lifecycle = self.lifecycle.apply(event)
+        if self.state != before:
+            self._entered_at = time.monotonic()
         self._on_change(self)
 
     def invalidate(self) -> None:
@@ -220,6 +230,14 @@ class PoolEngine:
         if self.state == EngineState.UPDATING:
             self.apply(AbortUpdate())
         await self._request("abort_update", timeout_s=timeout_s)
+
+    async def count_requests(self, timeout_s: float) -> tuple[int, int] | None:
+        """The requests that it generates for and has queued; None if it does not answer."""
+        try:
+            stats = await self._request("stats", timeout_s=timeout_s)
+        except EngineUnhealthy:
+            return None
+        return int(stats["running"]), int(stats["waiting"])
 
     async def _request(self, method: str, *args: object, timeout_s: float) -> Any:
         if self._handle is None:

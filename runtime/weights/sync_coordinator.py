@@ -122,6 +122,11 @@ class SyncCoordinator:
         return self._settings.pause_mode
 
     @property
+    def current(self) -> SyncRun | None:
+        """The sync in progress."""
+        return self._current
+
+    @property
     def is_syncing(self) -> bool:
         return self._current is not None
 

@@ -70,6 +70,7 @@ class SyncRun:
         self.sync_id = sync_id
         self.transaction = SyncTransaction(version, require_engine)
         self.opened: OpenedImage | None = None
+        self.begun_at = time.monotonic()
         self.started = asyncio.Event()
         self.over = asyncio.Event()
         self._host = host

@@ -116,6 +116,10 @@ class SyncTransaction:
         self._leaving: set[str] = set()  # cut off, and not reverted yet
 
     @property
+    def joined_ranks(self) -> list[int]:
+        return sorted(self._joined)
+
+    @property
     def live_engines(self) -> list[str]:
         return list(self._engines)
 

@@ -111,6 +111,7 @@ class BatchRendezvous:
         """Counts for `stats()`."""
         return {
             "call": str(self._call) if self._call else None,
+            "waiting_ranks": self._ranks.waiting_ages_s(),
             "evaluation": self._evaluation.progress() if self._evaluation else None,
             "batches_delivered": self._num_delivered,
         }

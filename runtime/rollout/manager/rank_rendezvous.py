@@ -47,6 +47,7 @@ class RankRendezvous:
         self._timeout_s = timeout_s
         self._call: CollectiveCall | None = None
         self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._arrived_at: dict[int, float] = {}  # by rank, in loop time
         self._incomplete = Alarm(timeout_s, self._on_missing)
         self._lacking = Alarm(_LACKING_S, self._on_lacking)
         self._tell_lacking = on_lacking
@@ -60,6 +61,11 @@ class RankRendezvous:
     def waiting(self) -> frozenset[int]:
         """The ranks that are waiting."""
         return frozenset(self._slots)
+
+    def waiting_ages_s(self) -> list[tuple[int, float]]:
+        """The ranks that are waiting, each with the seconds since it came."""
+        now = asyncio.get_running_loop().time()
+        return [(rank, now - self._arrived_at[rank]) for rank in sorted(self._slots)]
 
     def arrive(self, rank: int, call: CollectiveCall) -> asyncio.Future[dict[str, Any]]:
         """Enters a rank into the call; returns the future of its answer, to be passed to `wait`.
@@ -82,7 +88,9 @@ class RankRendezvous:
         stale = self._slots.pop(rank, None)
         if stale is not None and not stale.done():
             stale.set_exception(RolloutError(f"rank {rank} called {call} again"))
-        slot = self._slots[rank] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        slot = self._slots[rank] = loop.create_future()
+        self._arrived_at[rank] = loop.time()
         self._watch()
         return slot
 

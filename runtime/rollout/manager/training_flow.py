@@ -215,6 +215,8 @@ class TrainingFlow:
         held = [*self._open.values(), *self._not_begun.values()]
         samples = [sample for group in held for sample in group.trajectories]
         return {
+            "step": self._step + 1,
+            "groups_per_step": self._settings.groups_per_step,
             "groups_admitted": self.num_admitted,
             "groups_open": len(held),
             "groups_ready": len(self._ready),

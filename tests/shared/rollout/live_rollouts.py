@@ -124,6 +124,7 @@ class LiveRollouts:
                 sys_path=(str(USER_CODE),),
                 restart=restart,
                 hung_limit_s=hung_limit_s,
+                role="manager",
             )
         )
 

@@ -18,6 +18,7 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 LAYERS: Final = (
     ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of"),
     ("runtime.settings",),
+    ("runtime.job_state",),
     ("runtime.process", "runtime.rpc"),
     ("runtime.cluster",),
     ("runtime.actor",),
@@ -28,7 +29,7 @@ LAYERS: Final = (
     ("runtime.weights.transports",),
     ("runtime.weights",),
     ("runtime.pools",),
-    ("runtime.hang_bundle",),
+    ("runtime.hang_bundle", "runtime.state_collector"),
     ("runtime.supervisor",),
     ("runtime.supervisor_host",),
     ("runtime.session", "runtime.node"),

@@ -1,0 +1,54 @@
+"""Asks the supervisor of a running job, for commands that get its run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.cluster.run_notice import RunNotice, SupervisorAddress
+from umbra.runtime.cluster.socket_dir import is_in_use
+from umbra.runtime.errors import ActorNotFound, ConnectionLost, MailboxClosed
+from umbra.runtime.job_state import JobState
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import from_wire
+from umbra.runtime.supervisor_host import supervisor_ref
+
+_ANSWER_LIMIT_S: Final = 5.0
+"""For the whole state. Processes that do not answer take a second of it."""
+
+
+async def job_state(run_dir: Path) -> JobState | None:
+    """What the job of a run directory is doing. None: none runs there, or it runs on another host
+    or in another container.
+
+    Raises:
+        DeadlineExceeded: its supervisor does not answer.
+        ConfigError: the run directory has another program's files.
+    """
+    address = RunNotice(run_dir).address()
+    try:
+        if address is None or not is_reachable(address):
+            return None
+        return from_wire(JobState, await ask_supervisor(address, "job_state"))
+    except (ActorNotFound, ConnectionLost, MailboxClosed):  # it has ended, or was killed
+        return None
+
+
+def is_reachable(address: SupervisorAddress) -> bool:
+    """Whether its socket can be used from here. Raises ActorNotFound if it was killed."""
+    socket_dir = Path(address.socket_dir)
+    if not os.access(socket_dir, os.R_OK | os.W_OK):  # elsewhere, or another user's
+        return False
+    if not is_in_use(socket_dir):
+        raise ActorNotFound(f"the job was killed: its socket folder {socket_dir} is abandoned")
+    return True
+
+
+async def ask_supervisor(
+    address: SupervisorAddress, method: str, *args: object, timeout_s: float = _ANSWER_LIMIT_S
+) -> Any:
+    """Calls a supervisor on this host."""
+    ref = supervisor_ref(address.node_id, Path(address.socket_dir))
+    async with Client(address.node_id) as client:
+        return await client.handle(ref).call(method, *args, timeout_s=timeout_s)

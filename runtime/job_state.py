@@ -1,0 +1,226 @@
+"""What a job is doing now, in plain data: one answer of the supervisor, read by people's tools.
+
+    JobState ─┬─ nodes: NodeStatus ─┬─ ranks: RankStatus
+              │                     └─ actors: ActorStatus
+              ├─ pools: PoolStatus ─── engines: EngineStatus
+              └─ rollouts: RolloutStatus
+
+All of it was read at `JobState.time`. An age says how long something has been as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """A rank.
+
+    Attributes:
+        waits_for: the call that it waits in; "" if it waits for nothing that umbra knows of: it
+            computes, or is in a collective of its own.
+        waits_s: age of that call.
+    """
+
+    rank: int
+    pid: int
+    waits_for: str = ""
+    waits_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorStatus:
+    """A process that a supervisor keeps running.
+
+    Attributes:
+        role: "engine", "manager", "rollout" (a worker) or "actor".
+        state: "STARTING", "RUNNING", "STOPPED" or "FAILED".
+        pid: of its last process.
+    """
+
+    name: str
+    role: str
+    state: str
+    pid: int
+    incarnation: int
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A node.
+
+    Attributes:
+        name: "node-0" is rank 0's.
+        problem: why nothing is known of it now; "" if it answered.
+    """
+
+    name: str
+    node_id: str = ""
+    ranks: tuple[RankStatus, ...] = ()
+    actors: tuple[ActorStatus, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """An engine of a pool.
+
+    Attributes:
+        node_id: its node; "" while it has no process that answers.
+        pid: of its last process.
+        state: see `umbra.runtime.engine_api.lifecycle`; DEAD until its next process is ready.
+        state_age_s: time since it entered that state.
+        version: of the weights that it holds for certain.
+        gpus: on which it computes, by index or UUID; empty on the CPU, or if it may use any.
+        running, waiting: requests that it generates for, and that it has queued; None if it does
+            not answer.
+    """
+
+    name: str
+    node_id: str
+    pid: int
+    state: str
+    state_age_s: float
+    incarnation: int
+    version: int | None
+    num_restarts: int
+    gpus: tuple[str, ...]
+    running: int | None
+    waiting: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """A pool of engines.
+
+    Attributes:
+        version: the last one that was published to it; None before the first.
+        sync_version: of the weight sync in progress; None if there is none.
+        sync_phase: such as "transferring".
+        sync_age_s: time since the sync began.
+        sync_ranks: those that take part in it so far.
+    """
+
+    name: str
+    mode: str
+    version: int | None
+    engines: tuple[EngineStatus, ...]
+    sync_version: int | None = None
+    sync_phase: str = ""
+    sync_age_s: float = 0.0
+    sync_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStatus:
+    """The work of the rollout manager.
+
+    Attributes:
+        call: what the ranks wait for, such as "next_batch for step 12"; "" if nothing.
+        waiting_ranks: those that wait for it.
+        waiting_ages_s: for how long each of them has.
+        step: whose batch the ranks asked for last, from 1; 0 before the first.
+        groups_per_step: size of a batch.
+        groups_open: prompts that are being generated for, or wait to be trained on.
+        groups_ready: those of them that are scored.
+        groups_leased: those that are being trained on.
+        groups_admitted, groups_trained, groups_dropped: since the run began.
+        trajectories_open: completions that are not finished.
+        turns_waiting: requests that wait for an engine.
+        tokens: generated so far for open groups.
+        problem: why nothing is known of it now; "" if it answered.
+    """
+
+    name: str
+    call: str = ""
+    waiting_ranks: tuple[int, ...] = ()
+    waiting_ages_s: tuple[float, ...] = ()
+    step: int = 0
+    groups_per_step: int = 0
+    groups_open: int = 0
+    groups_ready: int = 0
+    groups_leased: int = 0
+    groups_admitted: int = 0
+    groups_trained: int = 0
+    groups_dropped: int = 0
+    trajectories_open: int = 0
+    turns_waiting: int = 0
+    tokens: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What a job is doing.
+
+    Attributes:
+        job: its name, which no other job has.
+        time: when it was read, in seconds since 1970.
+        phase: who waits on whom, as a sentence.
+        failure: why the job is lost; "" if it is not.
+        rollouts: None if there is no rollout manager.
+    """
+
+    job: str
+    time: float
+    phase: str
+    failure: str
+    nodes: tuple[NodeStatus, ...]
+    pools: tuple[PoolStatus, ...]
+    rollouts: RolloutStatus | None = None
+
+    @property
+    def engines(self) -> list[tuple[str, EngineStatus]]:
+        """All engines with the names of their pools."""
+        return [(pool.name, engine) for pool in self.pools for engine in pool.engines]
+
+    @property
+    def ranks(self) -> list[RankStatus]:
+        """All ranks in their order."""
+        found = [rank for node in self.nodes for rank in node.ranks]
+        return sorted(found, key=lambda rank: rank.rank)
+
+
+def describe_phase(
+    ranks: Sequence[int], pools: Sequence[PoolStatus], rollouts: RolloutStatus | None
+) -> str:
+    """Who waits on whom, as a sentence.
+
+    Args:
+        ranks: all ranks of the job.
+    """
+    for pool in pools:
+        if pool.sync_version is not None:
+            what = f"weights of version {pool.sync_version} to pool {pool.name}"
+            late = _names(set(ranks) - set(pool.sync_ranks))
+            if late:
+                return f"{_names(pool.sync_ranks)} would sync {what}, and waits for {late}"
+            return f"the ranks sync {what}: {pool.sync_phase}"
+    if rollouts is None:
+        return "the run is starting"
+    if rollouts.problem:
+        return f"{rollouts.name} does not answer: {rollouts.problem}"
+    if rollouts.call:
+        late = _names(set(ranks) - set(rollouts.waiting_ranks))
+        if late and rollouts.waiting_ranks:
+            return f"{_names(rollouts.waiting_ranks)} waits for {late} to call {rollouts.call}"
+        return f"the ranks wait for {rollouts.call}: {_progress(rollouts)}"
+    return f"the ranks train: {_progress(rollouts)}" if rollouts.step else "the run is starting"
+
+
+def _progress(rollouts: RolloutStatus) -> str:
+    parts = [f"{rollouts.groups_ready} of {rollouts.groups_per_step} groups are ready"]
+    if rollouts.trajectories_open:
+        parts.append(f"{rollouts.trajectories_open} trajectories are generated")
+    if rollouts.turns_waiting:
+        parts.append(f"{rollouts.turns_waiting} wait for an engine")
+    return ", ".join(parts)
+
+
+def _names(ranks: Sequence[int] | set[int]) -> str:
+    """`rank 0` or `ranks 0, 2`; empty for none."""
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}" if ranks else ""

@@ -1,0 +1,197 @@
+"""Collects what a job is doing, when somebody asks: see `umbra.runtime.job_state`.
+
+who asks ──▶ lead ──▶ supervisors of the other nodes: ranks, actors
+                  ├─▶ engines of all nodes: running and waiting requests
+                  └─▶ rollout manager: groups, ranks that wait
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.supervised_actor import ActorState
+from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.job_state import (
+    ActorStatus,
+    EngineStatus,
+    JobState,
+    NodeStatus,
+    PoolStatus,
+    RankStatus,
+    RolloutStatus,
+    describe_phase,
+)
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import from_wire
+
+if TYPE_CHECKING:
+    from umbra.runtime.pools.engine_pool import EnginePool
+    from umbra.runtime.pools.pool_engine import PoolEngine
+
+_ANSWER_LIMIT_S: Final = 1.0
+"""For each process that is asked. A longer limit delays the whole answer by one that is blocked; a
+shorter one reports processes of a busy machine as silent."""
+
+
+class StateCollector:
+    """Owned by the supervisor. It holds nothing, and does nothing until it is asked.
+
+    Args:
+        links: to the other nodes, in this epoch.
+        pools: all pools, on rank 0's node.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        client: Client,
+        actors: NodeActors,
+        ranks: AttachedRanks,
+        links: Callable[[], JobLinks],
+        pools: Callable[[], Sequence[EnginePool]],
+    ) -> None:
+        self._node_id = node_id
+        self._client = client
+        self._actors = actors
+        self._ranks = ranks
+        self._links = links
+        self._pools = pools
+
+    def node(self) -> NodeStatus:
+        """This node."""
+        return NodeStatus(
+            name="node-0",
+            node_id=self._node_id,
+            ranks=tuple(RankStatus(rank=rank.rank, pid=rank.pid) for rank in self._ranks.all()),
+            actors=tuple(ActorStatus(**row) for row in self._actors.describe()),
+        )
+
+    async def job(self, job: str) -> JobState:
+        """All nodes; called on rank 0's.
+
+        Args:
+            job: its name.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(self._nodes())
+            reading = tasks.create_task(self._rollouts())
+            looking = [tasks.create_task(_pool_status(pool)) for pool in self._pools()]
+        pools, rollouts = tuple(task.result() for task in looking), reading.result()
+        waits = _waits(pools, rollouts)
+        nodes = tuple(
+            replace(node, ranks=tuple(_with_wait(rank, waits) for rank in node.ranks))
+            for node in asking.result()
+        )
+        ranks = [rank.rank for node in nodes for rank in node.ranks]
+        return JobState(
+            job=job,
+            time=time.time(),
+            phase=describe_phase(ranks, pools, rollouts),
+            failure=self._ranks.failure,
+            nodes=nodes,
+            pools=pools,
+            rollouts=rollouts,
+        )
+
+    async def _nodes(self) -> list[NodeStatus]:
+        answers = await self._links().ask_elsewhere("node_status", _ANSWER_LIMIT_S)
+        others = [
+            NodeStatus(name=name, problem=str(answer))
+            if isinstance(answer, UmbraError)
+            else replace(from_wire(NodeStatus, answer), name=name)
+            for name, answer in answers.items()
+        ]
+        return [self.node(), *others]
+
+    async def _rollouts(self) -> RolloutStatus | None:
+        for actor in self._actors.own():
+            if actor.spec.role == "manager":
+                name = actor.spec.name
+                if actor.ref is None or actor.state != ActorState.RUNNING:
+                    return RolloutStatus(name=name, problem=f"it is {actor.state}")
+                try:
+                    manager = self._client.handle(actor.ref)
+                    stats = await manager.call("stats", timeout_s=_ANSWER_LIMIT_S)
+                except UmbraError as error:
+                    return RolloutStatus(name=name, problem=str(error))
+                return _rollout_status(name, stats)
+        return None
+
+
+def _rollout_status(name: str, stats: Mapping[str, Any]) -> RolloutStatus:
+    """Args: `RolloutManager.stats`."""
+    waiting = stats["waiting_ranks"]
+    return RolloutStatus(
+        name=name,
+        call=stats["call"] or "",
+        waiting_ranks=tuple(int(rank) for rank, _ in waiting),
+        waiting_ages_s=tuple(float(age_s) for _, age_s in waiting),
+        turns_waiting=stats["waiting_turns"],
+        **stats["training"],
+    )
+
+
+async def _pool_status(pool: EnginePool) -> PoolStatus:
+    async with asyncio.TaskGroup() as tasks:
+        asking = [
+            tasks.create_task(_engine_status(engine)) for engine in list(pool.engines.values())
+        ]
+    status = PoolStatus(
+        name=pool.spec.name,
+        mode=pool.spec.mode,
+        version=pool.sync.version,
+        engines=tuple(task.result() for task in asking),
+    )
+    sync = pool.sync.current
+    if sync is None:
+        return status
+    return replace(
+        status,
+        sync_version=sync.version,
+        sync_phase=sync.transaction.phase.name.lower(),
+        sync_age_s=time.monotonic() - sync.begun_at,
+        sync_ranks=tuple(sync.transaction.joined_ranks),
+    )
+
+
+async def _engine_status(engine: PoolEngine) -> EngineStatus:
+    requests = await engine.count_requests(_ANSWER_LIMIT_S)
+    return EngineStatus(
+        name=engine.name,
+        node_id=engine.node_id,
+        pid=engine.actor.pid,
+        state=str(engine.state),
+        state_age_s=engine.state_age_s,
+        incarnation=engine.incarnation,
+        version=engine.version,
+        num_restarts=engine.actor.num_restarts,
+        gpus=tuple(engine.actor.spec.gpus or ()),
+        running=None if requests is None else requests[0],
+        waiting=None if requests is None else requests[1],
+    )
+
+
+def _waits(
+    pools: Sequence[PoolStatus], rollouts: RolloutStatus | None
+) -> dict[int, tuple[str, float]]:
+    """What each rank waits for, and for how long."""
+    waits: dict[int, tuple[str, float]] = {}
+    if rollouts is not None:
+        waiting = zip(rollouts.waiting_ranks, rollouts.waiting_ages_s, strict=True)
+        waits = {rank: (f"{rollouts.name}: {rollouts.call}", age_s) for rank, age_s in waiting}
+    for pool in pools:
+        what = f"sync of version {pool.sync_version} to {pool.name}: {pool.sync_phase}"
+        waits |= {rank: (what, pool.sync_age_s) for rank in pool.sync_ranks}
+    return waits
+
+
+def _with_wait(rank: RankStatus, waits: Mapping[int, tuple[str, float]]) -> RankStatus:
+    waits_for, waits_s = waits.get(rank.rank, ("", 0.0))
+    return replace(rank, waits_for=waits_for, waits_s=waits_s)

@@ -1,0 +1,95 @@
+"""What a running job says of itself: `umbra.runtime.job_state`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from live_rollouts import LiveRollouts
+
+from umbra.runtime.cli.live_job import job_state
+from umbra.runtime.job_state import JobState
+from umbra.runtime.testing.session_factory import SessionFactory
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def wait_for(run_dir: Path, is_so: Callable[[JobState], bool]) -> JobState:
+    """The first state of the job for which that holds."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        state = asyncio.run(job_state(run_dir))
+        assert state is not None
+        if is_so(state):
+            return state
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+
+
+def engine_states(state: JobState) -> dict[str, str]:
+    return {engine.name: engine.state for _, engine in state.engines}
+
+
+def test_the_state_shows_engines_queues_and_who_waits(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    session = umbra_session_factory()
+    run_dir = umbra_session_factory.run_dirs[0]
+    live = LiveRollouts(session, tmp_path)
+    live.publish(3)
+    live.signal("rewards-0", signal.SIGSTOP)  # so the batch is not complete
+    with ThreadPoolExecutor(2) as ranks:
+        first = ranks.submit(live.manager.call, "next_batch", 0, 0, 3, timeout_s=60.0)
+        early = wait_for(run_dir, lambda s: s.rollouts is not None and s.rollouts.call != "")
+        second = ranks.submit(live.manager.call, "next_batch", 1, 0, 3, timeout_s=60.0)
+        full = wait_for(
+            run_dir,
+            lambda s: s.rollouts is not None and len(s.rollouts.waiting_ranks) == 2,
+        )
+        live.signal("rewards-0", signal.SIGCONT)
+        first.result()
+        second.result()
+    done = wait_for(run_dir, lambda s: s.rollouts is not None and s.rollouts.call == "")
+
+    assert early.rollouts is not None
+    assert full.rollouts is not None
+    assert done.rollouts is not None
+    assert early.rollouts.waiting_ranks == (0,)
+    assert full.rollouts.waiting_ranks == (0, 1)
+    assert full.rollouts.step == 1
+    assert "the ranks wait for next_batch for step 1: " in full.phase
+    assert full.rollouts.waiting_ages_s[0] > full.rollouts.waiting_ages_s[1] >= 0
+    (rank,) = full.ranks
+    assert (rank.rank, rank.pid) == (0, os.getpid())
+    assert rank.waits_for == "rollouts: next_batch for step 1"
+    assert full.pools[0].version == 3
+    assert engine_states(full) == {"policy-0": "SERVING", "policy-1": "SERVING"}
+    assert {engine.version for _, engine in full.engines} == {3}
+    assert {actor.name for actor in full.nodes[0].actors} == set(live.processes())
+    assert done.rollouts.groups_leased == 4
+    assert done.phase.startswith("the ranks train")
+
+
+def test_a_killed_engine_is_dead_until_its_next_process_is_ready(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    session = umbra_session_factory()
+    run_dir = umbra_session_factory.run_dirs[0]
+    live = LiveRollouts(session, tmp_path)
+    live.publish(0)
+
+    live.signal("policy-0", signal.SIGKILL)
+    dead = wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "DEAD")
+    back = wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "PENDING_WEIGHTS")
+
+    (_, lost), (_, other) = dead.engines
+    assert (lost.running, lost.version, other.running, other.version) == (None, None, 0, 0)
+    assert [engine.num_restarts for _, engine in back.engines] == [1, 0]
+    umbra_session_factory.close()
+    assert asyncio.run(job_state(run_dir)) is None
