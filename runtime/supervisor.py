@@ -30,6 +30,7 @@ from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of, request_name
 from umbra.runtime.cluster.job_requests import JobRequests
+from umbra.runtime.cluster.run_events import EventKind, EventLog
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, SupervisorAddress
 from umbra.runtime.errors import (
     ActorDied,
@@ -103,6 +104,7 @@ class Supervisor:
         self._owns_keys = owns_keys
         self._client = client
         self._requests = None if run_dir is None else JobRequests(run_dir, self._act_on)
+        self._events = None if run_dir is None else EventLog(run_dir)
         self._request_name = secrets.token_hex(8)  # see `JobNode.job`
         self._waiting: JobRequest | None = None  # until the nodes have met again
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -115,7 +117,7 @@ class Supervisor:
         self._has_lost_node = False  # in this epoch
         self._round_id = ""  # of torchrun's rendezvous
         self._links = self._new_links()
-        self._ranks = AttachedRanks(on_event=lambda event: self._links.tell(event))
+        self._ranks = AttachedRanks(on_event=self._on_rank_event)
         self._job_stop = JobStop()
         self._stopped_at: float | None = None  # when a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
@@ -213,6 +215,7 @@ class Supervisor:
         Their weights are no longer valid, so they wait for a sync of the new ranks.
         """
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
+        self.record(f"torchrun has restarted the ranks ({incarnation})", "restart", "ranks")
         self._job_stop.withdraw()
         self._stopped_at = None
         for rank in self._ranks.start_over(incarnation):
@@ -367,10 +370,30 @@ class Supervisor:
         if not len(self._ranks):
             self.over.set()
 
-    def note(self, text: str) -> None:
-        """Shows one line to the person who runs the job, who looks at rank 0's output."""
+    def note(self, text: str, kind: EventKind = "note", who: str = "") -> None:
+        """Shows one line to the person who runs the job, who looks at rank 0's output, and records
+        it.
+
+        Args:
+            who: the actor, pool or node that it is about.
+        """
         self._ranks.note(text)
-        self._links.tell_lead({"kind": "note", "text": text})
+        self._links.tell_lead({"kind": "note", "text": text, "about": [kind, who]})
+        self.record(text, kind, who)
+
+    def record(self, text: str, kind: EventKind, who: str) -> None:
+        """Writes an event to events.jsonl, if this is rank 0's node."""
+        if self._events is not None and self._requests is not None and self._requests.is_lead:
+            self._events.add(kind, who, text)
+
+    def _on_rank_event(self, event: dict[str, Any]) -> None:
+        """The job is lost, or a stop signal reached it."""
+        self._links.tell(event)
+        if event["kind"] == "failed":
+            self.record(event["message"], "failed", "job")
+        else:
+            name = signal.Signals(event["number"]).name
+            self.record(f"{event['who']} got {name}: all ranks stop", "stop", event["who"])
 
     def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
         """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
@@ -511,8 +534,8 @@ class Supervisor:
                 self._act_on(from_wire(JobRequest, event["request"]))
             case {"kind": "rank_lost", "rank": int(rank)}:
                 self._end_syncs_of(rank)
-            case {"kind": "note", "text": str(text)}:
-                self._ranks.note(text)
+            case {"kind": "note", "text": str(text), "about": [kind, who]}:
+                self.note(text, kind, who)
             case {"kind": "dismissed", "why": str(why)}:
                 if why:
                     self._ranks.fail_as(why)
@@ -561,24 +584,28 @@ class Supervisor:
         idx = await self._links.admit(generator)
         engines = self._pools.add_node(idx, generator)
         what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
-        self.note(f"node {idx} ({generator.node_id}) has joined to generate, and {what}")
+        node_id = generator.node_id
+        text = f"node {idx} ({node_id}) has joined to generate, and {what}"
+        self.note(text, "joined", node_id)
         return {"node": idx, "epoch": self._links.epoch}
 
     def _on_node_left(self, node: int) -> None:
         if self._links.only_generates(node):
-            self._remove_generator(node, "has left")
+            self._remove_generator(node, "has left", "left")
 
-    def _remove_generator(self, node: int, what: str) -> None:
+    def _remove_generator(self, node: int, what: str, kind: EventKind) -> None:
         self._pools.remove_node(node)
-        self.note(f"node {node} ({self._links.nodes[node].node_id}), which only generated, {what}")
+        node_id = self._links.nodes[node].node_id
+        self.note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
     def _on_node_lost(self, node: int, why: str) -> None:
         nodes = self._links.nodes
         if self._links.only_generates(node) and self._links.lead is None:
-            self._remove_generator(node, f"cannot be reached any more: {why}")
+            self._remove_generator(node, f"cannot be reached any more: {why}", "lost")
             return
         name = f"node {node} ({nodes[node].node_id})"
         why = f"it cannot be reached any more: {why}"
+        self.record(f"{name}: {why}", "lost", nodes[node].node_id)
         self._mark_interrupted()
         if self._nodes_may_change:
             self._has_lost_node = True
@@ -771,8 +798,11 @@ class Supervisor:
         for pool in self._all_pools():
             pool.on_actor_change(actor)
         # A failed first start is the answer to `spawn`, not the job's failure.
-        if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
-            self._ranks.fail(actor.spec.name, actor.failure)
+        if actor.state == ActorState.FAILED and actor.has_run:
+            if actor.spec.essential:
+                self._ranks.fail(actor.spec.name, actor.failure)
+            else:
+                self.record(actor.failure, "fault", actor.spec.name)
 
     # -- pools ---------------------------------------------------------------------------
 
@@ -797,7 +827,8 @@ class Supervisor:
             self._loaded_pools = NodePools(
                 self._start_on,
                 self._client,
-                self._ranks.note,
+                self.note,
+                self.record,
                 self._tasks,
                 self._fd_server,
                 JobRings(
@@ -910,8 +941,12 @@ class Supervisor:
             serve_fds(self._fd_socket) as self._fd_server,
             asyncio.TaskGroup() as self._tasks,
         ):
+            if self._events is not None:
+                self._tasks.create_task(self._events.run(), name="events")
             async with self._actors.open():
                 await self._await_end()
+            if self._events is not None:
+                self._events.close()
             if self._loaded_pools is not None:
                 self._loaded_pools.close()
             await self._links.leave()

@@ -21,6 +21,7 @@ from umbra.runtime.actor.hosted_actors import HostedActors
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
+from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (
     ActorDied,
@@ -57,7 +58,7 @@ class NodeActors:
         context: zmq.Context[zmq.Socket[bytes]],
         job_stop: JobStop,
         *,
-        note: Callable[[str], None],
+        note: Notify,
         describe_gpu_memory: Callable[[], Awaitable[str]],
         explain_late: Callable[[str], Awaitable[str]],
         processes_path: Path,

@@ -35,6 +35,7 @@ from umbra.runtime.actor.restart_policy import DeclareFailed, RestartTracker
 from umbra.runtime.actor.watchdog import Watchdog
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
+from umbra.runtime.cluster.run_events import EventKind, Notify
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.process.child_process import ChildProcess
@@ -90,7 +91,7 @@ class SupervisedActor:
 
     Args:
         on_change: called on the loop after each change of `state`.
-        on_note: called with one line of news for the operator.
+        on_note: called with news for the operator.
         num_earlier: incarnations that other actors of this name have had.
         job_stop: whether the job is being stopped.
         may_start: no process is started while it is not set.
@@ -105,7 +106,7 @@ class SupervisedActor:
         node: NodeSettings,
         context: zmq.Context[zmq.Socket[bytes]],
         on_change: Callable[[SupervisedActor], None],
-        on_note: Callable[[str], None],
+        on_note: Notify,
         job_stop: JobStop,
         num_earlier: int = 0,
         may_start: asyncio.Event | None = None,
@@ -273,9 +274,8 @@ class SupervisedActor:
             if self._stop.is_set():
                 break
             if self._is_replaced:
-                self._on_note(
-                    f"{self.spec.name}#{self.incarnation} has ended: restarting it, as asked"
-                )
+                label = f"{self.spec.name}#{self.incarnation}"
+                self._note(f"{label} has ended: restarting it, as asked", "restart")
                 self._on_change(self)
                 continue
             if not self.has_run and not self._was_killed:
@@ -292,12 +292,15 @@ class SupervisedActor:
                 )
                 return
             first_line = how.splitlines()[0].removesuffix(".")
-            self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
+            self._note(f"{first_line}; restarting it in {decision.delay_s:.2g} s", "restart")
             self._on_change(self)  # the process has ended: pools that share its memory wait for it
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(decision.delay_s):
                     await first_of(self._stop, self._restart_requested)
         await self._end(ActorState.STOPPED, f"{self.spec.name} was stopped")
+
+    def _note(self, text: str, kind: EventKind) -> None:
+        self._on_note(text, kind, self.spec.name)
 
     async def _await_leave(self) -> None:
         """Waits until a process may be started, or the actor must stop."""
@@ -379,7 +382,7 @@ class SupervisedActor:
                 self._tree_pids, self.spec.gpus, deadline_s=_GPU_DEADLINE_S, stop=self._stop
             )
             if problem:
-                self._on_note(f"{label}: {problem}; the next one may run out of memory")
+                self._note(f"{label}: {problem}; the next one may run out of memory", "fault")
 
     async def _await_announcement(self, read_fd: int, child: ChildProcess) -> str:
         """Waits until the actor serves; returns what went wrong, or ""."""

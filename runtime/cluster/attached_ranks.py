@@ -164,7 +164,7 @@ class AttachedRanks:
         """
         if self._signal is not None or self.has_failed or incarnation != self.incarnation:
             return False
-        self._signal = {"kind": "signal", "number": number, "grace_s": grace_s}
+        self._signal = {"kind": "signal", "number": number, "grace_s": grace_s, "who": receiver}
         name = signal.Signals(number).name
         logger.info("%s got %s: stopping all ranks", receiver, name)
         for rank in self._ranks.values():

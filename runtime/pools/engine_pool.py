@@ -18,6 +18,7 @@ from typing import Any, Final
 from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.cluster.placement import engine_idx
+from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
@@ -55,7 +56,8 @@ class EnginePool:
         self,
         spec: PoolSpec,
         client: Client,
-        note: Callable[[str], None],
+        note: Notify,
+        record: Notify,
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
         rings: RingHolder,
@@ -72,6 +74,9 @@ class EnginePool:
                 require_engine=False,
                 update_waves=spec.update_waves,
                 transport=spec.transport,
+            ),
+            on_abort=lambda version, reason: record(
+                f"the sync of version {version} was aborted: {reason}", "sync_failed", spec.name
             ),
         )
         self.engines: dict[str, PoolEngine] = {}
@@ -202,7 +207,9 @@ class EnginePool:
             and self._returned.get(engine.name) != engine.incarnation
         ):
             self._returned[engine.name] = engine.incarnation
-            self._note(f"{engine.name}#{engine.incarnation} serves again, version {engine.version}")
+            label = f"{engine.name}#{engine.incarnation}"
+            text = f"{label} serves again, version {engine.version}"
+            self._note(text, "serves", engine.name)
         for changes in list(self._watchers):
             try:
                 changes.put_nowait(state)
@@ -290,7 +297,9 @@ class EnginePool:
                 self._note(
                     f"{engine.name}#{engine.incarnation} (pid {engine.actor.pid}) was killed "
                     f"{_GONE_LIMIT_S:.3g} s ago and still holds memory that pool {self.spec.name} "
-                    "shares with others; the next pool to wake may run out of memory"
+                    "shares with others; the next pool to wake may run out of memory",
+                    "fault",
+                    engine.name,
                 )
 
     async def reclaim_memory(self) -> None:

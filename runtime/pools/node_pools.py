@@ -12,6 +12,7 @@ from typing import Any, Final
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.cluster.job_nodes import JobNode
+from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
@@ -41,6 +42,7 @@ class NodePools:
     Args:
         start: starts an engine's actor on the node of that index, once the event is set.
         note: called with each line for the operator.
+        record: called with events that are not shown.
         tasks: lives as long as the supervisor; `close` ends the tasks made here.
         fd_server: offers descriptors.
         rings: reaches the nodes of the job, for weight syncs.
@@ -52,7 +54,8 @@ class NodePools:
         self,
         start: StartEngine,
         client: Client,
-        note: Callable[[str], None],
+        note: Notify,
+        record: Notify,
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
         rings: RingHolder,
@@ -64,6 +67,7 @@ class NodePools:
         self._end_warm = end_warm
         self._client = client
         self._note = note
+        self._record = record
         self._tasks = tasks
         self._fd_server = fd_server
         self._rings = rings
@@ -135,7 +139,13 @@ class NodePools:
                 raise ConfigError(f"a pool named {spec.name!r} already exists with other settings")
             return
         pool = self._pools[spec.name] = EnginePool(
-            spec, self._client, self._note, self._tasks, self._fd_server, self._rings
+            spec,
+            self._client,
+            self._note,
+            self._record,
+            self._tasks,
+            self._fd_server,
+            self._rings,
         )
         sync: asyncio.Task[None] | None = None
         if not spec.load_weights:

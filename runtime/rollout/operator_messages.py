@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 
 
 class OperatorMessages:
-    """Accepts lines at any time; `run()` sends them to the supervisor."""
+    """Accepts lines of an actor at any time; `run()` sends them to the supervisor."""
 
-    def __init__(self, supervisor: Handle) -> None:
-        self._supervisor = supervisor
+    def __init__(self, context: ActorContext) -> None:
+        self._supervisor = context.supervisor
+        self._name = context.name
         # One line per lost engine, so the restart policy bounds the queue.
         self._lines: asyncio.Queue[str] = asyncio.Queue()
 
@@ -26,8 +28,14 @@ class OperatorMessages:
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            text = await self._lines.get()
-            try:
-                await self._supervisor.call("note", text, timeout_s=5.0)
-            except UmbraError as error:
-                logger.warning("the supervisor did not accept an operator message: %s", error)
+            await self._send("note", await self._lines.get(), "note")
+
+    async def record(self, text: str, kind: EventKind) -> None:
+        """Sends an event that is only written to events.jsonl, and returns when it has arrived."""
+        await self._send("record", text, kind)
+
+    async def _send(self, method: str, text: str, kind: EventKind) -> None:
+        try:
+            await self._supervisor.call(method, text, kind, self._name, timeout_s=5.0)
+        except UmbraError as error:
+            logger.warning("the supervisor did not accept an operator message: %s", error)

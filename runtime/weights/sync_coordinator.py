@@ -87,7 +87,7 @@ class SyncCoordinator:
         engines: all engines of the pool, in any state.
         fd_server: offers the buckets' descriptors.
         rings: reaches the nodes of the job, for syncs over several of them.
-        on_commit: called with the version when it is committed.
+        on_abort: called with the version and the reason when a sync has failed.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class SyncCoordinator:
         fd_server: FdServer,
         rings: RingHolder,
         settings: SyncSettings | None = None,
-        on_commit: Callable[[int], None] | None = None,
+        on_abort: Callable[[int, str], None] | None = None,
     ) -> None:
         self.version: int | None = None
         self._pool = pool
         self._engines = engines
         self._settings = settings or SyncSettings()
         self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
-        self._on_commit = on_commit
+        self._on_abort = on_abort
         plans = [ExportPlan(self._memory), RingPlan(self._memory), LinkPlan(pool, rings)]
         self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
@@ -144,6 +144,8 @@ class SyncCoordinator:
                 await self._memory.make()  # retried after a failure: memory may be free now
                 try:
                     await run.run()
+                    if run.failure is not None and self._on_abort is not None:
+                        self._on_abort(run.version, run.failure)
                 finally:
                     self._ended[run.sync_id] = run
                     self._current = None
@@ -286,8 +288,6 @@ class SyncCoordinator:
                 version,
                 run.transaction.failed or "none can take it now",
             )
-        if self._on_commit is not None:
-            self._on_commit(version)
 
     def remaining(self, version: int) -> list[str]:
         """See `umbra.runtime.weights.update_waves.remaining`."""

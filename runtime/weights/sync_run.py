@@ -79,7 +79,7 @@ class SyncRun:
         self._opening: asyncio.Task[None] | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
         self._granted: set[str] = set()
-        self._failure: str | None = None
+        self.failure: str | None = None  # why its ranks got an error
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
         self._report: SyncReport | None = None
@@ -139,8 +139,8 @@ class SyncRun:
         WeightSyncError if the sync fails.
         """
         key = (what, rank)
-        if self._failure is not None:
-            raise WeightSyncError(self._failure)
+        if self.failure is not None:
+            raise WeightSyncError(self.failure)
         if key in self._waiting:
             raise ProtocolError(f"rank {rank} already waits for {what} of {self.sync_id}")
         future = asyncio.get_running_loop().create_future()
@@ -161,8 +161,8 @@ class SyncRun:
                 future.set_result(None)
 
     def _fail_ranks(self, reason: str) -> None:
-        if self._failure is None and "end" not in self._granted:
-            self._failure = reason
+        if self.failure is None and "end" not in self._granted:
+            self.failure = reason
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(WeightSyncError(reason))

@@ -27,6 +27,7 @@ _EARLIER: Final = (
     "settings.json",
     "metrics.jsonl",
     "eval_samples.jsonl",
+    "events.jsonl",
     "tensorboard",
     "wandb",
     "versions.jsonl",
@@ -39,8 +40,9 @@ _EARLIER: Final = (
     "metrics.png",
 )
 _REPLACED: Final = "replaced"
-# Kept if a run resumes before its first checkpoint: what was generated need not be done again.
-_KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
+# Kept if a run resumes before its first checkpoint: what was generated need not be done again, and
+# what happened before stays known.
+_KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl", "events.jsonl")
 
 
 @dataclass(frozen=True, slots=True)

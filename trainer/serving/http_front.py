@@ -56,7 +56,7 @@ class HttpFront:
         self, *, pools: list[dict[str, Any]], host: str, port: int, api_key: str = ""
     ) -> None:
         context = actor_context()
-        self._operator_messages = OperatorMessages(context.supervisor)
+        self._operator_messages = OperatorMessages(context)
         self._pools = [
             ServedPool(from_wire(ServedPoolConfig, pool), context, self._operator_messages.put)
             for pool in pools

@@ -27,7 +27,7 @@ class GeneratorService:
     def __init__(self, config: dict[str, Any]) -> None:
         dispatch = from_wire(DispatchConfig, config)
         context = actor_context()
-        self._operator_messages = OperatorMessages(context.supervisor)
+        self._operator_messages = OperatorMessages(context)
         self._generator = Generator(dispatch, context, self._operator_messages.put)
 
     async def run(self) -> None:

@@ -60,7 +60,7 @@ class RolloutManager:
         self._admission = Admission(self._config)
         context = actor_context()
         self._context = context
-        self._operator_messages = OperatorMessages(context.supervisor)
+        self._operator_messages = OperatorMessages(context)
         router = Router(dispatch.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
@@ -182,6 +182,7 @@ class RolloutManager:
         await self._ensure_recovered()
         self._recorder.checkpoint(step, version)
         await self._recorder.durable()
+        await self._operator_messages.record(f"after step {step}, version {version}", "checkpoint")
 
     @idempotent
     async def position(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -11,11 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from live_rollouts import LiveRollouts
 
 from umbra.runtime.cli.live_job import job_state
+from umbra.runtime.cluster.run_events import read_events
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import JobFailed, WeightSyncError
 from umbra.runtime.job_state import JobState
 from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -93,3 +99,35 @@ def test_a_killed_engine_is_dead_until_its_next_process_is_ready(
     assert [engine.num_restarts for _, engine in back.engines] == [1, 0]
     umbra_session_factory.close()
     assert asyncio.run(job_state(run_dir)) is None
+
+
+def test_a_killed_engine_and_a_checkpoint_are_events_of_the_run_directory(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    session = umbra_session_factory()
+    run_dir = umbra_session_factory.run_dirs[0]
+    live = LiveRollouts(session, tmp_path, world_size=1)
+    live.publish(0)
+    live.next_batch(0)
+    live.signal("policy-0", signal.SIGKILL)
+    wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "PENDING_WEIGHTS")
+    live.publish(0)
+    live.manager.call("checkpointed", 1, 0)
+    half = WeightPublisher(SessionSync(session), 0, 2, {"w": torch.zeros(10)})
+    with pytest.raises(WeightSyncError):
+        half.publish("policy", 1, 0.5)  # the other rank does not come
+    session.supervisor_call("fail_job", "rank 0", "it had enough")
+    with contextlib.suppress(JobFailed):
+        umbra_session_factory.close()
+
+    events = [(event.kind, event.who, event.text) for event in read_events(run_dir)]
+    died, *rest = [event for event in events if event[0] != "note"]
+    assert died[:2] == ("restart", "policy-0")
+    assert "killed by SIGKILL" in died[2]
+    assert rest == [
+        ("serves", "policy-0", "policy-0#2 serves again, version 0"),
+        ("checkpoint", "rollouts", "after step 1, version 0"),
+        ("sync_failed", "policy", rest[2][2]),
+        ("failed", "job", "rank 0 failed: it had enough"),
+    ]
+    assert rest[2][2].startswith("the sync of version 1 was aborted: ")

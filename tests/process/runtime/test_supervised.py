@@ -32,7 +32,9 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
     )
     with zmq.Context[zmq.Socket[bytes]]() as context:
         spec = actor("SlowStart", start_timeout_s=0.01, grace_s=0.01)
-        started = SupervisedActor(spec, node, context, lambda _: None, lambda _: None, JobStop())
+        started = SupervisedActor(
+            spec, node, context, lambda _: None, lambda text, kind, who: None, JobStop()
+        )
         try:
             async with asyncio.timeout(10.0):
                 await started.run()

@@ -12,6 +12,7 @@ from local_rings import LocalRings
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
+from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -35,7 +36,9 @@ def actor_that_never_ends(folder: Path, context: zmq.Context[zmq.Socket[bytes]])
     spec = ActorSpec(
         name="judge-0", target="umbra.engines.echo.echo_engine:EchoEngine", role="engine"
     )
-    actor = SupervisedActor(spec, node, context, lambda _: None, lambda _: None, JobStop())
+    actor = SupervisedActor(
+        spec, node, context, lambda _: None, lambda text, kind, who: None, JobStop()
+    )
     actor.incarnation, actor.pid, actor.has_process = 3, 4711, True
     return actor
 
@@ -55,22 +58,26 @@ def test_a_killed_engine_that_does_not_end_is_reported(
             serve_fds(path) as fds,
             asyncio.TaskGroup() as tasks,
         ):
-            pool = EnginePool(spec, client, notes.append, tasks, fds, LocalRings(fds))
+
+            def note(text: str, kind: EventKind, who: str) -> None:
+                notes.append(text)
+
+            pool = EnginePool(spec, client, note, print, tasks, fds, LocalRings(fds))
             actor = actor_that_never_ends(tmp_path, context)
             pool.add(actor)
             hurry = asyncio.Event()
             hurry.set()
 
             await pool.release_memory(hurry)
-            (note,) = notes
+            (text,) = notes
             actor.has_process = False
             await pool.release_memory(hurry)
 
-        assert note == (
+        assert text == (
             "judge-0#3 (pid 4711) was killed 0.02 s ago and still holds memory that pool judge "
             "shares with others; the next pool to wake may run out of memory"
         )
-        assert notes == [note]
+        assert notes == [text]
 
     with zmq.Context[zmq.Socket[bytes]]() as context:
         asyncio.run(run(context))
