@@ -121,7 +121,7 @@ class Rollouts:
                 called on all ranks or on none.
 
         Raises:
-            DeadlineExceeded: no batch in `timeout_s` seconds.
+            DeadlineExceeded: no batch in `timeout_s` seconds, a trainer's `rollout.timeout_s`.
             RewardError, RolloutError: the manager cannot make a batch.
             JobFailed: another rank or an essential process failed.
         """
@@ -143,13 +143,20 @@ class Rollouts:
         timeout_s: float,
     ) -> Mapping[str, Any]:
         deadline = time.monotonic() + timeout_s
+        late = DeadlineExceeded(
+            f"{method} did not return within rollout.timeout_s = {timeout_s:g} s: raise it if "
+            "generations and rewards may take longer"
+        )
         while True:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise DeadlineExceeded(f"{method}{args}: no {kind} within {timeout_s:g} s")
-            reply: Mapping[str, Any] = self._manager.call(
-                method, self._rank, *args, timeout_s=remaining_s
-            )
+                raise late
+            try:
+                reply: Mapping[str, Any] = self._manager.call(
+                    method, self._rank, *args, timeout_s=remaining_s
+                )
+            except DeadlineExceeded as error:
+                raise (late if time.monotonic() >= deadline else error) from None
             if reply["kind"] == kind:
                 return reply
             if reply["kind"] != "sync_wanted":

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
@@ -29,7 +29,7 @@ from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.node_checks import NodeChecks, Verdict, verdict_of
+from umbra.trainer.node_checks import NodeChecks, Verdict, not_checked, verdict_of
 from umbra.trainer.rank_checks import (
     MEETING_LIMIT_S,
     check_clocks,
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     count = num_ranks(config, len(gpus))
     environment = replace(TorchrunEnvironment.read({}), world_size=count, local_world_size=count)
     verdicts: list[Verdict] = []
-    for verdict in _alone(config, environment, gpus):
+    for verdict in _each_cause_once(_alone(config, environment, gpus)):
         _print(verdict)
         verdicts.append(verdict)
     print(
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         with _ended_after(_NODE_LIMIT_S, "FAILED  the ranks do not meet: see the output of each"):
             _dist.init_process_group("gloo", timeout=timedelta(seconds=_NODE_LIMIT_S))
             verdicts.append(verdict_of("clocks", lambda: check_clocks(environment.world_size)))
-            found = _gather(verdicts, environment)
+            found = list(_each_cause_once(_gather(verdicts, environment)))
     for verdict in found:
         _print(verdict)
     with _ended_after(
@@ -190,6 +190,16 @@ def _gather(verdicts: Sequence[Verdict], environment: TorchrunEnvironment) -> li
     ]
 
 
+def _each_cause_once(verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
+    """A check that fails with the message of an earlier one only refers to that."""
+    checks: dict[str, str] = {}
+    for verdict in verdicts:
+        first = verdict.check
+        if verdict.state == "FAILED":
+            first = checks.setdefault(verdict.text, first)
+        yield verdict if first == verdict.check else not_checked(verdict.check, first)
+
+
 def _print(verdict: Verdict) -> None:
     first, *others = escape_unprintable(verdict.text).splitlines() or [""]
     print(f"{verdict.state:<7} {verdict.check:<14} {first}")
@@ -200,7 +210,8 @@ def _print(verdict: Verdict) -> None:
 
 def _conclude(verdicts: Sequence[Verdict]) -> int:
     num_failed = sum(verdict.state == "FAILED" for verdict in verdicts)
-    print("all is well" if not num_failed else f"{num_failed} checks failed", flush=True)
+    failed = "1 check failed" if num_failed == 1 else f"{num_failed} checks failed"
+    print(failed if num_failed else "all is well", flush=True)
     return int(num_failed > 0)
 
 

@@ -93,6 +93,11 @@ def verdict_of(name: str, check: Callable[[], str]) -> Verdict:
         return Verdict(name, "FAILED", f"{type(error).__name__}: {error}")
 
 
+def not_checked(name: str, cause: str) -> Verdict:
+    """For a check that would fail for the same cause as the check `cause`."""
+    return Verdict(name, "-", f"not checked: see {cause}")
+
+
 class NodeChecks:
     """The checks of one node.
 
@@ -114,27 +119,29 @@ class NodeChecks:
         self._nodes = nodes
         self._gpu_nbytes = gpu_nbytes
         self._plan: Plan | None = None
+        self._failed: set[str] = set()
 
     def make(self) -> Iterator[Verdict]:
         """Yields the verdicts as they come; the checks of engines take longest."""
         is_first = self._environment.node_rank == 0
         yield verdict_of("versions", self._versions)
-        yield verdict_of("model", self._model)
+        yield self._verdict("model", self._model)
+        yield self._verdict("context", self._context, after="model")
         yield verdict_of("data", self._data)
         yield verdict_of("loss", self._loss)
         yield verdict_of("batch", self._batch)
         yield verdict_of("loggers", self._loggers)
-        yield verdict_of("run directory", self._run_directory)
+        yield self._verdict("run directory", self._run_directory)
         if is_first:
-            yield verdict_of("run lock", self._run_lock)
-        yield verdict_of("disk space", self._disk_space)
+            yield self._verdict("run lock", self._run_lock, after="run directory")
+        yield self._verdict("disk space", self._disk_space, after="model")
         yield verdict_of("sockets", self._sockets)
         yield verdict_of("keys", self._keys)
         yield verdict_of("address", self._address)
         yield verdict_of("open files", _open_files)
         yield verdict_of("/dev/shm", self._shared_memory)
         yield verdict_of("locked memory", self._locked_memory)
-        yield verdict_of("reward, agent", self._user_functions)
+        yield self._verdict("reward, agent", self._user_functions, after="model")
         yield verdict_of("GPUs", self._gpus)
         yield verdict_of("placement", self._placement)
         if self._plan is None:
@@ -142,7 +149,19 @@ class NodeChecks:
         if is_first:
             yield verdict_of("memory plan", self._memory_plan)
         for name in (POOL, *self._config.pools):
-            yield verdict_of(f"engine {name}", lambda name=name: self._engine(name))
+            yield self._verdict(
+                f"engine {name}", lambda name=name: self._engine(name), after="model"
+            )
+
+    def _verdict(self, name: str, check: Callable[[], str], after: str = "") -> Verdict:
+        """Makes a check, unless the one that it builds on has failed: for the same cause, it would
+        fail too."""
+        if after in self._failed:
+            return not_checked(name, after)
+        verdict = verdict_of(name, check)
+        if verdict.state == "FAILED":
+            self._failed.add(name)
+        return verdict
 
     def _versions(self) -> str:
         versions = [f"Python {platform.python_version()}"]
@@ -156,9 +175,13 @@ class NodeChecks:
 
     def _model(self) -> str:
         check_models(self._config)
-        check_stop_tokens(self._config)
-        prompt_budget(self._config).check()
         return str(self._config.model.path)
+
+    def _context(self) -> str:
+        check_stop_tokens(self._config)
+        budget = prompt_budget(self._config)
+        budget.check()
+        return f"{budget.max_context_len} tokens, {budget.max_new_tokens} of them generated"
 
     def _data(self) -> str:
         check_data(self._config.data)

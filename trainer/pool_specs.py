@@ -10,7 +10,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
-from umbra.runtime.pools.pool_settings import EnginePoolSettings
+from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings, EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.cpu_affinity import core_shares, cores_near
 from umbra.trainer.pool_placement import engine_device
@@ -58,6 +58,7 @@ def pool_spec(
         kwargs["lora_adapters"] = {
             adapter: str(path.absolute()) for adapter, path in pool.lora_adapters.items()
         }
+    section = f"pools.{name}" if isinstance(pool, AuxiliaryPoolSettings) else "pool"
     fields_of_spec: dict[str, Any] = {
         field.name: getattr(pool, field.name)
         for field in fields(PoolSpec)
@@ -68,6 +69,7 @@ def pool_spec(
         "count": len(gpus),
         "num_gpus": plan.num_gpus[name],
         "kwargs": kwargs,
+        "kwarg_settings": {key: f"{section}.engine_args.{key}" for key in pool.engine_args},
         "engine_gpus": gpus,
         "engine_nodes": tuple(place.node for place in plan.engines[name]),
         "engine_followers": plan.engine_followers(name),

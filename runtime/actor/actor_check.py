@@ -73,7 +73,7 @@ def check_actor(spec: ActorSpec) -> str:
 def _construct(spec: ActorSpec) -> dict[str, str]:
     sys.path[:0] = spec.sys_path
     try:
-        target: Any = make_target(spec.target, spec.kwargs)
+        target: Any = make_target(spec.target, spec.kwargs, spec.kwarg_settings)
         # Only an engine's: on other actors a method of that name may mean anything.
         check = getattr(target, "check_options", None) if spec.role == "engine" else None
         return {"ok": str(check()) if check else ""}

@@ -87,7 +87,7 @@ class _Host:
                 )
             )
             gc.disable()  # looking for garbage among a library's modules takes a sixth of the time
-            target = make_target(self._spec.target, self._spec.kwargs)
+            target = make_target(self._spec.target, self._spec.kwargs, self._spec.kwarg_settings)
             gc.freeze()  # they never become garbage
             gc.enable()
             if hasattr(target, "__aenter__"):

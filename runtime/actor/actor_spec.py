@@ -35,6 +35,7 @@ class ActorSpec:
         name: unique on the node; letters, digits, `-`, `_` and `.`.
         target: `module:Class`.
         kwargs: plain values for the constructor, or dataclasses, which become plain values.
+        kwarg_settings: the user's setting that an argument comes from, for messages.
         restart: what to do when the process ends.
         essential: its final death fails the job; otherwise only calls to it fail.
         start_timeout_s: from spawn to announced.
@@ -57,6 +58,7 @@ class ActorSpec:
     name: str
     target: str
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kwarg_settings: Mapping[str, str] = field(default_factory=dict[str, str])
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     essential: bool = True
     start_timeout_s: float = 120.0

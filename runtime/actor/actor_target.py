@@ -32,12 +32,17 @@ def load_target(target: str) -> type:
     return found
 
 
-def make_target(target: str, kwargs: Mapping[str, Any]) -> Any:
+def make_target(
+    target: str, kwargs: Mapping[str, Any], kwarg_settings: Mapping[str, str] | None = None
+) -> Any:
     """An instance of `module:Class`.
+
+    Args:
+        kwarg_settings: the user's setting that an argument comes from, for the message.
 
     Raises:
         ConfigError: it cannot be imported, or does not accept these arguments; the message lists
-            them.
+            those that it accepts.
     """
     kind = load_target(target)
     try:
@@ -47,7 +52,9 @@ def make_target(target: str, kwargs: Mapping[str, Any]) -> Any:
     try:
         signature.bind(**kwargs)
     except TypeError as error:
+        settings = (kwarg_settings or {}).items()
+        setting = next((f"{text}: " for name, text in settings if repr(name) in str(error)), "")
         raise ConfigError(
-            f"{target}: {error}; it takes {', '.join(signature.parameters)}"
+            f"{setting}{target}: {error}; it takes {', '.join(signature.parameters)}"
         ) from None
     return kind(**kwargs)

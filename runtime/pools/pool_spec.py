@@ -34,6 +34,7 @@ class PoolSpec(Settings):
         mode: hybrid engines are time-sliced with the trainer (they sleep and wake); standalone ones
             are not; colocated ones are, with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
+        kwarg_settings: the setting that an argument comes from, see `ActorSpec`.
         engine_gpus: the GPUs of each engine. None: an engine may be on any GPU of the node, and has
             the supervisor's CUDA_VISIBLE_DEVICES. Engines on the CPU have that, too.
         engine_nodes: the node of each engine, by its index in the job. None: this node, which is
@@ -57,6 +58,7 @@ class PoolSpec(Settings):
     num_gpus: Count = 0
     mode: PoolMode = "hybrid"
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kwarg_settings: Mapping[str, str] = field(default_factory=dict[str, str])
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     start_timeout_s: float = 300.0
     hung_limit_s: float = 15.0
@@ -177,6 +179,7 @@ class PoolSpec(Settings):
             name=name,
             target=target,
             kwargs=kwargs,
+            kwarg_settings=self.kwarg_settings,
             restart=self.restart,
             start_timeout_s=self.start_timeout_s,
             hung_limit_s=self.hung_limit_s,

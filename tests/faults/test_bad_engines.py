@@ -19,7 +19,9 @@ def test_an_argument_that_the_engine_does_not_take_is_named(folder: Path) -> Non
 
     assert ended.status == 1
     ended.check_failed(
-        "policy-0#1 failed to start", "unexpected keyword argument 'speed'", "it takes vocab"
+        "policy-0#1 failed to start",
+        "pool.engine_args.speed: ",
+        "unexpected keyword argument 'speed'; it takes vocab",
     )
 
 
