@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.config_overrides import Override, inner_annotation, overrides_behind
+from umbra.trainer.config.other_trainers import other_trainers_hint
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
 _WORDS: Final = {
@@ -91,7 +92,7 @@ def _describe(problem: Any) -> str:
     key = ".".join(str(part) for part in location)
     match problem["type"]:
         case "unexpected_keyword_argument":
-            return f"{key} is unknown{_close_match(location)}"
+            return f"{key} is unknown{_unknown_hint(location, problem['input'])}"
         case "missing":
             return f"{key if len(location) > 1 else f'section [{key}]'} is missing"
         case "literal_error":
@@ -111,20 +112,24 @@ def _shown(given: object) -> str:
     return ", got a list" if isinstance(given, list) else ""
 
 
-def _close_match(location: tuple[int | str, ...]) -> str:
+def _unknown_hint(location: tuple[int | str, ...], given: Any) -> str:
+    """The setting that was probably meant, and those that the section has."""
     section: Any = TrainerConfig
     for part in location[:-1]:
         section = inner_annotation(section, part)
     key, known = str(location[-1]), list(annotations_of(section))
-    # An auxiliary pool has settings of its own, whatever other sections call theirs.
+    allowed = f" (allowed: {', '.join(sorted(known))})"
+    # An auxiliary pool has settings of its own, whatever other sections and trainers call theirs.
     elsewhere = _settings() if len(location) <= 2 else {}
     found = elsewhere.get(key, [])
     if len(found) != 1:
+        if elsewhere and (hint := other_trainers_hint(key, given)):
+            return f"; {hint}{allowed}"
         close = difflib.get_close_matches(key, known, n=1)
         similar = difflib.get_close_matches(key, list(elsewhere), n=1, cutoff=_SURE_RATIO)
         found = close or found or [name for near in similar for name in elsewhere[near]]
     hint = f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
-    return f"{hint} (allowed: {', '.join(sorted(known))})"
+    return hint + allowed
 
 
 def _settings() -> dict[str, list[str]]:
