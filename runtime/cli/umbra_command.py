@@ -30,6 +30,11 @@ _EVAL: Final = (
     "is that of a training run; model.path=DIR and --checkpoint choose another model. [eval] says "
     "how: greedy, or several samples of each prompt."
 )
+_EXPORT: Final = (
+    "Writes a checkpoint as a Hugging Face directory: config, tokenizer, and weights in the data "
+    "type that engines get. Needs no GPU, and as much memory as one file of weights, 5 GB or less. "
+    "The run may be in progress."
+)
 _SERVE: Final = (
     "Starts the engines of a config without a trainer, and an OpenAI-compatible HTTP server in "
     "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
@@ -120,6 +125,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return int(import_module("umbra.trainer.doctor").run(arguments))
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
+        case "export":
+            return int(import_module("umbra.trainer.checkpoint.checkpoint_export").run(arguments))
         case "eval":
             return int(import_module("umbra.trainer.serving.eval_command").run(arguments))
         case "serve":
@@ -177,6 +184,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_eval_arguments(
         commands.add_parser("eval", help="scores of a model, without training", description=_EVAL)
     )
+    _add_export_arguments(
+        commands.add_parser("export", help="a checkpoint for transformers", description=_EXPORT)
+    )
     _add_serve_arguments(
         commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
     )
@@ -214,6 +224,20 @@ def _add_eval_arguments(evaluate: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="DIR",
         help="a checkpoint of the run, such as RUN_DIR/checkpoints/step-000040",
+    )
+
+
+def _add_export_arguments(export: argparse.ArgumentParser) -> None:
+    export.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="such as RUN_DIR/checkpoints/step-000040"
+    )
+    export.add_argument(
+        "out", nargs="?", metavar="OUT", help="a new directory (default: RUN-step-000040 here)"
+    )
+    export.add_argument(
+        "--model",
+        metavar="DIR",
+        help="the model that the run started from (default: where the run found it)",
     )
 
 

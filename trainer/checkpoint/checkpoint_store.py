@@ -156,6 +156,33 @@ def load_parameters(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     barrier()
 
 
+class StoredParameters:
+    """The parameters of a complete checkpoint, which are read one at a time.
+
+    Raises:
+        RunDirectoryError: a file of the checkpoint cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader = _Reader(path)
+        self._saved = self._reader.read_metadata().state_dict_metadata
+
+    def check_fit(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError if the checkpoint is of another model than these parameters."""
+        _check_fit(
+            self._path, {f"{_MODEL}{name}": p for name, p in parameters.items()}, self._saved
+        )
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One parameter, whole, cast to `dtype`."""
+        key = f"{_MODEL}{name}"
+        tensor = torch.empty(cast("Any", self._saved[key]).size, dtype=dtype)
+        with _disk_trouble("read the checkpoint", self._path, IF_DAMAGED):
+            _dcp.load({key: tensor}, storage_reader=self._reader)
+        return tensor
+
+
 def _read(path: Path, tensors: dict[str, Tensor], optional: dict[str, Tensor]) -> None:
     """Reads into tensors by flat name.
 
@@ -196,15 +223,20 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Raises an error that names the file that cannot be read; torch's own errors do not."""
+    """Raises an error that names the file that cannot be read; torch's own errors do not. Reads the
+    metadata once, however often torch asks for it."""
+
+    _metadata: Metadata | None = None
 
     @property
     def _checkpoint(self) -> Path:
         return Path(cast("Any", self).path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with reading_checkpoint(self._checkpoint, _METADATA_FILE):
-            return super().read_metadata(*args, **kwargs)
+        if self._metadata is None:
+            with reading_checkpoint(self._checkpoint, _METADATA_FILE):
+                self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items: defaultdict[str, list[ReadItem]] = defaultdict(list)

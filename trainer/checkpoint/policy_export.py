@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.runtime.disk import check_free_space
-from umbra.trainer.checkpoint.checkpoint_store import load_parameters
-from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.model.model_loading import load_policy
+from umbra.trainer.checkpoint.model_folder import MAX_SHARD_NBYTES, model_folder, set_dtype
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.run_files import replacing_folder, writing
 from umbra.trainer.world import World, barrier, from_lead
-
-_ALONE_S: Final = 60.0
-"""Limit for collectives of a single process, which wait for nobody."""
-# Copied from the directory that the model came from; training does not change them.
-_TOKENIZER_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def export_policy(
@@ -52,24 +29,30 @@ def export_policy(
         RunDirectoryError: disk full, read-only or the like, on every rank.
     """
     full = _gather(policy, world, dtype)
-    from_lead(world, lambda: _write(policy, full, target, source, dtype))
+    from_lead(world, lambda: write_whole_model(policy.model, full, target, source, dtype))
     return target
 
 
-def export_checkpoint(config: TrainerConfig, checkpoint: Path, target: Path) -> None:
-    """Exports the policy of a complete checkpoint, on the CPU of this process alone.
+def write_whole_model(
+    model: nn.Module, tensors: dict[str, Tensor], target: Path, source: Path, dtype: torch.dtype
+) -> None:
+    """Has transformers write the model with these weights, which are in `dtype`. It renames what
+    it renamed when it loaded the model.
 
     Raises:
-        ConfigError: it is of another model than the config's.
-        DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
-            cannot be written.
+        RunDirectoryError: disk full, read-only or the like.
     """
-    config = replace(config, train=replace(config.train, compile=False))
-    with World.join(TorchrunEnvironment.read(), "cpu", _ALONE_S) as world:
-        policy = load_policy(config, world.mesh)
-        load_parameters(checkpoint, policy.parameters)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        export_policy(policy, target, world, source=config.model.path, dtype=dtype)
+    any_model: Any = model
+    needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
+    with model_folder(target, source, needed_nbytes) as folder:
+        any_model.save_pretrained(
+            folder,
+            state_dict=tensors,
+            safe_serialization=True,
+            max_shard_size=MAX_SHARD_NBYTES,
+        )
+        # transformers writes the dtype of the live model, not that of the tensors.
+        set_dtype(folder / "config.json", dtype)
 
 
 def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -88,24 +71,3 @@ def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tenso
             full[name] = wholes[id(tensor)]
     barrier()
     return full
-
-
-def _write(
-    policy: Policy, tensors: dict[str, Tensor], target: Path, source: Path, dtype: torch.dtype
-) -> None:
-    model: Any = policy.model
-    needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
-    with writing("export the model to", target, needed_nbytes), replacing_folder(target) as folder:
-        check_free_space(folder, needed_nbytes)
-        model.save_pretrained(folder, state_dict=tensors, safe_serialization=True)
-        _set_dtype(folder / "config.json", dtype)
-        for name in _TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copy2(source / name, folder / name)
-
-
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Corrects the dtype: transformers writes that of the live model, not that of the tensors."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

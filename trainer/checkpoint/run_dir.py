@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.settings import to_wire
+from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
-from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
+from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.run_files import (
     check_writable,
     remove,
@@ -165,6 +165,27 @@ def record_settings(config: TrainerConfig) -> None:
     taken from. `umbra samples` finds the tokenizer by them. Called by rank 0."""
     content = {"folder": str(Path.cwd()), "settings": to_wire(config)}
     write_json(config.run.dir / "settings.json", content)
+
+
+def recorded_model(run_dir: Path, path: str | None = None) -> ModelSection:
+    """The model that a run has trained.
+
+    Args:
+        path: where the model is now, if not where the run has recorded it.
+
+    Raises:
+        ConfigError: the run has not recorded its settings.
+    """
+    place = run_dir / "settings.json"
+    try:
+        recorded = json.loads(place.read_text(encoding="utf-8"))
+        section = from_wire(ModelSection, recorded["settings"]["model"])
+        return replace(section, path=Path(path or Path(recorded["folder"]) / section.path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{place} does not have the settings of the checkpoint's run ({error}): the checkpoint "
+            "has to be in RUN_DIR/checkpoints"
+        ) from error
 
 
 def _set_aside(run_dir: RunDir) -> None:

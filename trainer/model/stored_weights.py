@@ -53,7 +53,7 @@ class StoredWeights:
 
     def obstacle(self, model: nn.Module) -> str:
         """Why these are not simply the model's tensors under their own names; "" if they are."""
-        for names, tensor in _distinct_tensors(model):
+        for names, tensor in distinct_tensors(model):
             stored = [name for name in names if name in self._files]
             if not stored:
                 return f"they lack {names[0]}"
@@ -105,7 +105,7 @@ class StoredWeights:
         return DataError(f"model.path: {self._folder} cannot be loaded: {error}")
 
 
-def _distinct_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+def distinct_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Parameters and persistent buffers, each with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     state = cast("dict[str, Tensor]", model.state_dict(keep_vars=True))

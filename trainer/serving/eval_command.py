@@ -58,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(folder)
     with RunLock(folder):
         if checkpoint is not None:
-            from umbra.trainer.checkpoint.policy_export import export_checkpoint  # imports torch
+            from umbra.trainer.checkpoint.checkpoint_export import (
+                export_checkpoint,
+            )  # imports torch
 
-            export_checkpoint(config, checkpoint, folder / "model")
+            export_checkpoint(config.model, checkpoint, folder / "model")
             overrides = [*overrides, f"model.path={folder / 'model'}"]
             config = load_config(arguments.config, overrides)
         prompts = prepare_held_out(

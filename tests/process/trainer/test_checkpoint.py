@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,16 +13,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from forked_ranks import start_fork
 from rank_programs import run_all
-from training_models import make_model, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from training_models import make_model, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
+from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import to_wire
 from umbra.runtime.testing.distributed_world import DistributedWorld
+from umbra.trainer.checkpoint.checkpoint_export import export_checkpoint
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.model.stored_weights import StoredWeights
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+SMALL_EXPERTS: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -185,6 +205,100 @@ def test_an_export_may_be_in_another_dtype(ran: Ran) -> None:
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     auto: Any = AutoModelForCausalLM
     assert auto.from_pretrained(str(target)).dtype == torch.bfloat16
+
+
+@pytest.fixture
+def run_dir(ran: Ran, tmp_path: Path) -> Path:
+    """The run directory of what two ranks saved."""
+    shutil.copytree(ran.folder / "saved", tmp_path / "run" / "checkpoints")
+    model = ModelSection(path=Path("qwen3"))
+    recorded = {"folder": str(ran.folder), "settings": {"model": to_wire(model)}}
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(recorded))
+    return tmp_path / "run"
+
+
+def test_an_exported_checkpoint_is_the_trained_model_to_transformers(
+    ran: Ran, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    command = ["export", "run/checkpoints/step-000002"]
+
+    assert main(command) == 0
+    assert main(command) == 2
+
+    output = capsys.readouterr()
+    assert output.out == "run-step-000002\n"
+    assert "run-step-000002 exists: remove it, or name another directory" in output.err
+    expected = load_trained(make_model("qwen3", seed=1), ran.two[0]["save"])
+    assert torch.equal(logits("run-step-000002"), logits_of(expected))
+    tokenizers: Any = AutoTokenizer
+    assert tokenizers.from_pretrained("run-step-000002")("1+1")["input_ids"] == [3, 39, 3]
+
+
+def test_an_export_has_several_files_where_one_would_be_too_large(ran: Ran, tmp_path: Path) -> None:
+    section = ModelSection(path=ran.folder / "qwen3", dtype="bfloat16")
+    checkpoint = ran.folder / "saved" / "step-000002"
+
+    export_checkpoint(section, checkpoint, tmp_path / "small", max_shard_nbytes=8000)
+    export_checkpoint(section, checkpoint, tmp_path / "large")
+
+    sizes = [file.stat().st_size for file in (tmp_path / "small").glob("model-0*.safetensors")]
+    assert len(sizes) > 3
+    assert max(sizes) < 10_000
+    assert torch.equal(logits(str(tmp_path / "small")), logits(str(tmp_path / "large")))
+
+
+def test_a_model_that_transformers_converts_is_exported_in_its_stored_form(tmp_path: Path) -> None:
+    auto: Any = AutoModelForCausalLM
+    start = auto.from_config(Qwen3MoeConfig(**SMALL_EXPERTS)).eval()
+    start.save_pretrained(tmp_path / "start")
+    save_tokenizer(tmp_path / "start")
+    trained = auto.from_config(Qwen3MoeConfig(**SMALL_EXPERTS)).eval()
+    save_parameters(trained, tmp_path / "saved")
+
+    export_checkpoint(ModelSection(path=tmp_path / "start"), tmp_path / "saved", tmp_path / "out")
+
+    assert torch.equal(logits(str(tmp_path / "out")), logits_of(trained))
+    assert stored_names(tmp_path / "out") == stored_names(tmp_path / "start")
+
+
+def test_only_a_complete_checkpoint_of_the_same_model_is_exported(ran: Ran, tmp_path: Path) -> None:
+    checkpoint = ran.folder / "saved" / "step-000002"
+    section = ModelSection(path=ran.folder / "llama")
+
+    with pytest.raises(ConfigError, match="of another model"):
+        export_checkpoint(section, checkpoint, tmp_path / "out")
+    assert main(["export", str(ran.folder / "saved"), str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def load_trained(model: Any, arrays: dict[str, Any]) -> Any:
+    """The model with the saved parameters; the optimizer's arrays are left out."""
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.tensor(arrays[name])
+    return model
+
+
+def save_parameters(model: Any, folder: Path) -> None:
+    """A complete checkpoint."""
+    distributed_checkpoint: Any = dcp
+    tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    with pytest.warns(UserWarning, match="intent is to save in a single process"):
+        distributed_checkpoint.save(tensors, checkpoint_id=str(folder))
+    (folder / "COMPLETE").touch()
+
+
+def stored_names(folder: Path) -> list[str]:
+    return sorted(StoredWeights(folder).names)
+
+
+def logits(folder: str) -> Any:
+    auto: Any = AutoModelForCausalLM
+    return logits_of(auto.from_pretrained(folder).eval())
+
+
+def logits_of(model: Any) -> Any:
+    return model(torch.arange(2, 20)[None]).logits
 
 
 def test_what_killed_exports_left_is_no_obstacle_and_goes(ran: Ran) -> None:
