@@ -61,6 +61,7 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
+from umbra.runtime.tracing.trace_writer import recording
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class SessionConfig:
             none in a job of one node, and in others that which reaches torchrun's store.
         attach_timeout_s: longest wait for the supervisor, and for those of the other nodes.
         shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
+        trace: whether all processes of the job record what they do in `run_dir`/trace; see
+            docs/tracing.md.
     """
 
     run_dir: Path
@@ -86,6 +89,7 @@ class SessionConfig:
     tcp_host: str = ""
     attach_timeout_s: float = 60.0
     shutdown_grace_s: float = 5.0
+    trace: bool = False
 
 
 class Session:
@@ -126,6 +130,7 @@ class Session:
         self._log_dir = config.run_dir / "logs"
         if environment.node_rank > 0 or environment.nodes_may_change:
             self._log_dir /= self._node_id  # the supervisor stays when rank 0 is elsewhere
+        self._trace_dir = str((config.run_dir / "trace").absolute()) if config.trace else ""
         self._loop = LoopThread("umbra-session")
         self._stack = contextlib.ExitStack()
         self._attached = threading.Event()
@@ -223,6 +228,7 @@ class Session:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack, failure_reported(self._environment):
             stack.enter_context(answering_stack_requests())
+            stack.enter_context(recording(self._trace_dir, self._node_id, f"rank-{self.rank}"))
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
                 self._guardian = self._start_supervisor()
@@ -277,6 +283,7 @@ class Session:
             tcp_host=self._tcp_host,
             secret_file=secret,
             log_level=log_level(),
+            trace_dir=self._trace_dir,
             is_lead=environment.node_rank == 0 and not environment.nodes_may_change,
             nodes_may_change=environment.nodes_may_change,
             owns_keys=environment.nodes_may_change and not is_secret_file_named(),

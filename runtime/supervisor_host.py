@@ -40,6 +40,7 @@ from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.supervisor import Supervisor
+from umbra.runtime.tracing.trace_writer import recording
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class SupervisorConfig:
     Attributes:
         log_dir: folder of this node's logs.
         run_dir: the run directory; "" on a node that only generates.
+        trace_dir: folder of the run's trace; "" for none.
         is_lead, nodes_may_change, owns_keys, torchrun_pid: see `Supervisor`.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
@@ -71,6 +73,7 @@ class SupervisorConfig:
     tcp_host: str
     secret_file: str
     log_level: int
+    trace_dir: str = ""
     is_lead: bool = False
     nodes_may_change: bool = False
     owns_keys: bool = False
@@ -103,6 +106,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
         tcp_host=config.tcp_host,
         keys=() if keys is None else (keys.public, keys.secret),
         log_level=config.log_level,
+        trace_dir=config.trace_dir,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     run_dir = Path(config.run_dir) if config.run_dir else None
@@ -187,7 +191,10 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with (
+            recording(config.trace_dir, config.node_id, "supervisor"),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             runner.run(serve(config, arguments.ready_fd, arguments.guardian_pid))
     except Exception:
         logger.exception("the supervisor died")

@@ -101,7 +101,9 @@ def _run(
 ) -> int:
     notes = NoteBoard(is_shown=environment.rank == 0)
     grace_s = config.train.shutdown_grace_s
-    settings = SessionConfig(run_dir=config.run.dir, shutdown_grace_s=grace_s)
+    settings = SessionConfig(
+        run_dir=config.run.dir, shutdown_grace_s=grace_s, trace=config.run.trace
+    )
     with (
         fatal_errors,
         _run_lock(config, environment),

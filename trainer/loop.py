@@ -14,13 +14,13 @@ step. A signal to one of them ends the waits of all (`umbra.trainer.signals`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
+from umbra.runtime.tracing.spans import span
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.base import AdvantageEstimator
@@ -111,25 +111,31 @@ class TrainingLoop:
 
     def _do_step(self) -> dict[str, float] | None:
         """Does one step; returns its metrics, or None if the ranks agreed to stop instead."""
-        started = time.perf_counter()
+        with span("step", step=self.step + 1) as step:
+            row = self._take_step()
+        if row is not None:
+            row["time/step_s"] = step.seconds
+            row["time/rank_idle_share"] = row["time/rollout_s"] / step.seconds
+        return row
+
+    def _take_step(self) -> dict[str, float] | None:
         with self._memory.phase("sync"):
             row = self._publish()
         if row is None:
             return None
         if self.step == self._first_step or self._is_due(self._train.eval_every):
             self._evaluate()
-        asked = time.perf_counter()
-        with self._memory.phase("generation"):
+        with self._memory.phase("generation"), span("wait for the batch") as waiting:
             columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
             return None
         self._gpu_memory.look("generation")
-        got = time.perf_counter()
-        self._sleep_engines()
-        self._offload.bring_back()
+        with span("put engines to sleep") as sleeping:
+            self._sleep_engines()
+            self._offload.bring_back()
         batch = RankBatch.from_columns(columns, self._estimate)
         row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
-        row |= {"time/rollout_s": got - asked, "time/sleep_s": time.perf_counter() - got}
+        row |= {"time/rollout_s": waiting.seconds, "time/sleep_s": sleeping.seconds}
         with self._memory.phase("train"):
             row |= self._train_step.run(batch, self.step)
         self._gpu_memory.look("train")  # torch's cache still holds the peak
@@ -137,8 +143,6 @@ class TrainingLoop:
         self.step += 1
         if offload_s := self._offload.take_seconds():
             row["time/offload_s"] = offload_s
-        row["time/step_s"] = time.perf_counter() - started
-        row["time/rank_idle_share"] = row["time/rollout_s"] / row["time/step_s"]
         return row
 
     def _publish(self) -> dict[str, float] | None:
@@ -147,10 +151,10 @@ class TrainingLoop:
         None if a signal to any rank ended it: nothing would be generated with these weights.
         """
         version = self._versions.next(self.step)
-        started = time.perf_counter()
-        if self._world.is_lead:
-            self._rollouts.announce(version, self.step)
-        report = self._wait(lambda: self._sync(version))
+        with span("sync", version=version) as sync:
+            if self._world.is_lead:
+                self._rollouts.announce(version, self.step)
+            report = self._wait(lambda: self._sync(version))
         if any_rank(report is None) or report is None:
             return None
         return {
@@ -160,7 +164,7 @@ class TrainingLoop:
             "sync/verify_s": report.verify_s,
             "sync/resume_s": report.resume_s,
             "sync/failed_engines": float(len(report.failed)),
-            "time/sync_s": time.perf_counter() - started,
+            "time/sync_s": sync.seconds,
         }
 
     def _sync(self, version: int) -> SyncReport:
@@ -171,7 +175,8 @@ class TrainingLoop:
 
     def _serve_sync(self, version: int) -> None:
         """Publishes the current version again, to an engine that came up while this rank waits."""
-        self._sync(version)
+        with span("sync again", version=version):
+            self._sync(version)
 
     def _next_batch(self) -> Mapping[str, Any] | None:
         """This rank's columns; None if a signal ended the wait."""
@@ -210,9 +215,10 @@ class TrainingLoop:
         if self._config.data.eval is None:
             return
         temperature, limit_s = self._config.eval.temperature, self._config.rollout.timeout_s
-        result = self._wait(
-            lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
-        )
+        with span("evaluate", step=self.step):
+            result = self._wait(
+                lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
+            )
         if result is not None:
             self._reporter.evaluated(self.step, result, is_last=is_last)
 
@@ -232,7 +238,8 @@ class TrainingLoop:
             seed=self._train.seed,
             ledger=self._rollouts.position() if is_lead else "",
         )
-        self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
-        if is_lead:
-            self._rollouts.checkpointed(state.step, state.version)
+        with span("checkpoint", step=self.step):
+            self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
+            if is_lead:
+                self._rollouts.checkpointed(state.step, state.version)
         self._saved_step = self.step

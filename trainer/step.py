@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
 from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.algorithms.metric_totals import MetricTotals
@@ -65,15 +65,21 @@ class TrainStep:
         Raises:
             UmbraError: the gradient is not finite, on every rank; parameters are unchanged.
         """
-        started = time.perf_counter()
+        with span("train") as train:
+            metrics = self._update(batch, step)
+        return metrics | {"time/train_s": train.seconds}
+
+    def _update(self, batch: RankBatch, step: int) -> dict[str, float]:
         parts = [
             _Part(micro_batch, self._reference_logprobs(micro_batch))
             for micro_batch in self._builder.build(batch)
         ]
         metrics: dict[str, float] = {}
         for update in range(self._train.updates_per_batch):
-            totals = self._accumulate(parts)
-            applied = self._optimizer.step(step)
+            with span("forward and backward", micro_batches=len(parts)):
+                totals = self._accumulate(parts)
+            with span("optimizer"):
+                applied = self._optimizer.step(step)
             if not math.isfinite(applied["grad_norm"]):
                 raise UmbraError(
                     f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}); "
@@ -83,7 +89,6 @@ class TrainStep:
             if update == 0:
                 metrics = {f"train/{name}": value for name, value in totals.reduce().items()}
             metrics |= {f"train/{name}": value for name, value in applied.items()}
-        metrics["time/train_s"] = time.perf_counter() - started
         return metrics
 
     def _accumulate(self, parts: Sequence[_Part]) -> MetricTotals:

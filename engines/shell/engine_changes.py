@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
+
+from umbra.runtime.tracing.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -38,21 +41,31 @@ class Changes:
             task.cancel()
         await self._group.__aexit__(None, None, None)
 
-    async def make(self, change: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Returns or raises what the change does. Must not be called within a change."""
+    async def make(
+        self, change: Callable[[], Coroutine[Any, Any, _T]], traced: span | None = None
+    ) -> _T:
+        """Returns or raises what the change does. Must not be called within a change.
+
+        Args:
+            traced: measures the change, without its wait for earlier ones.
+        """
         outcome: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        task = self._group.create_task(self._settle(change, outcome))
+        task = self._group.create_task(self._settle(change, outcome, traced or nullcontext()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: outcome.cancel())  # if the task itself was cancelled
         return await outcome
 
     async def _settle(
-        self, change: Callable[[], Coroutine[Any, Any, _T]], outcome: asyncio.Future[_T]
+        self,
+        change: Callable[[], Coroutine[Any, Any, _T]],
+        outcome: asyncio.Future[_T],
+        traced: AbstractContextManager[object],
     ) -> None:
         try:
             async with self._order:
-                value = await change()
+                with traced:
+                    value = await change()
         except Exception as error:  # raised to the caller
             if outcome.cancelled():
                 logger.warning("an engine change failed after its caller left", exc_info=error)

@@ -46,6 +46,11 @@ class EngineGate:
         return self._lifecycle.version
 
     @property
+    def next_version(self) -> int:
+        """Of the weights that an update brings; -1 without one."""
+        return -1 if self._lifecycle.updating_to is None else self._lifecycle.updating_to
+
+    @property
     def awake(self) -> frozenset[Tag]:
         return self._lifecycle.awake
 
@@ -114,9 +119,8 @@ class EngineGate:
 
     def commit_update(self) -> int:
         """Returns the version now held."""
-        version = self._lifecycle.updating_to
-        self._apply(CommitUpdate(-1 if version is None else version))
-        assert version is not None
+        version = self.next_version
+        self._apply(CommitUpdate(version))
         return version
 
     def abort_update(self) -> None:

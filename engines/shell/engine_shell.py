@@ -27,6 +27,7 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest, parse
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
+from umbra.runtime.tracing.spans import gauge, span
 
 _Core = TypeVar("_Core", bound=Core)
 
@@ -57,6 +58,7 @@ class EngineShell(Generic[_Core]):
         self._changes = Changes()  # of the core's state, and of its requests
         self._is_verified = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
+        gauge("requests", lambda: {"in flight": len(requests.ids)})
 
     def check_options(self) -> str:
         """Called instead of entering it; see `Core.check_options`."""
@@ -82,7 +84,8 @@ class EngineShell(Generic[_Core]):
         await self._owned.__aexit__(kind, error, trace)
 
     async def _start_core(self) -> None:
-        await self._core.start()
+        with span("start the engine"):
+            await self._core.start()
 
     async def _stop_core(self) -> None:
         await self._core.stop()
@@ -152,7 +155,9 @@ class EngineShell(Generic[_Core]):
             return
         self._gate.pause()
         self._drain_is_over.set()
-        await self._changes.make(lambda: self._pause_core(keep=mode == "keep"))
+        await self._changes.make(
+            lambda: self._pause_core(keep=mode == "keep"), span("pause", mode=mode)
+        )
 
     async def _drain(self) -> None:
         self._gate.drain()
@@ -169,7 +174,7 @@ class EngineShell(Generic[_Core]):
             await self.abort(None)  # nothing is left, whatever the core's pause did
 
     async def resume(self) -> None:
-        await self._changes.make(self._resume)
+        await self._changes.make(self._resume, span("resume"))
 
     async def _resume(self) -> None:
         self._gate.resume()
@@ -183,7 +188,7 @@ class EngineShell(Generic[_Core]):
         if not self._requests.ids:
             self._gate.pause()
         self._gate.sleep(level)
-        await self._changes.make(lambda: self._put_to_sleep(level))
+        await self._changes.make(lambda: self._put_to_sleep(level), span("sleep", level=level))
 
     async def _put_to_sleep(self, level: SleepLevel) -> None:
         await self._pause_core(keep=self._core.keeps_requests_asleep)
@@ -193,7 +198,8 @@ class EngineShell(Generic[_Core]):
     async def wake(self, tags: Sequence[Tag]) -> None:
         sleeping = self._gate.wake(tags)
         if sleeping:
-            await self._changes.make(lambda: self._wake_core(sleeping))
+            names = ", ".join(sorted(sleeping))
+            await self._changes.make(lambda: self._wake_core(sleeping), span("wake", tags=names))
 
     async def _wake_core(self, tags: Collection[Tag]) -> None:
         await self._core.wake(sorted(tags, reverse=True))
@@ -221,11 +227,12 @@ class EngineShell(Generic[_Core]):
     async def load(self) -> dict[str, int]:
         self._check_updating()
         self._gate.touch()
-        return {"nbytes": await self._changes.make(self._weights.load)}
+        loading = span("load weights", version=self._gate.next_version)
+        return {"nbytes": await self._changes.make(self._weights.load, loading)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         self._check_updating()
-        return await self._changes.make(lambda: self._finish_update(regions))
+        return await self._changes.make(lambda: self._finish_update(regions), span("verify"))
 
     async def _finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         report = await self._weights.finish(regions)

@@ -38,6 +38,7 @@ from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.settings import from_wire
+from umbra.runtime.tracing.trace_writer import recording
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,8 @@ def main() -> None:
     )
     sys.path[:0] = config["spec"]["sys_path"]
     host = _Host(config, ready_fd)
-    status = _serve(host)
+    with recording(config["trace_dir"], config["node_id"], config["spec"]["name"]):
+        status = _serve(host)
     if host.signal is None and config["spec"]["role"] == "engine":
         _leave_at_once(status)
     sys.exit(status)

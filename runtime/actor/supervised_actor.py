@@ -45,6 +45,7 @@ from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.settings import to_wire
+from umbra.runtime.tracing.spans import instant, span
 
 # How long a dead actor's children may take to end. The supervisor's periodic check takes over a
 # child that hangs in a driver, which would otherwise hold up the restart forever.
@@ -75,6 +76,7 @@ class NodeSettings:
     Attributes:
         supervisor: where actors find their supervisor.
         keys: public and secret CURVE key, or () if the job has no tcp.
+        trace_dir: folder of the run's trace; "" for none.
     """
 
     node_id: str
@@ -84,6 +86,7 @@ class NodeSettings:
     tcp_host: str
     keys: Sequence[bytes]
     log_level: int
+    trace_dir: str = ""
 
 
 class SupervisedActor:
@@ -339,7 +342,8 @@ class SupervisedActor:
             os.close(write_fd)
         async with child:
             self._child, self.pid, self._tree_pids = child, child.pid, [child.pid]
-            start_error = await self._await_announcement(read_fd, child)
+            with span("start", self.spec.name, incarnation=self.incarnation, pid=child.pid):
+                start_error = await self._await_announcement(read_fd, child)
             # Before SIGTERM: a start that takes too long is its own fault.
             self._was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
@@ -355,6 +359,7 @@ class SupervisedActor:
         if self.state == ActorState.RUNNING:
             await self._enter(ActorState.STARTING)  # or the end: `run` decides once memory is free
         how = self._describe_end(label, child, status)
+        instant("end", self.spec.name, incarnation=self.incarnation, how=how.splitlines()[0])
         await self._await_free_memory(label)
         if self._is_replaced:
             return status, how
@@ -504,6 +509,7 @@ class SupervisedActor:
                 for field in dataclasses.fields(self._node.supervisor)
             },
             "log_level": self._node.log_level,
+            "trace_dir": self._node.trace_dir,
         }
         packed: bytes = msgpack.packb(config)
         return packed

@@ -43,6 +43,10 @@ _PLOT: Final = (
     "Draws a training run's metrics over its steps: reward, KL, the parts of a step's time, and "
     "the ranks' memory by phase. The run may be in progress."
 )
+_TRACE: Final = (
+    "Writes what ranks, supervisors, engines, rollout manager and workers did in some steps of a "
+    "run as a timeline, which https://ui.perfetto.dev opens. The run may be in progress."
+)
 _STOP: Final = (
     "Ends a running job in order and waits for its end: the ranks end the step in progress, write "
     "a checkpoint and exit. Works on the job's node, and on any other that sees the run directory. "
@@ -120,6 +124,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import dump_command
 
             return dump_command.run(arguments)
+        case "trace":
+            from umbra.runtime.cli import trace_command
+
+            return trace_command.run(arguments)
         case "doctor":
             # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.doctor").run(arguments))
@@ -167,6 +175,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     )
     _add_plot_arguments(
         commands.add_parser("plot", help="a run's metrics as a picture", description=_PLOT)
+    )
+    _add_trace_arguments(
+        commands.add_parser("trace", help="a timeline of a run's steps", description=_TRACE)
     )
     doctor = commands.add_parser("doctor", help="checks before a run", description=_DOCTOR)
     doctor.add_argument("config", metavar="CONFIG", help="the run's TOML file")
@@ -296,6 +307,20 @@ def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_trace_arguments(trace: argparse.ArgumentParser) -> None:
+    trace.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    trace.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="A:B",
+        help="from step A to step B, both included; the first is 1, as in metrics.jsonl "
+        "(default: all that the trace has)",
+    )
+    trace.add_argument(
+        "-o", "--output", metavar="FILE", help="default RUN_DIR/trace/steps-A-B.json.gz"
+    )
+
+
 def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     ledger.add_argument(
@@ -366,6 +391,14 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return number
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    numbers = _positive(first), _positive(last or first)
+    if numbers[0] > numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins: use A:B, such as 10:12")
+    return numbers
 
 
 def _seconds(text: str) -> float:

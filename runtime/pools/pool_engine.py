@@ -35,6 +35,7 @@ from umbra.runtime.engine_api.lifecycle import (
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.tracing.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,8 @@ class PoolEngine:
             raise EngineUnhealthy(f"{self.name}#{self.incarnation} is not running")
         incarnation = self.incarnation
         try:
-            return await self._handle.call(method, *args, timeout_s=timeout_s)
+            with span(method, self.name, incarnation=incarnation):
+                return await self._handle.call(method, *args, timeout_s=timeout_s)
         except UmbraError as error:
             label = f"{self.name}#{incarnation}"
             raise EngineUnhealthy(f"{label} failed at {method}: {error}") from error

@@ -100,7 +100,7 @@ class SyncCoordinator:
         on_abort: Callable[[int, str], None] | None = None,
     ) -> None:
         self.version: int | None = None
-        self._pool = pool
+        self.pool = pool
         self._engines = engines
         self._settings = settings or SyncSettings()
         self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
@@ -280,11 +280,11 @@ class SyncCoordinator:
         self._num_waves = 1 if is_first else self._num_waves + 1
         self.version = version
         if engines:
-            logger.info("pool %s: version %d is on %s", self._pool, version, ", ".join(engines))
+            logger.info("pool %s: version %d is on %s", self.pool, version, ", ".join(engines))
         elif is_first:
             logger.warning(
                 "pool %s: version %d is on no engine yet: %s",
-                self._pool,
+                self.pool,
                 version,
                 run.transaction.failed or "none can take it now",
             )
@@ -337,11 +337,11 @@ class SyncCoordinator:
                 return run
         except TimeoutError:
             raise WeightSyncError(
-                f"pool {self._pool}: an earlier sync is not undone yet after {timeout_s:.3g} s"
+                f"pool {self.pool}: an earlier sync is not undone yet after {timeout_s:.3g} s"
             ) from None
 
     def _new_run(self, version: int) -> SyncRun:
-        sync_id = f"{self._pool}-{next(self._sync_ids)}"
+        sync_id = f"{self.pool}-{next(self._sync_ids)}"
         self._current = SyncRun(sync_id, version, self, self._settings.require_engine)
         self._to_start.put_nowait(self._current)
         return self._current
@@ -351,5 +351,5 @@ class SyncCoordinator:
             return self._current
         run = self._ended.get(sync_id)
         if run is None:
-            raise WeightSyncError(f"pool {self._pool} has no sync {sync_id!r}")
+            raise WeightSyncError(f"pool {self.pool} has no sync {sync_id!r}")
         return run

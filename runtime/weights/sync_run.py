@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
+from umbra.runtime.tracing.spans import past_span
 from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedImage
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_events import (
@@ -51,6 +52,8 @@ class SyncHost(Protocol):
     """The interface that a run needs from its coordinator."""
 
     @property
+    def pool(self) -> str: ...
+    @property
     def pause_mode(self) -> str: ...
     async def choose_transport(
         self, offers: Sequence[RankOffer], timeout_s: float
@@ -82,6 +85,7 @@ class SyncRun:
         self.failure: str | None = None  # why its ranks got an error
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
+        self._made_at = time.monotonic()
         self._report: SyncReport | None = None
 
     @property
@@ -111,6 +115,9 @@ class SyncRun:
         phase = self.transaction.phase
         actions = self.transaction.observe(event)
         if self.transaction.phase != phase:
+            began_s = self._entered_at.get(phase, self._made_at)
+            track = f"weight sync of {self._host.pool}"
+            past_span(phase.name.lower(), began_s, track, version=self.version)
             self._entered_at.setdefault(self.transaction.phase, time.monotonic())
         for action in actions:
             self._act(action)

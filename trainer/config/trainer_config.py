@@ -76,6 +76,8 @@ class RunSection(Settings):
         loggers: Where the metrics of each step go besides `dir`/metrics.jsonl: any of "tensorboard"
             (in `dir`/tensorboard), "wandb" and "mlflow", which read their own environment
             variables. Default: TensorBoard where it is installed.
+        trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`. That
+            takes less than 1 % of a step, and at most 32 MiB of disk for each process.
     """
 
     dir: FilePath = Path("runs/default")
@@ -83,6 +85,7 @@ class RunSection(Settings):
     overwrite: bool = False
     name: str = ""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
+    trace: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

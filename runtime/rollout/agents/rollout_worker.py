@@ -16,6 +16,7 @@ from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.task_host import TaskHost, UserThread
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.tracing.spans import span
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
 _REPORT_TIMEOUT_S: Final = 5.0
@@ -106,12 +107,13 @@ class RolloutWorker:
             )
         await self._manager(items[0]["manager"])  # so that `run` can report a call that blocks
         completions = [self._codec.decode(item["tokens"].tolist()) for item in items]
-        return await self._reward(
-            [item["sample_id"] for item in items],
-            [item["prompt"] for item in items],
-            completions,
-            [item["row"] for item in items],
-        )
+        with span("reward", overlaps=True, sample=items[0]["sample_id"], samples=len(items)):
+            return await self._reward(
+                [item["sample_id"] for item in items],
+                [item["prompt"] for item in items],
+                completions,
+                [item["row"] for item in items],
+            )
 
     async def run_agent(self, item: dict[str, Any], timeout_s: float) -> float | None:
         """Runs the agent loop for one trajectory; returns the reward it gives, if any.
@@ -147,7 +149,8 @@ class RolloutWorker:
             keep=asking("keep"),
             pool=lambda name: self._pools.pool(name, deadline),
         )
-        return await self._agent.run(context, item["sample_id"], deadline)
+        with span("agent loop", overlaps=True, sample=item["sample_id"]):
+            return await self._agent.run(context, item["sample_id"], deadline)
 
     async def _manager(self, name: str) -> Handle:
         if name not in self._managers:

@@ -8,6 +8,7 @@ It knows nothing of batches, steps or staleness: whoever starts a group decides 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.tracing.spans import past_span
 
 # Time that a worker may take beyond the deadline it enforces itself before it counts as stuck.
 _WORKER_MARGIN_S: Final = 15.0
@@ -34,6 +36,7 @@ class _Run:
     """A group in progress."""
 
     __slots__ = (
+        "began_s",
         "group",
         "is_active",
         "on_failed",
@@ -57,7 +60,20 @@ class _Run:
         self.on_scored = on_scored
         self.on_failed = on_failed
         self.is_active = True
+        self.began_s = time.monotonic()
         self.shares_prompt = len({s.prompt.prompt_id for s in group.trajectories}) == 1
+
+    def record(self, end: str) -> None:
+        """Records the group in the trace, from its start until now."""
+        num_tokens = sum(sample.num_generated for sample in self.group.trajectories)
+        past_span(
+            "group",
+            self.began_s,
+            overlaps=True,
+            group_id=self.group.group_id,
+            tokens=num_tokens,
+            end=end,
+        )
 
 
 class GroupRunner:
@@ -113,6 +129,7 @@ class GroupRunner:
         if run is None:
             return
         run.is_active = False
+        run.record("abandoned")
         turns = [self._turns.pop(sample, None) for sample in group.trajectories]
         self._dispatcher.cancel([turn for turn in turns if turn is not None])
         for sample in group.trajectories:
@@ -155,6 +172,7 @@ class GroupRunner:
 
     def _end(self, run: _Run) -> None:
         del self._runs[run.group]
+        run.record("scored")
         self._recorder.scored(run.group.trajectories)
         run.on_scored(run.group)
 

@@ -38,6 +38,7 @@ from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire
+from umbra.runtime.tracing.spans import gauge
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class RolloutManager:
             learn=self._learn,
             on_failure=self._fail,
         )
+        gauge("turns", lambda: {"waiting for engines": self._dispatcher.num_waiting})
         self._called = asyncio.Event()
         self._recovering = asyncio.Lock()
         self._is_recovered = False

@@ -24,6 +24,7 @@ from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.rollout_config import RolloutSettings
+from umbra.runtime.tracing.spans import gauge, past_span
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class TrainingFlow:
         self.num_admitted = 0
         self.num_trained = 0
         self.dropped: Counter[str] = Counter()  # groups, by reason
+        gauge("groups", lambda: {"open": len(self._open), "scored": len(self._ready)})
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -194,6 +196,7 @@ class TrainingFlow:
             self._leases[step] = groups
             self._recorder.leased(step, groups)
             self._zero_variance.batch_taken()
+            past_span("batch", self._began, "batches", step=step + 1)
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
             dropped_tokens, self._dropped_tokens = float(self._dropped_tokens), 0

@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 
 LAYERS: Final = (
     ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of"),
-    ("runtime.settings",),
+    ("runtime.settings", "runtime.tracing"),
     ("runtime.job_state",),
     ("runtime.process", "runtime.rpc"),
     ("runtime.cluster",),

@@ -1,0 +1,33 @@
+"""`umbra trace RUN_DIR`: writes a timeline of a run's steps."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.tracing.trace_files import TraceFiles
+from umbra.runtime.tracing.trace_json import trace_json, write_trace
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the path of the timeline and returns 0.
+
+    Raises:
+        ConfigError: there is no trace, it does not have these steps, or a file cannot be read or
+            written.
+    """
+    run_dir = Path(arguments.run_dir)
+    try:
+        files = TraceFiles(run_dir)
+        events, name = files.events(), "all"
+        if arguments.steps:
+            first, last = arguments.steps
+            window, name = files.find_steps(first, last), f"steps-{first}-{last}"
+            events = (item for item in events if window.has(item[1]))
+        path = Path(arguments.output or run_dir / "trace" / f"{name}.json.gz")
+        write_trace(path, trace_json(events))
+    except OSError as error:
+        raise ConfigError(f"cannot write a timeline of {run_dir}: {error}") from error
+    print(f"{path}: open it at https://ui.perfetto.dev")
+    return 0
