@@ -25,7 +25,7 @@ while the file system hangs; a shorter one loses events of a burst."""
 
 
 class TraceEvent(NamedTuple):
-    """One line of a trace file.
+    """What a trace file has for each span, instant or gauge.
 
     Attributes:
         kind: "X" a span, "b" a span that overlaps others of its track, "i" an instant, "C" numbers.

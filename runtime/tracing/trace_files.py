@@ -71,8 +71,8 @@ class TraceFiles:
                     source = TracedProcess(line["node"], line["process"])
                     offset_ns = self._offset_ns[line["boot_id"]]
                 elif source.name and process in ("", source.name):
-                    event = TraceEvent(*line)
-                    yield source, event._replace(start_ns=event.start_ns + offset_ns)
+                    for kind, start_ns, *others in line:
+                        yield source, TraceEvent(kind, start_ns + offset_ns, *others)
 
     def find_steps(self, first: int, last: int) -> Window:
         """The time from the beginning of a step to the beginning of the one after `last`.

@@ -1,6 +1,7 @@
 """Writes the events of this process to a file of the run directory, from a thread of its own.
 
-    RUN_DIR/trace/NODE.PROCESS.jsonl        a header for each start of the process, then events
+    RUN_DIR/trace/NODE.PROCESS.jsonl        a line with a header for each start of the process,
+                                            then lines with lists of events
     RUN_DIR/trace/NODE.PROCESS.old.jsonl    what came before, once the first had reached its size
 
 Both belong to the process's name, so that restarts take no further space. A killed process loses
@@ -30,6 +31,9 @@ _INTERVAL_S: Final = 1.0
 """From one write to the next. Longer: a killed process loses more. Shorter: idle processes wake."""
 _JOIN_LIMIT_S: Final = 2.0
 """For the last write. Longer: a file system that hangs delays the end of the process."""
+_LINE_LEN: Final = 1000
+"""Events of a line, at most. Longer lines hold the interpreter for over a millisecond each; short
+ones cost twice the time."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -79,7 +83,6 @@ class TraceWriter:
 
     def _write_all(self) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             is_last = False
             while not is_last:
                 is_last = self._stop.wait(_INTERVAL_S)
@@ -92,11 +95,12 @@ class TraceWriter:
 
     def _append(self, lines: bytes) -> None:
         """One write, so that a kill tears at most the last line; a header begins a new one."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         nbytes = self._path.stat().st_size if self._path.exists() else 0
         if nbytes and nbytes + len(lines) > self._max_file_nbytes:
             self._path.replace(self._path.with_suffix(".old.jsonl"))
-            self._needs_header = True
-        if self._needs_header:
+            nbytes = 0
+        if self._needs_header or not nbytes:
             lines = b"\n" + json.dumps(self._header()).encode() + b"\n" + lines
             self._needs_header = False
         with self._path.open("ab", buffering=0) as file:
@@ -124,5 +128,6 @@ class TraceWriter:
     def _take_lines(self) -> bytes:
         events, lines = self.recording.events, list[str]()
         while events:
-            lines.append(json.dumps(events.popleft(), separators=(",", ":")))
+            batch = [events.popleft() for _ in range(min(len(events), _LINE_LEN))]
+            lines.append(json.dumps(batch, separators=(",", ":")))
         return "".join(f"{line}\n" for line in lines).encode()

@@ -30,9 +30,9 @@ from umbra.runtime.tracing.trace_json import trace_json
 from umbra.runtime.tracing.trace_writer import recording
 
 
-def write_file(run_dir: Path, name: str, lines: Sequence[object]) -> None:
+def write_file(run_dir: Path, name: str, header: object, events: Sequence[object]) -> None:
     (run_dir / "trace").mkdir(exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    text = "".join(json.dumps(line) + "\n" for line in (header, events))
     (run_dir / "trace" / f"{name}.jsonl").write_text(text)
 
 
@@ -110,9 +110,9 @@ def test_a_process_that_starts_again_and_again_keeps_its_newest_events(tmp_path:
 
 
 def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path) -> None:
-    write_file(tmp_path, "n.rank-0", [header("rank-0"), *steps(1)])
+    write_file(tmp_path, "n.rank-0", header("rank-0"), steps(1))
     path = tmp_path / "trace" / "n.rank-0.jsonl"
-    path.write_text(path.read_text() + '["X",100')
+    path.write_text(path.read_text() + '[["X",100')
 
     with recording(str(tmp_path / "trace"), "n", "rank-0"):
         instant("second start")
@@ -136,9 +136,9 @@ def test_a_full_disk_ends_the_trace_and_not_the_process(
 def test_nodes_are_aligned_by_their_wall_clocks(tmp_path: Path) -> None:
     sync: list[object] = [["X", 1_000, 8_000, "", "sync", {"version": 7}]]
     load: list[object] = [["X", 501_000, 2_000, "", "load weights", {"version": 7}]]
-    write_file(tmp_path, "a.rank-0", [header("rank-0", "a", time_ns=10_000), *sync])
+    write_file(tmp_path, "a.rank-0", header("rank-0", "a", time_ns=10_000), sync)
     clocks = {"monotonic_ns": 500_000, "time_ns": 13_000}
-    write_file(tmp_path, "b.policy-0", [header("policy-0", "b", **clocks), *load])
+    write_file(tmp_path, "b.policy-0", header("policy-0", "b", **clocks), load)
 
     events = timeline(tmp_path)
 
@@ -150,7 +150,7 @@ def test_nodes_are_aligned_by_their_wall_clocks(tmp_path: Path) -> None:
 
 
 def test_the_newest_steps_of_a_resumed_run_count(tmp_path: Path) -> None:
-    write_file(tmp_path, "n.rank-0", [header("rank-0"), *steps(1, 2, 3, 2, 3, 4)])
+    write_file(tmp_path, "n.rank-0", header("rank-0"), steps(1, 2, 3, 2, 3, 4))
     files = TraceFiles(tmp_path)
 
     window = files.find_steps(2, 3)
@@ -160,7 +160,7 @@ def test_the_newest_steps_of_a_resumed_run_count(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_not_kept_are_an_error_that_names_the_others(tmp_path: Path) -> None:
-    write_file(tmp_path, "n.rank-0", [header("rank-0"), *steps(5, 6, 7)])
+    write_file(tmp_path, "n.rank-0", header("rank-0"), steps(5, 6, 7))
 
     with pytest.raises(ConfigError, match=r"the trace has the steps 5:7, but not step 4"):
         TraceFiles(tmp_path).find_steps(4, 6)
@@ -171,7 +171,7 @@ def test_the_command_writes_the_steps_that_were_asked_for(
 ) -> None:
     assert main(["trace", str(tmp_path)]) == 2
     assert "has no trace: give the run.dir of a run that was" in capsys.readouterr().err
-    write_file(tmp_path, "n.rank-0", [header("rank-0"), *steps(1, 2, 3)])
+    write_file(tmp_path, "n.rank-0", header("rank-0"), steps(1, 2, 3))
 
     assert main(["trace", str(tmp_path), "--steps", "2:3"]) == 0
 
