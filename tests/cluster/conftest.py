@@ -17,7 +17,7 @@ from umbra.trainer.quickstart.quickstart_assets import ensure_assets
 @pytest.fixture(scope="session")
 def hosts() -> Generator[Hosts]:
     _require(("ip", "iptables"), "iproute2 iptables")
-    with Hosts(3) as hosts:
+    with Hosts(4) as hosts:
         yield hosts
 
 

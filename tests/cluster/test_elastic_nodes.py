@@ -65,22 +65,30 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class ElasticNodes:
-    """A job under `torchrun --nnodes 2:3`. A context manager.
+    """A job under `torchrun --nnodes 2:4`. A context manager.
 
     Args:
         rendezvous: the host of torchrun's rendezvous.
+        job: counts the jobs that use the folder.
     """
 
     def __init__(
-        self, hosts: Hosts, home: Path, *, steps: int, num_nodes: int = 3, rendezvous: int = 0
+        self,
+        hosts: Hosts,
+        home: Path,
+        *,
+        steps: int,
+        num_nodes: int = 3,
+        rendezvous: int = 0,
+        job: int = 1,
     ) -> None:
         self.home = home
         self._steps = steps
         records = home / "records"
-        records.mkdir()
+        records.mkdir(exist_ok=True)
         environment = {
             "RECORDED_IN": str(records),
-            "RECORDED_INCARNATION": "1",
+            "RECORDED_INCARNATION": str(job),
             "PYTHONPATH": os.pathsep.join(
                 [str(FAULTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
             ),
@@ -95,7 +103,7 @@ class ElasticNodes:
                 *("run.resume=auto", f"train.steps={steps}", *SETTINGS),
             ],
             options=(
-                *("--nnodes", "2:3", "--max-restarts", "3", "--rdzv-backend", "c10d"),
+                *("--nnodes", "2:4", "--max-restarts", "3", "--rdzv-backend", "c10d"),
                 *("--rdzv-endpoint", f"{hosts.address(rendezvous)}:29400"),
             ),
             environments={
@@ -105,7 +113,7 @@ class ElasticNodes:
                     # No name of this machine means that host.
                     "PET_RDZV_CONF": f"last_call_timeout=2,is_host={int(node == rendezvous)}",
                 }
-                for node in range(3)
+                for node in range(4)
             },
         )
 
@@ -185,12 +193,16 @@ def home_of_run(home: Path, assets: Path) -> Path:
     return home
 
 
-@pytest.mark.parametrize(("lost", "how", "rendezvous"), [(2, "killed", 0), (0, "cut off", 1)])
+@pytest.mark.parametrize(
+    ("num_nodes", "lost", "how", "rendezvous"), [(4, 3, "killed", 0), (3, 0, "cut off", 1)]
+)
 def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
-    hosts: Hosts, home_of_run: Path, lost: int, how: str, rendezvous: int
+    hosts: Hosts, home_of_run: Path, num_nodes: int, lost: int, how: str, rendezvous: int
 ) -> None:
-    others = [node for node in range(3) if node != lost]
-    with ElasticNodes(hosts, home_of_run, steps=16, rendezvous=rendezvous) as nodes:
+    others = [node for node in range(num_nodes) if node != lost]
+    with ElasticNodes(
+        hosts, home_of_run, steps=16, num_nodes=num_nodes, rendezvous=rendezvous
+    ) as nodes:
         step = nodes.await_step(after=6)
         kept = [pid for node in others for pid in nodes.kept(node)]
         ranks = [pid for node in others for pid in nodes.ranks(node)]
@@ -207,7 +219,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
         try:
             _await(lambda: all(process_stat(pid) is None for pid in ranks), nodes.text)
             out_s = time.monotonic() - lost_at
-            group_at = nodes.await_group(incarnation=2, num_ranks=2)
+            group_at = nodes.await_group(incarnation=2, num_ranks=len(others))
             nodes.await_step(after=step)
             first_step_s = time.monotonic() - group_at
             assert all(process_stat(pid) is not None for pid in kept)
@@ -310,16 +322,20 @@ def test_a_job_that_loses_its_lead_while_a_node_joins_continues_with_the_others(
     nodes.check()
 
 
-def test_the_loss_of_the_rendezvous_ends_the_job_so_that_slurm_starts_it_again(
+def test_the_loss_of_the_rendezvous_ends_the_job_and_the_next_one_resumes_it(
     hosts: Hosts, home_of_run: Path
 ) -> None:
-    with ElasticNodes(hosts, home_of_run, steps=1000, rendezvous=1) as nodes:
-        nodes.await_step(after=0)
+    steps = 16
+    with ElasticNodes(hosts, home_of_run, steps=steps, rendezvous=1) as nodes:
+        nodes.await_step(after=6)
         for pid in nodes.job.tree(1):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         statuses = nodes.job.wait(2 * LIMIT_S)
-
     assert all(statuses)
-    assert RunNotice(home_of_run / "run").is_preempted
+    assert RunNotice(home_of_run / "run").is_preempted  # what train.sbatch reads
     nodes.await_end()
+
+    with ElasticNodes(hosts, home_of_run, steps=steps, num_nodes=2, job=2) as nodes:
+        assert nodes.job.wait(2 * LIMIT_S) == [0, 0], nodes.text()
+    nodes.check()

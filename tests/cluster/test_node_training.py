@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -38,6 +39,7 @@ from whole_runs import write_config
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.cluster.lead_link import LOST_AFTER_S
+from umbra.runtime.cluster.run_notice import RunNotice, SupervisorAddress
 from umbra.runtime.process.descendants import child_pids
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.reporting.metrics_log import read_metrics
@@ -115,16 +117,33 @@ class TwoNodes:
         )
 
     @contextmanager
-    def joined(self) -> Generator[subprocess.Popen[bytes]]:
-        """Host 1 generates for the job that runs on host 0, or will. Killed on exit."""
-        command = [sys.executable, "-m", "umbra.runtime.node", "--join", str(self._home / "run")]
-        (self._home / "run").mkdir(exist_ok=True)
-        with self._hosts.start(1, command, self.joined_log, {}) as program:
+    def joined(self, *, by_address: bool) -> Generator[subprocess.Popen[bytes]]:
+        """Host 1 generates for the job of host 0: by its run directory, or without that by its
+        address and a copy of its keys. Killed on exit."""
+        run_dir = self._home / "run"
+        how = [str(run_dir)]
+        if by_address:
+            job = self._address()
+            how = [job.tcp_endpoint, "--secret-file", str(self._home / "keys")]
+            shutil.copy(job.secret_file, self._home / "keys")
+        else:
+            run_dir.mkdir(exist_ok=True)
+        there = ("env", "--chdir", str(self._home), sys.executable, "-m", "umbra.runtime.node")
+        with self._hosts.start(1, [*there, "--join", *how], self.joined_log, {}) as program:
             try:
                 yield program
             finally:
                 if program.poll() is None:
                     program.kill()
+        log_dir = (self._home if by_address else run_dir) / "logs"
+        assert any(log_dir.glob("*/supervisor.log"))
+
+    def _address(self) -> SupervisorAddress:
+        deadline = time.monotonic() + START_LIMIT_S
+        while (address := RunNotice(self._home / "run").address()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return address
 
     @property
     def joined_log(self) -> Path:
@@ -258,6 +277,21 @@ def test_a_slow_network_costs_only_time(
     two_nodes.check(on_one_node)
 
 
+def test_a_network_that_fails_for_three_seconds_costs_only_time(
+    hosts: Hosts, two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with two_nodes.begin() as job:
+        two_nodes.wait_for_step(job, 2)
+        hosts.cut_off(1)
+        time.sleep(3.0)
+        dropped = [hosts.num_dropped(host) for host in (0, 1)]
+        hosts.reconnect(1)
+        assert job.wait() == [0, 0], job.text(0) + job.text(1)
+
+    assert dropped[1] > 0
+    two_nodes.check(on_one_node)
+
+
 def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
     two_nodes: TwoNodes, on_one_node: History
 ) -> None:
@@ -334,7 +368,7 @@ def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
 ) -> None:
     num_own = 0 if fault == "none" else 1
     job_only = two_nodes.begin(f"pool.count={num_own}", num_nodes=1, ranks_each=2)
-    with two_nodes.joined() as program, job_only as job:
+    with job_only as job, two_nodes.joined(by_address=fault == "killed") as program:
         two_nodes.wait_for_engine(f"policy-{num_own}")
         begin = time.monotonic()
         if fault == "killed":
