@@ -135,7 +135,9 @@ def _checks_of_rank(
         met: list[JobNode] = []
         yield verdict_of("nodes", lambda: _meet(config, environment, met, meeting))
         if met:
-            nodes = [Node(gpus=node.gpus, num_ranks=node.num_ranks) for node in met]
+            nodes = [
+                Node(gpus=node.gpus, num_ranks=node.num_ranks, address=node.address) for node in met
+            ]
             gpu_nbytes = [node.gpu_nbytes for node in met]
     yield from NodeChecks(config, environment, nodes, gpu_nbytes).make()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,8 +64,9 @@ def plan_pools(
             )
     plan = plan_placement(nodes, requests)
     for name, places in plan.engines.items():
-        if any(place.followers for place in places):
-            _check_spanning(_section(name, host), pools[name])
+        if spread := {part.node for place in places if place.followers for part in place.parts}:
+            addresses = [nodes[idx].address for idx in sorted(spread)]
+            _check_spanning(_section(name, host), pools[name], addresses)
     if not only:
         try:
             check_update_waves(config.pool.update_waves, config.pool.mode, len(plan.engines[host]))
@@ -78,8 +80,14 @@ def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
     return device_type if pool.device == "auto" else pool.device
 
 
-def _check_spanning(section: str, pool: PoolSettings | AuxiliaryPoolSettings) -> None:
-    """Raises ConfigError if the pool's engines may not be on several nodes each."""
+def _check_spanning(
+    section: str, pool: PoolSettings | AuxiliaryPoolSettings, addresses: Sequence[str]
+) -> None:
+    """Raises ConfigError if the pool's engines may not be on several nodes each.
+
+    Args:
+        addresses: of these nodes.
+    """
     what = f"{section}: each of its engines needs several nodes"
     if not engine_kind(pool.engine).spans_nodes:
         raise ConfigError(
@@ -92,6 +100,19 @@ def _check_spanning(section: str, pool: PoolSettings | AuxiliaryPoolSettings) ->
             f"check no key: set {section}.allow_engine_pickle = true if you trust the network "
             "between the nodes, or lower the tensor-parallel size"
         )
+    for address in addresses:
+        if _is_public(address):
+            raise ConfigError(
+                f"{what}, whose connections check no key, and {address} is an address of the "
+                "internet: set UMBRA_HOST_ADDRESS on every node to its address in a private network"
+            )
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:  # a name, which the user chose
+        return False
 
 
 def _section(name: str, host: str) -> str:

@@ -207,7 +207,10 @@ class Trainer:
     def _nodes(self) -> list[Node]:
         others = self._session.nodes
         if others:
-            return [Node(gpus=node.gpus, num_ranks=node.num_ranks) for node in others]
+            return [
+                Node(gpus=node.gpus, num_ranks=node.num_ranks, address=node.address)
+                for node in others
+            ]
         return [Node(gpus=usable_gpus(), num_ranks=self._environment.local_world_size)]
 
     def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:

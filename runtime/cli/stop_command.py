@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from umbra.runtime.cli.live_job import ask_supervisor, is_reachable
-from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
+from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
 from umbra.runtime.errors import (
     ActorNotFound,
     ConfigError,
@@ -88,17 +88,30 @@ def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
 
 
 def request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
-    """Returns when the job has taken the request, or has ended."""
+    """Returns when the job has taken the request, or has ended.
+
+    Raises:
+        ActorNotFound: it cannot be fulfilled, or the job was killed.
+    """
     if is_reachable(address) and asyncio.run(call_supervisor(address, request)):
         return
     if has_ended(notice, address):
         return
     notice.leave_request(request)
+    answer: JobAnswer | None = None
+
+    def is_taken() -> bool:
+        nonlocal answer
+        answer = notice.take_answer(request)
+        return answer is not None or has_ended(notice, address)
+
     wait_until(
-        lambda: has_ended(notice, address) or not notice.is_request_left,
+        is_taken,
         time.monotonic() + _TAKEN_WITHIN_S,
         f"its supervisor on {address.node_id} took the request; was the job killed?",
     )
+    if answer is not None and answer.refusal:
+        raise ActorNotFound(answer.refusal)
 
 
 def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:

@@ -82,6 +82,11 @@ class JobNode:
     job: str = ""
 
     @property
+    def address(self) -> str:
+        """The node's address for other nodes, or ""."""
+        return self.tcp_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    @property
     def supervisor(self) -> ActorRef:
         """The address of its supervisor for other nodes."""
         return ActorRef(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
+from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
 from umbra.runtime.errors import ActorNotFound
 
 logger = logging.getLogger(__name__)
@@ -68,11 +68,16 @@ class JobRequests:
                 continue
             try:
                 request = await asyncio.to_thread(self._notice.take_request)
+                if request is not None:
+                    answer = JobAnswer(token=request.token, refusal=self._try(request))
+                    await asyncio.to_thread(self._notice.answer, answer)
             except OSError as error:
-                logger.warning("cannot look for a request: %s", error)
-                continue
-            if request is not None:
-                try:
-                    self._act_on(request)
-                except ActorNotFound as error:
-                    logger.warning("a request was left that cannot be fulfilled: %s", error)
+                logger.warning("cannot take a request from the run directory: %s", error)
+
+    def _try(self, request: JobRequest) -> str:
+        """Returns why it cannot be fulfilled, or ""."""
+        try:
+            self._act_on(request)
+        except ActorNotFound as error:
+            return str(error)
+        return ""

@@ -32,10 +32,12 @@ class Node:
     Attributes:
         gpus: its GPUs in the job's order and form: integers or UUIDs.
         num_ranks: ranks that use a GPU; local rank i has the i-th.
+        address: at which other nodes reach it; "" in a job of one node.
     """
 
     gpus: tuple[str, ...]
     num_ranks: int
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

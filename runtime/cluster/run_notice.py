@@ -2,6 +2,7 @@
 
     RUN_DIR/supervisor.json    where the job's supervisor listens; exists while it serves
     RUN_DIR/request.json       a request to it, from where its socket cannot be reached
+    RUN_DIR/answer.json        its answer, until the one who asks has read it
     RUN_DIR/preempted          exists if the last job was preempted, or ended because it lost a
                                node: its launcher starts it again
 
@@ -14,8 +15,9 @@ import contextlib
 import fcntl
 import json
 import logging
+import secrets
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -68,6 +70,7 @@ class JobRequest(Settings):
         grace_s: time for the step in progress and its checkpoint.
         node: which node leaves: its number or its id.
         bundle: the name of the bundle's file.
+        token: of this request alone.
     """
 
     job: str
@@ -75,11 +78,25 @@ class JobRequest(Settings):
     grace_s: Seconds = 300.0
     node: str = ""
     bundle: str = ""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def number(self) -> int:
         """The signal that stands for the end."""
         return PREEMPT_SIGNAL if self.kind == "preempt" else signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAnswer:
+    """That a request was taken.
+
+    Attributes:
+        token: of the request.
+        refusal: why it cannot be fulfilled; "" if it can.
+    """
+
+    token: str
+    refusal: str
 
 
 class RunNotice:
@@ -88,6 +105,7 @@ class RunNotice:
     def __init__(self, run_dir: Path) -> None:
         self._address = run_dir / "supervisor.json"
         self._request = run_dir / "request.json"
+        self._answer = run_dir / "answer.json"
         self._preempted = run_dir / "preempted"
         self._lock = run_dir / ".lock"
 
@@ -124,10 +142,17 @@ class RunNotice:
         """Raises OSError if the run directory cannot be written."""
         _write(self._request, request)
 
-    @property
-    def is_request_left(self) -> bool:
-        """Whether the supervisor has not taken the request yet."""
-        return self._request.exists()
+    def answer(self, answer: JobAnswer) -> None:
+        """Raises OSError if the run directory cannot be written."""
+        _write(self._answer, answer)
+
+    def take_answer(self, request: JobRequest) -> JobAnswer | None:
+        """The answer to a request that was left; None if there is none yet."""
+        answer = _read(JobAnswer, self._answer)
+        if answer is None or answer.token != request.token:
+            return None
+        self._answer.unlink(missing_ok=True)
+        return answer
 
     def mark_preempted(self) -> None:
         try:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from watching import DEADLINE_S, all_end
 
 from umbra.runtime.cli.umbra_command import main as umbra
 from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.run_notice import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.testing.session_factory import SessionFactory
 
@@ -130,8 +132,11 @@ def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
     job = OpenJob(umbra_session_factory, tmp_path)
 
     with joined(job) as node:
-        assert umbra(["drain", str(job.run_dir), "0"]) == 1
-        assert "no node '0' that only generates; there are: 1 (" in capsys.readouterr().err
+        for where in ("here", "elsewhere"):
+            if where == "elsewhere":  # the request is left as a file
+                hide_socket(job.run_dir)
+            assert umbra(["drain", str(job.run_dir), "0"]) == 1
+            assert "no node '0' that only generates; there are: 1 (" in capsys.readouterr().err
         statuses: list[int] = []
         drain = ["drain", str(job.run_dir), "1"]
         job.disturb(lambda: statuses.append(umbra(drain)))
@@ -143,6 +148,14 @@ def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
         umbra_session_factory.close()
         assert other.wait() == 0, other.text()
         assert "the job is over" in other.text()
+
+
+def hide_socket(run_dir: Path) -> None:
+    """As another container sees the job of a run directory."""
+    notice = RunNotice(run_dir)
+    address = notice.address()
+    assert address is not None
+    notice.post(replace(address, socket_dir="/tmp/of-another-container"))
 
 
 def test_a_machine_ends_with_a_job_that_fails(

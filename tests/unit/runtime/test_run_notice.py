@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
+from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
 
 ADDRESS = SupervisorAddress(job="a", node_id="node", pid=1, socket_dir="/tmp/none")
 REQUEST = JobRequest(job="a", kind="preempt", grace_s=3.0)
@@ -17,8 +17,19 @@ def test_a_request_is_taken_once(tmp_path: Path) -> None:
     notice = RunNotice(tmp_path)
     notice.leave_request(REQUEST)
 
-    assert notice.is_request_left
     assert [notice.take_request() for _ in range(2)] == [REQUEST, None]
+
+
+def test_an_answer_is_for_one_request(tmp_path: Path) -> None:
+    notice = RunNotice(tmp_path)
+    another = JobRequest(job="a", kind="preempt", grace_s=3.0)
+    answer = JobAnswer(token=REQUEST.token, refusal="no such node")
+    assert notice.take_answer(REQUEST) is None
+
+    notice.answer(answer)
+
+    assert notice.take_answer(another) is None
+    assert [notice.take_answer(REQUEST) for _ in range(2)] == [answer, None]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +40,7 @@ def test_a_request_that_makes_no_sense_is_ignored(tmp_path: Path, text: str) -> 
     notice = RunNotice(tmp_path)
 
     assert notice.take_request() is None
-    assert not notice.is_request_left
+    assert not (tmp_path / "request.json").exists()
 
 
 def test_a_new_job_removes_what_concerns_the_last_one(tmp_path: Path) -> None:
@@ -40,7 +51,7 @@ def test_a_new_job_removes_what_concerns_the_last_one(tmp_path: Path) -> None:
 
     notice.post(address)
     assert notice.address() == address
-    assert not notice.is_request_left
+    assert notice.take_request() is None
     assert not notice.is_preempted
 
     notice.withdraw(address)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -228,22 +229,24 @@ def test_a_layout_that_is_not_possible_is_an_error_in_words(
         plan_of(config, ("0", "1"), ranks=2)
 
 
-def two_nodes(config: TrainerConfig) -> Plan:
+ON_TWO_NODES: Final = {
+    "engine": "vllm",
+    "mode": "standalone",
+    "engine_args": {"tensor_parallel_size": 8},
+    "allow_engine_pickle": True,
+}
+
+
+def two_nodes(config: TrainerConfig, address: str = "") -> Plan:
     """Two nodes of four GPUs, of which ranks have none."""
-    nodes = [Node(gpus=UUIDS, num_ranks=0)] * 2
+    nodes = [Node(gpus=UUIDS, num_ranks=0, address=address)] * 2
     return plan_pools(config, POOL, device_type="cuda", nodes=nodes)
 
 
 def test_an_engine_on_two_nodes_has_a_follower_that_sees_the_gpus_of_the_second(
     model_dir: Path,
 ) -> None:
-    pool = {
-        "engine": "vllm",
-        "mode": "standalone",
-        "engine_args": {"tensor_parallel_size": 8},
-        "allow_engine_pickle": True,
-    }
-    config = config_of(model_dir, pool=pool)
+    config = config_of(model_dir, pool=ON_TWO_NODES)
 
     spec = policy_spec(config, two_nodes(config))
 
@@ -305,3 +308,14 @@ def test_engines_are_on_several_nodes_only_if_they_can_and_may(
 
     with pytest.raises(ConfigError, match=said):
         two_nodes(config)
+
+
+@pytest.mark.parametrize(("address", "is_refused"), [("8.8.8.8", True), ("10.1.2.3", False)])
+def test_engines_on_several_nodes_need_a_private_network(
+    model_dir: Path, address: str, is_refused: bool
+) -> None:
+    config = config_of(model_dir, pool=ON_TWO_NODES)
+    refused = pytest.raises(ConfigError, match=f"{address} is an address of the internet: set ")
+
+    with refused if is_refused else contextlib.nullcontext():
+        two_nodes(config, address)
