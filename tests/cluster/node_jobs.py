@@ -13,7 +13,8 @@ from typing import Self
 from network import Hosts
 from watching import DEADLINE_S, tree
 
-_PORT = 29400
+PORT = 29400
+"""Of torchrun's store on node 0."""
 
 
 class NodeJob:
@@ -44,7 +45,7 @@ class NodeJob:
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
             *("--nproc-per-node", "1", "--master-addr", hosts.address(0)),
-            *("--master-port", str(_PORT), "--rdzv-id", rdzv_id, "--max-restarts", "0"),
+            *("--master-port", str(PORT), "--rdzv-id", rdzv_id, "--max-restarts", "0"),
             *("--monitor-interval", "0.1", *options),
         ]
         self._program = program

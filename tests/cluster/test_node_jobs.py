@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from actor_specs import PROGRAMS
 from network import Hosts
-from node_jobs import NodeJob, assert_nothing_left
+from node_jobs import PORT, NodeJob, assert_nothing_left
 from rank_processes import poll, read_events
 from run_traces import command_of
 from watching import all_end
+from zmq.utils import z85
 
 from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
 from umbra.runtime.cluster.run_notice import RunNotice
@@ -214,6 +216,41 @@ def test_a_node_that_dies_before_it_has_met_the_others_is_named(hosts: Hosts, ho
     assert "node 0 did not meet node 1 of 2 nodes within 10 s" in failed["message"]
     assert failed["at"] - started["at"] < MEET_LIMIT_S + REPORT_LIMIT_S
     assert_nothing_left(home)
+
+
+def test_the_jobs_secret_key_is_in_no_log_command_environment_or_store(
+    hosts: Hosts, home: Path
+) -> None:
+    with NodeJob(hosts, home, 2, ranks(home, "block")) as job:
+        wait_for(job, "met")
+        (key_file,) = (home / "home").rglob("jobs/*")
+        secret = CurveKeys.load(key_file).secret
+        processes = [Path("/proc", str(pid)) for node in (0, 1) for pid in job.tree(node)]
+        seen = [(process / "cmdline").read_bytes() for process in processes]
+        seen += [(process / "environ").read_bytes() for process in processes]
+        seen.append((home / "run/supervisor.json").read_bytes())
+        stored = home / "stored"
+        program = [sys.executable, "-c", _STORED, hosts.address(0), str(PORT)]
+        assert hosts.start(0, program, stored, {}).wait(REPORT_LIMIT_S) == 0, stored.read_text()
+        os.kill(read_events(job.outputs, "started")[1]["pid"], signal.SIGKILL)
+        job.wait()
+
+    seen += [path.read_bytes() for path in [stored, *job.outputs, *(home / "run").rglob("*.log")]]
+    text = b"".join(seen)
+    assert f"tcp://{hosts.address(1)}:".encode() in stored.read_bytes()
+    assert str(key_file).encode() in text  # where the key is, is no secret
+    assert secret not in text
+    assert z85.decode(secret) not in text
+    assert_nothing_left(home)
+
+
+_STORED = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False)
+print({key: store.get(key) for key in store.list_keys()})
+"""
+"""Prints what torchrun's store has."""
 
 
 def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, home: Path) -> None:
