@@ -23,9 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Final, Self
+
+from umbra.runtime.process.descendants import child_pids
 
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 NODES: Final = ("node-a", "node-b", "node-c")
@@ -53,6 +55,7 @@ class SlurmCluster:
         self._stack = contextlib.ExitStack()
         self._folder = Path(tempfile.mkdtemp(prefix="umbra-slurm-", dir="/tmp"))
         self._conf = self._folder / "slurm.conf"
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {"SLURM_CONF": str(self._conf)}
 
     def __enter__(self) -> Self:
@@ -68,7 +71,7 @@ class SlurmCluster:
             _wait(Path(f"{munge}.sock").exists, _START_LIMIT_S, self.logs)
             self._start("slurmctld", "-D", "-i", "-f", str(self._conf))
             for node in NODES:
-                self._start("slurmd", "-D", "-N", node, "-f", str(self._conf))
+                self._start_node(node)
             self._stack.callback(self._end_jobs)
             _wait(self._is_up, _START_LIMIT_S, self.logs)
             self._stack = self._stack.pop_all()
@@ -186,7 +189,21 @@ class SlurmCluster:
             )
         )
 
-    def _start(self, *command: str) -> None:
+    @contextlib.contextmanager
+    def without(self, node: str) -> Generator[None]:
+        """Within the block, this node is gone, with all that ran on it."""
+        _kill(self._nodes[node])
+        try:
+            yield
+        finally:
+            self._start_node(node)
+            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            _wait(self._is_up, _START_LIMIT_S, self.logs)
+
+    def _start_node(self, node: str) -> None:
+        self._nodes[node] = self._start("slurmd", "-D", "-N", node, "-f", str(self._conf))
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with (self._folder / f"{command[0]}-out.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, str(_HOST), *command],
@@ -197,6 +214,7 @@ class SlurmCluster:
                 start_new_session=True,
             )
         self._stack.callback(_end, process)
+        return process
 
     def _is_up(self) -> bool:
         shown = subprocess.run(
@@ -229,6 +247,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _kill(host: subprocess.Popen[bytes]) -> None:
+    """Kills a daemon. Its host then kills what it has left."""
+    (daemon,) = child_pids(host.pid)[:1]
+    os.kill(daemon, signal.SIGKILL)
+    host.wait(20.0)
 
 
 def _wait(look: Callable[[], bool], timeout_s: float, explain: Callable[[], str]) -> None:

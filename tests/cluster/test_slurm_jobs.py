@@ -165,6 +165,28 @@ def test_a_job_of_two_nodes_that_gets_usr1_is_requeued_and_finishes(
     submission.check_nothing_is_left()
 
 
+@pytest.mark.umbra_allow_leaks("the cluster, which other tests share, starts a node again")
+def test_a_job_that_loses_a_node_is_requeued_and_finishes_on_others(
+    submission: Submission,
+) -> None:
+    job = submission.submit("train.steps=12", "train.checkpoint_every=2", options=("--nodes=2",))
+    submission.wait_for_step(job, 3)
+
+    with submission.slurm.without("node-b"):
+        submission.wait_for_text(submission.output(job), "node-a: task 0: Exited with exit code 1")
+        # srun still waits for node-b. Slurm would find after SlurmdTimeout, 300 s, that it is gone.
+        submission.slurm.run("scontrol", "update", "NodeName=node-b", "State=DOWN", "Reason=gone")
+        submission.wait_for_state(job, "COMPLETED")
+
+    output = submission.output(job).read_text()
+    assert submission.slurm.field(job, "Restarts") == "1", output
+    assert re.search(r"node 1 \(|because its node was", output), output
+    assert "resuming after step" in output
+    assert submission.slurm.field(job, "NodeList") == "node-a,node-c"
+    submission.check_each_sample_is_trained_once(12)
+    submission.check_nothing_is_left()
+
+
 def test_a_job_that_gets_usr1_before_it_trains_is_requeued_and_finishes(
     submission: Submission,
 ) -> None:
