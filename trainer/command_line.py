@@ -21,6 +21,7 @@ from umbra.trainer.checkpoint.run_dir import process_age_s
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.hub.local_paths import with_local_paths
 from umbra.trainer.reporting.console import Console
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.note_board import NoteBoard
@@ -65,6 +66,7 @@ def _read_settings(
     try:
         with failure_reported(environment):
             config = load_config(arguments.config, arguments.overrides)
+            config = with_local_paths(config, environment)
             check_setup(config, environment)
     except UmbraError as error:
         fatal_errors.report(error)

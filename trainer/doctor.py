@@ -29,6 +29,7 @@ from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.hub.local_paths import with_local_paths
 from umbra.trainer.node_checks import NodeChecks, Verdict, not_checked, verdict_of
 from umbra.trainer.rank_checks import (
     MEETING_LIMIT_S,
@@ -53,8 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the settings are wrong.
+        DataError: a model or data set cannot be downloaded from the hub.
     """
     config = load_config(arguments.config, arguments.overrides)
+    config = with_local_paths(config, TorchrunEnvironment.read({}))
     gpus = usable_gpus()
     count = num_ranks(config, len(gpus))
     environment = replace(TorchrunEnvironment.read({}), world_size=count, local_world_size=count)
@@ -86,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     bind_to_agent()
     try:
         environment = TorchrunEnvironment.read()
-        config = load_config(argv[0], argv[1:])
+        config = with_local_paths(load_config(argv[0], argv[1:]), environment)
     except UmbraError as error:
         print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
         return 2

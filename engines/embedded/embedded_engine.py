@@ -19,6 +19,7 @@ from umbra.engines.shell.engine_shell import EngineShell
 from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.hub_snapshot import local_model
 
 
 class EmbeddedEngine(EngineShell["EmbeddedCore"]):
@@ -43,7 +44,7 @@ class EmbeddedEngine(EngineShell["EmbeddedCore"]):
         load_weights: bool = False,
     ) -> None:
         config = EmbeddedConfig(
-            model_path=model_path,
+            model_path=local_model(model_path, with_weights=load_weights),
             dtype=dtype,
             device=device,
             max_num_seqs=max_num_seqs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from umbra.engines.shell.adapter_settings import AdapterSettings
@@ -11,6 +12,7 @@ from umbra.engines.shell.engine_shell import EngineShell
 from umbra.engines.shell.image_updates import ImageUpdates
 from umbra.engines.shell.polled_requests import PolledRequests
 from umbra.engines.shell.warm_up import warm_up
+from umbra.runtime.engine_api.hub_snapshot import local_model
 
 
 class AdapterEngine(EngineShell[AdapterCore]):
@@ -59,6 +61,8 @@ class ConfiguredEngine(AdapterEngine):
 
     def __init__(self, **settings: Any) -> None:
         made = self.settings_class(**settings)
+        folder = local_model(made.model_path, with_weights=made.load_weights)
+        made = replace(made, model_path=folder)
         super().__init__(
             type(self).core_class(made),
             max_num_seqs=made.max_num_seqs,

@@ -253,7 +253,11 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 
 def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
+    serve.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="TOML file, or a model directory, or a model's name on the hub",
+    )
     _add_overrides(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
     serve.add_argument(
@@ -271,8 +275,8 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         "config",
         nargs="?",
         metavar="CONFIG",
-        help="a model directory, or the TOML file of a training run, whose model and engine "
-        "settings are used; not with --url",
+        help="a model directory or a model's name on the hub, or the TOML file of a training run, "
+        "whose model and engine settings are used; not with --url",
     )
     _add_overrides(generate)
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")

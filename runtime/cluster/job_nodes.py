@@ -174,7 +174,7 @@ def meet_nodes(
     deadline = time.monotonic() + timeout_s
     missing = "the others"
     try:
-        store = _open_store(environment, timeout_s)
+        store = open_job_store(environment, timeout_s)
         with _shared_file(store, environment.node_rank, run_dir) as problem:
             store.set(_key(environment.node_rank), _encode(replace(me, problem=problem)))
             nodes: list[JobNode] = []
@@ -216,7 +216,7 @@ def _report_failure(environment: TorchrunEnvironment, failure: str) -> None:
         failure=failure,
     )
     with contextlib.suppress(RuntimeError):  # no store: torchrun has ended on node 0
-        store = _open_store(environment, _REPORT_LIMIT_S)
+        store = open_job_store(environment, _REPORT_LIMIT_S)
         store.compare_set(_key(environment.node_rank), "", _encode(me))
         if environment.node_rank == 0:
             store.compare_set(_SHARED_FILE, "", ".")  # others look for no file
@@ -243,7 +243,12 @@ def _encode(node: JobNode) -> str:
     return json.dumps(to_wire(node))
 
 
-def _open_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
+def open_job_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
+    """The ranks' store. Any rank may call it, before and besides `meet_nodes`.
+
+    Args:
+        timeout_s: limit of a call of the store.
+    """
     import torch.distributed
 
     dist: Any = torch.distributed

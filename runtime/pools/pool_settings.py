@@ -168,8 +168,9 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
     functions call them by `ctx.pool("NAME")`; the name has letters, digits and `_`.
 
     Attributes:
-        model_path: A Hugging Face model directory with config, safetensors and tokenizer. The
-            engines load it themselves, and training does not change it.
+        model_path: A Hugging Face model directory with config, safetensors and tokenizer, or the
+            name of a model on the hub, as in `model.path`. The engines load it themselves, and
+            training does not change it.
         mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
             pools have GPUs of their own, and are always awake.
         dtype: Data type of computation. Default: `model.dtype`.

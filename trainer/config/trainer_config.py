@@ -106,7 +106,9 @@ class ModelSection(Settings):
     """`[model]`: the policy.
 
     Attributes:
-        path: A Hugging Face model directory with config, safetensors and tokenizer.
+        path: A Hugging Face model directory with config, safetensors and tokenizer, or the name of
+            a model on the hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@COMMIT". A directory
+            of that name wins.
         dtype: Data type of computation, and of the weights that engines get. bfloat16 takes half
             the memory of float32 and is less exact.
         master_dtype: Data type of parameters and optimizer state. Default: float32, or float64
@@ -128,11 +130,15 @@ class ModelSection(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(Settings):
-    """`[data]`: prompts, as JSONL or Parquet.
+    """`[data]`: prompts, as JSONL or Parquet, or on the hub.
 
     Attributes:
-        train: File of prompts to train on.
-        eval: File of held-out prompts. Without it nothing is evaluated.
+        train: File of prompts to train on, or the name of a data set on the hub: "openai/gsm8k",
+            with its configuration "openai/gsm8k/main", and with a split "openai/gsm8k/main:train".
+            A file of that name wins. The split is "train" where none is given. Needs the extra
+            "hub".
+        eval: File of held-out prompts, or a name like that of `train`, whose split is "test" where
+            none is given. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column` and renders them by the tokenizer's chat template.
             "auto" chooses by which of the two columns is there, and takes a list in
@@ -168,7 +174,8 @@ class EvalSection(Settings):
         samples: Completions per held-out prompt. Above 1, pass@k is measured, too, and
             `temperature` has to be above 0. More take longer and measure better.
         temperature: 0 is greedy. Above 0, completions are sampled.
-        sets: Further files of held-out prompts by name, which only `umbra eval` evaluates.
+        sets: Further files of held-out prompts, or data sets as for `data.eval`, by name. Only
+            `umbra eval` evaluates them.
     """
 
     samples: Positive = 1

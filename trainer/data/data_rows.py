@@ -15,6 +15,7 @@ from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 _JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
+SUFFIXES: Final = _JSONL_SUFFIXES + _PARQUET_SUFFIXES
 _BATCH_NUM_ROWS: Final = 1024
 """Rows of Parquet read at a time. Many more delay the first row, few make the others slower."""
 
@@ -31,8 +32,8 @@ def check_data_file(path: Path, key: str) -> None:
         raise DataError(f"{key}: {path.absolute()} cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode):
         raise DataError(f"{key}: {path} is a folder; give one JSONL or Parquet file")
-    if path.suffix not in _PARQUET_SUFFIXES + _JSONL_SUFFIXES:
-        known = ", ".join(_JSONL_SUFFIXES + _PARQUET_SUFFIXES)
+    if path.suffix not in SUFFIXES:
+        known = ", ".join(SUFFIXES)
         raise DataError(f"{key}: {path} ends in {path.suffix!r}; known formats end in {known}")
     if status.st_size == 0:
         raise DataError(f"{key}: {path} is empty; it needs at least one prompt")

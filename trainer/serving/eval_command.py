@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -23,6 +24,7 @@ from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.hub.local_paths import with_local_paths
 from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.run_files import check_writable, write_json
 from umbra.trainer.services import MANAGER, manager_spec, prompt_budget, worker_specs
@@ -41,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     overrides: list[str] = arguments.overrides
     config = load_config(arguments.config, overrides)
+    config = with_local_paths(config, TorchrunEnvironment.read({}))
     sets = _held_out_sets(config)
     check_models(config)
     check_stop_tokens(config)
@@ -63,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
             )  # imports torch
 
             export_checkpoint(config.model, checkpoint, folder / "model")
-            overrides = [*overrides, f"model.path={folder / 'model'}"]
-            config = load_config(arguments.config, overrides)
+            config = replace(config, model=replace(config.model, path=folder / "model"))
         prompts = prepare_held_out(
             config.data, sets, _tokenizer(config), prompt_budget(config), folder=folder
         )
+        overrides = [*overrides, f"model.path={config.model.path}"]
         served = read_serve_config(arguments.config, overrides)
 
         def engine_pools() -> list[PoolSpec]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from umbra.runtime.cluster.placement import Node, Plan
+from umbra.runtime.engine_api.hub_snapshot import snapshot_name
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -20,22 +21,28 @@ from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
+from umbra.trainer.hub.hub_names import model_name
+from umbra.trainer.hub.local_paths import with_local_models
 from umbra.trainer.pool_placement import engine_device, plan_pools
 from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 
 
 def read_serve_config(source: str, overrides: Sequence[str]) -> ServeConfig:
-    """Reads a config file, or makes a config for a model directory.
+    """Reads a config file, or makes a config for a model directory or a model of the hub, which is
+    downloaded.
 
     Raises:
         ConfigError: settings are wrong.
+        DataError: a model cannot be downloaded.
     """
     path = Path(source)
-    if path.is_dir():
-        values = {"model": {"path": str(path)}}
-        return check_config(ServeConfig, values, source, overrides)
-    return read_config(ServeConfig, path, overrides)
+    if path.is_dir() or (path.suffix != ".toml" and model_name(path)):
+        values = {"model": {"path": source}}
+        config = check_config(ServeConfig, values, source, overrides)
+    else:
+        config = read_config(ServeConfig, path, overrides)
+    return with_local_models(config)
 
 
 def read_one_engine_config(
@@ -148,7 +155,7 @@ def _policy(config: ServeConfig) -> ServedPoolConfig:
         shares_memory=bool(turns_s),
     )
     return ServedPoolConfig(
-        model=config.model.path.absolute().name,
+        model=snapshot_name(config.model.path) or config.model.path.absolute().name,
         model_path=str(config.model.path.absolute()),
         section="pool",
         path_setting="model.path",

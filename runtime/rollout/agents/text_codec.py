@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 
 
@@ -39,7 +40,7 @@ class TextCodec:
             DataError: there is no tokenizer, or it is damaged.
             ConfigError: neither `tokenizers` nor `transformers` is installed.
         """
-        target = Path(path)
+        target = Path(local_model(path, with_weights=False))
         file = target / "tokenizer.json" if target.is_dir() else target
         return cls._from_json(file) if file.is_file() else cls._from_transformers(target)
 

@@ -46,6 +46,7 @@ LAYERS: Final = (
     ("trainer.algorithms.algorithm_names",),
     ("trainer.config",),
     ("trainer.data",),
+    ("trainer.hub",),
     ("trainer.algorithms",),
     ("trainer.model",),
     ("trainer.checkpoint",),

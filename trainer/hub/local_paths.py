@@ -1,0 +1,155 @@
+"""Puts local paths in the place of hub names in a config, before anything reads them.
+
+    rank 0                    downloads ─▶ paths ─▶ the ranks' store ─┐
+    local rank 0 of others    download the same commits ─▶ store ─────┤
+    all ranks                 wait for all nodes, and take the paths of their own
+
+Local paths that exist are used as they are. Without hub names, nothing is imported or waited for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.job_nodes import Store, open_job_store
+from umbra.runtime.engine_api.hub_snapshot import download_model, local_model
+from umbra.runtime.errors import DataError, JobFailed, UmbraError
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.hub.hub_data import download_data
+from umbra.trainer.hub.hub_names import HubName, data_name, model_name
+
+_LIMIT_S: Final = 6 * 3600.0
+"""For a node's downloads. A shorter time ends jobs with large models and slow networks; a longer
+one delays the end of a job whose node hangs. A connection that hangs ends earlier."""
+
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
+
+
+def with_local_models(config: _Config) -> _Config:
+    """Downloads the models that a config names, into this machine's cache.
+
+    Raises:
+        DataError: one is neither in the cache nor to be had from the hub.
+    """
+    return _replaced(config, {key: _model(key, name) for key, name in _models(config).items()})
+
+
+def with_local_paths(config: TrainerConfig, environment: TorchrunEnvironment) -> TrainerConfig:
+    """Downloads models and data sets, once on each node. Every rank calls it.
+
+    Raises:
+        DataError: one is neither in the cache nor to be had from the hub.
+        JobFailed: a node does not finish in time.
+    """
+    if not (_models(config) or _data(config)):
+        return config
+    if environment.world_size == 1:
+        return _replaced(config, _download(config, {}))
+    # torchrun's store lives on when it restarts the ranks.
+    start = "" if environment.has_own_store else environment.incarnation
+    keys = [f"hub-{start}-{node}" for node in range(environment.num_nodes)]
+    store, mine = open_job_store(environment, _LIMIT_S), keys[environment.node_rank]
+    if environment.local_rank == 0:
+        first = {} if environment.node_rank == 0 else _await(store, keys[0])
+        store.set(mine, _outcome(lambda: _download(config, first)))
+    paths = {key: _await(store, key) for key in keys}
+    return _replaced(config, {key: Path(path) for key, path in paths[mine].items()})
+
+
+def _outcome(download: Callable[[], Mapping[str, Path]]) -> str:
+    try:
+        return json.dumps({"paths": {key: str(path) for key, path in download().items()}})
+    except UmbraError as error:
+        return json.dumps({"error": str(error)})
+
+
+def _await(store: Store, key: str) -> dict[str, str]:
+    """The paths of a node. Raises as `with_local_paths`."""
+    try:
+        store.wait([key], timedelta(seconds=_LIMIT_S))
+        outcome: dict[str, Any] = json.loads(store.get(key))
+    except RuntimeError as error:  # torch.distributed.DistError
+        raise JobFailed(
+            f"node {key.rpartition('-')[2]} did not report its downloads from the hub: see the "
+            f"output there ({str(error).splitlines()[0]})"
+        ) from error
+    if "error" in outcome:
+        raise DataError(outcome["error"])
+    return outcome["paths"]
+
+
+def _download(config: TrainerConfig, first: Mapping[str, str]) -> dict[str, Path]:
+    """Local paths by setting.
+
+    Args:
+        first: those of the first node, which name commits; empty on that node itself.
+    """
+    paths: dict[str, Path] = {}
+    for key, name in _models(config).items():
+        paths[key] = (
+            Path(local_model(first[key], with_weights=True)) if first else _model(key, name)
+        )
+    for key, name in _data(config).items():
+        try:
+            paths[key] = download_data(name)
+        except DataError as error:
+            raise DataError(
+                f"{key}: there is no such file, and {error}, or {key} to a file"
+            ) from error
+    return paths
+
+
+def _model(key: str, name: HubName) -> Path:
+    try:
+        return download_model(name.repo, name.revision, with_weights=True)
+    except DataError as error:
+        raise DataError(
+            f"{key}: no directory {Path(name.repo).absolute()}, and {error}, or {key} to a local "
+            "directory"
+        ) from error
+
+
+def _models(config: TrainerConfig | ServeConfig) -> dict[str, HubName]:
+    """The settings that name models of the hub."""
+    paths = {"model.path": config.model.path}
+    paths |= {f"pools.{name}.model_path": pool.model_path for name, pool in config.pools.items()}
+    return {key: name for key, path in paths.items() if (name := model_name(path))}
+
+
+def _data(config: TrainerConfig) -> dict[str, HubName]:
+    """The settings that name data sets of the hub."""
+    names = {"data.train": data_name(config.data.train, "train")}
+    if config.data.eval is not None:
+        names["data.eval"] = data_name(config.data.eval, "test")
+    for each, path in config.eval.sets.items():
+        names[f"eval.sets.{each}"] = data_name(path, "test")
+    return {key: name for key, name in names.items() if name}
+
+
+def _replaced(config: _Config, paths: Mapping[str, Path]) -> _Config:
+    if not paths:
+        return config
+    model = replace(config.model, path=paths.get("model.path", config.model.path))
+    pools = {
+        name: replace(pool, model_path=paths.get(f"pools.{name}.model_path", pool.model_path))
+        for name, pool in config.pools.items()
+    }
+    held_out = {
+        name: paths.get(f"eval.sets.{name}", path) for name, path in config.eval.sets.items()
+    }
+    data = config.data
+    if data is not None:
+        data = replace(
+            data,
+            train=paths.get("data.train", data.train),
+            eval=paths.get("data.eval", data.eval),
+        )
+    evaluation = replace(config.eval, sets=held_out)
+    changed: Any = {"model": model, "pools": pools, "eval": evaluation, "data": data}
+    return replace(config, **changed)
