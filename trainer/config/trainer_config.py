@@ -140,11 +140,12 @@ class DataSection(Settings):
         eval: File of held-out prompts, or a name like that of `train`, whose split is "test" where
             none is given. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
-            content} from `messages_column` and renders them by the tokenizer's chat template.
+            content} from `messages_column`, or texts, each the one message of a user, and renders
+            them by the tokenizer's chat template.
             "auto" chooses by which of the two columns is there, and takes a list in
             `prompt_column`, as TRL has chats, for a chat.
         prompt_column: Column of plain prompts.
-        messages_column: Column of chats.
+        messages_column: Column of chats, or of users' messages.
         chat_template_kwargs: Further variables of the chat template.
         id_column: Column of unique names of the prompts. Default: row numbers.
         overlong: What to do with a prompt that leaves no room for `rollout.max_new_tokens` in

@@ -210,6 +210,8 @@ def _content(data: DataSection, where: str, row: Mapping[str, Any]) -> str | lis
     """A row's prompt: text, or the messages of a chat."""
     if _is_chat(data, where, row):
         messages = row[data.messages_column]
+        if isinstance(messages, str) and data.format == "chat":
+            return [{"role": "user", "content": messages}]
         if not _are_messages(messages):
             raise DataError(
                 f"{where}: {data.messages_column!r} must be a list of objects with 'role' and "

@@ -17,7 +17,7 @@ from umbra.trainer.config.config_file import load_config
 REPOSITORY = Path(__file__).parents[3]
 SCRIPTS = [*REPOSITORY.glob("launch/**/*.sh"), *REPOSITORY.glob("launch/**/*.sbatch")]
 SCRIPTS.append(REPOSITORY / ".ci/run")
-CONFIGS = sorted(REPOSITORY.glob("launch/configs/*.toml"))
+CONFIGS = sorted(REPOSITORY.glob("launch/**/*.toml"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

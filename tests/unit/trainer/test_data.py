@@ -81,6 +81,18 @@ def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: PromptToken
     prompts.close()
 
 
+def test_a_column_of_texts_may_be_users_messages(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    rows = [{"question": "hi", "answer": "1"}]
+
+    files = prepare(tmp_path, tokenizer, rows, format="chat", messages_column="question")
+
+    prompts = PromptSet.open(files.train_path)
+    assert prompts[0].text == "u=hi a="
+    prompts.close()
+
+
 def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}], "prompt": "unused"}]
 
