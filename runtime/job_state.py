@@ -71,8 +71,9 @@ class EngineStatus:
     Attributes:
         node_id: its node; "" while it has no process that answers.
         pid: of its last process.
-        state: see `umbra.runtime.engine_api.lifecycle`; DEAD until its next process is ready.
-        state_age_s: time since it entered that state.
+        state: see `umbra.runtime.engine_api.lifecycle`. After its process has ended it is DEAD,
+            and STARTING once it has the next one.
+        state_age_s: time since it entered that state, or since its last process ended.
         version: of the weights that it holds for certain.
         gpus: on which it computes, by index or UUID; empty on the CPU, or if it may use any.
         running, waiting: requests that it generates for, and that it has queued; None if it does
@@ -119,8 +120,9 @@ class RolloutStatus:
     """The work of the rollout manager.
 
     Attributes:
-        call: what the ranks wait for, such as "next_batch for step 12"; "" if nothing.
-        waiting_ranks: those that wait for it.
+        call: what the ranks have called and is not complete, such as "next_batch for step 12"; ""
+            if nothing.
+        waiting_ranks: those that wait for it, or for the ledger to write what is complete.
         waiting_ages_s: for how long each of them has.
         step: whose batch the ranks asked for last, from 1; 0 before the first.
         groups_per_step: size of a batch.
@@ -208,13 +210,15 @@ def describe_phase(
         if late and rollouts.waiting_ranks:
             return f"{_names(rollouts.waiting_ranks)} waits for {late} to call {rollouts.call}"
         return f"the ranks wait for {rollouts.call}: {_progress(rollouts)}"
+    if rollouts.waiting_ranks:
+        return "the ranks wait for the ledger, which writes what they get"
     return f"the ranks train: {_progress(rollouts)}" if rollouts.step else "the run is starting"
 
 
 def _progress(rollouts: RolloutStatus) -> str:
-    parts = [f"{rollouts.groups_ready} of {rollouts.groups_per_step} groups are ready"]
+    parts = [f"{rollouts.groups_ready} of {rollouts.groups_per_step} groups ready"]
     if rollouts.trajectories_open:
-        parts.append(f"{rollouts.trajectories_open} trajectories are generated")
+        parts.append(f"{rollouts.trajectories_open} trajectories in flight")
     if rollouts.turns_waiting:
         parts.append(f"{rollouts.turns_waiting} wait for an engine")
     return ", ".join(parts)

@@ -167,7 +167,7 @@ async def _engine_status(engine: PoolEngine) -> EngineStatus:
         name=engine.name,
         node_id=engine.node_id,
         pid=engine.actor.pid,
-        state=str(engine.state),
+        state=str(ActorState.STARTING if engine.is_starting else engine.state),
         state_age_s=engine.state_age_s,
         incarnation=engine.incarnation,
         version=engine.version,
@@ -185,7 +185,8 @@ def _waits(
     waits: dict[int, tuple[str, float]] = {}
     if rollouts is not None:
         waiting = zip(rollouts.waiting_ranks, rollouts.waiting_ages_s, strict=True)
-        waits = {rank: (f"{rollouts.name}: {rollouts.call}", age_s) for rank, age_s in waiting}
+        what = f"{rollouts.name}: {rollouts.call or 'the ledger writes the answer'}"
+        waits = {rank: (what, age_s) for rank, age_s in waiting}
     for pool in pools:
         what = f"sync of version {pool.sync_version} to {pool.name}: {pool.sync_phase}"
         waits |= {rank: (what, pool.sync_age_s) for rank in pool.sync_ranks}

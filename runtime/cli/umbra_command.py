@@ -71,6 +71,11 @@ _DUMP: Final = (
     "engines, calls that wait and for how long, logs, GPUs. It is printed in short, and written in "
     "full to RUN_DIR/bundles. Nothing is stopped."
 )
+_TOP: Final = (
+    "Shows what a run is doing, again each second until Ctrl-C: progress, the parts of a step's "
+    "time, engines, queues, who waits for what, and the last events. Run it on the node of rank 0. "
+    "Of a run that has ended, it shows what the files have."
+)
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
     "--url, by a server that is running."
@@ -128,6 +133,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import trace_command
 
             return trace_command.run(arguments)
+        case "top":
+            from umbra.runtime.cli import top_command
+
+            return top_command.run(arguments)
         case "doctor":
             # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.doctor").run(arguments))
@@ -192,6 +201,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     drain.add_argument("node", metavar="NODE", help="its number or id, as the job reported it")
     dump = commands.add_parser("dump", help="what a job is doing", description=_DUMP)
     dump.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    top = commands.add_parser("top", help="watch a run", description=_TOP)
+    top.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    top.add_argument("--once", action="store_true", help="print one frame and exit")
     _add_eval_arguments(
         commands.add_parser("eval", help="scores of a model, without training", description=_EVAL)
     )

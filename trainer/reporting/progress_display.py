@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
+from umbra.runtime.durations import format_duration
+
 # Recent steps whose mean duration predicts the remaining time. Fewer make the prediction jump, more
 # make it lag behind changes.
 _ETA_WINDOW: Final = 20
@@ -87,13 +89,6 @@ def format_step(step: int, total: int, row: Mapping[str, float], eta_s: float) -
         f"sync {row['time/sync_s']:.2f}s  train {row['time/train_s']:.2f}s  "
         f"eta {format_duration(eta_s)}"
     )
-
-
-def format_duration(seconds: float) -> str:
-    """`0:52`, `12:07` or `3:25:00`."""
-    minutes, seconds_left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def _make_bar(stream: TextIO) -> Any:

@@ -82,7 +82,7 @@ def test_the_state_shows_engines_queues_and_who_waits(
     assert done.phase.startswith("the ranks train")
 
 
-def test_a_killed_engine_is_dead_until_its_next_process_is_ready(
+def test_a_killed_engine_is_starting_until_its_next_process_is_ready(
     umbra_session_factory: SessionFactory, tmp_path: Path
 ) -> None:
     session = umbra_session_factory()
@@ -91,7 +91,7 @@ def test_a_killed_engine_is_dead_until_its_next_process_is_ready(
     live.publish(0)
 
     live.signal("policy-0", signal.SIGKILL)
-    dead = wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "DEAD")
+    dead = wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "STARTING")
     back = wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "PENDING_WEIGHTS")
 
     (_, lost), (_, other) = dead.engines

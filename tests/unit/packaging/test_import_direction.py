@@ -16,7 +16,14 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parents[3]
 
 LAYERS: Final = (
-    ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of"),
+    (
+        "runtime.errors",
+        "runtime.disk",
+        "runtime.durations",
+        "runtime.escaping",
+        "runtime.first_of",
+        "runtime.step_metrics",
+    ),
     ("runtime.settings", "runtime.tracing"),
     ("runtime.job_state",),
     ("runtime.process", "runtime.rpc"),

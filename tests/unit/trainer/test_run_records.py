@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from byte_tokenizer import byte_codec
 
+from umbra.runtime.durations import format_duration
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.checkpoint.run_dir import (
@@ -31,7 +32,7 @@ from umbra.trainer.data.prompt_tokenizer import read_model_config
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.note_board import NoteBoard
-from umbra.trainer.reporting.progress_display import Progress, format_duration, format_step
+from umbra.trainer.reporting.progress_display import Progress, format_step
 from umbra.trainer.reporting.run_report import reward_ends
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.run_files import (

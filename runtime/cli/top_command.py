@@ -1,0 +1,94 @@
+"""`umbra top RUN_DIR`: shows what a run is doing, again each second, or once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.cli.live_job import job_state
+from umbra.runtime.cli.top_frame import RunView, frame
+from umbra.runtime.cluster.run_events import read_events
+from umbra.runtime.errors import ConfigError, DeadlineExceeded
+from umbra.runtime.step_metrics import last_steps, total_steps
+
+_INTERVAL_S: Final = 1.0
+"""Between two frames. Shorter ones cost the job's processes time and can hardly be read."""
+_WIDTH: Final = 200
+"""Of a line where there is no terminal."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows frames until Ctrl-C. Without a terminal it prints them one below the other, until the
+    job ends.
+
+    Raises:
+        ConfigError: there is no such directory, or it cannot be read.
+    """
+    run_dir = Path(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    try:
+        if arguments.once or not sys.stdout.isatty():
+            _print_frames(run_dir, once=arguments.once)
+        else:
+            with contextlib.suppress(KeyboardInterrupt), _whole_screen():
+                while True:
+                    _draw(run_dir)
+                    time.sleep(_INTERVAL_S)
+    except OSError as error:
+        raise ConfigError(f"cannot use {run_dir}: {error}") from error
+    return 0
+
+
+def look(run_dir: Path) -> RunView:
+    """What there is to see now."""
+    state, problem = None, ""
+    try:
+        state = asyncio.run(job_state(run_dir))
+    except DeadlineExceeded as error:
+        problem = f"the supervisor does not answer ({error}); see umbra dump"
+    return RunView(
+        name=str(run_dir),
+        state=state,
+        problem=problem,
+        steps=last_steps(run_dir),
+        total_steps=total_steps(run_dir),
+        events=read_events(run_dir),
+    )
+
+
+def _print_frames(run_dir: Path, *, once: bool) -> None:
+    while True:
+        view = look(run_dir)
+        print("\n".join(frame(view, time.time(), width=_WIDTH)), flush=True)
+        if once or (view.state is None and not view.problem):
+            return
+        print()
+        time.sleep(_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def _whole_screen() -> Generator[None]:
+    """The terminal's second screen, without a cursor, within the block."""
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+    try:
+        yield
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+
+
+def _draw(run_dir: Path) -> None:
+    view = look(run_dir)
+    size = shutil.get_terminal_size()
+    lines = frame(view, time.time(), width=size.columns, height=size.lines)[: size.lines]
+    # Overwritten in one write, because an empty screen in between would flicker.
+    sys.stdout.write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
+    sys.stdout.flush()

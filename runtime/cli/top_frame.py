@@ -1,0 +1,212 @@
+"""One frame of `umbra top`: a run's files and the state of its job as lines of text. Pure."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from umbra.runtime.cluster.run_events import RunEvent
+from umbra.runtime.durations import format_duration
+from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.job_state import EngineStatus, JobState
+from umbra.runtime.step_metrics import Row, seconds_left
+
+_NUMBER: Final = re.compile(r"[\d.]+(:\d\d)?|-|")
+_BAR_LEN: Final = 20
+_NUM_EVENTS: Final = 5
+_FIXED_HEIGHT: Final = 20
+"""Lines of a frame beside the table of engines, with some ranks and actors."""
+_PARTS: Final = ("rollout", "train", "sync", "sleep")
+"""Of a step's time, as in `time/rollout_s`; the rest is shown as `other`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """What a frame shows.
+
+    Attributes:
+        name: of the run.
+        state: None if no job runs.
+        problem: why the state is not known, although a job may run; else "".
+        steps: metrics of the last steps, the oldest first.
+        total_steps: 0 if it is not known.
+        events: the oldest first.
+    """
+
+    name: str
+    state: JobState | None
+    problem: str = ""
+    steps: Sequence[Row] = ()
+    total_steps: int = 0
+    events: Sequence[RunEvent] = field(default_factory=list[RunEvent])
+
+
+def frame(view: RunView, now: float, *, width: int, height: int | None = None) -> list[str]:
+    """The lines of a frame.
+
+    Args:
+        now: seconds since 1970.
+        width: longer lines are cut off.
+        height: of the screen. Engines that would not fit are summed up; None shows all.
+    """
+    lines = [*_progress_lines(view, now), ""]
+    if view.state is None:
+        lines.append(view.problem or "no job of this run is running on this machine")
+    else:
+        lines += _state_lines(view.state, height)
+    if view.events:
+        lines += ["", *_event_lines(view.events[-_NUM_EVENTS:])]
+    return [escape_unprintable(line, keep="")[:width].rstrip() for line in lines]
+
+
+def _progress_lines(view: RunView, now: float) -> list[str]:
+    if not view.steps:
+        return [f"{view.name}   no step is done yet"]
+    row, total = view.steps[-1], view.total_steps
+    done = int(row["step"])
+    parts = [view.name, f"step {done}"]
+    if total:
+        num_full = min(_BAR_LEN, _BAR_LEN * done // total)
+        parts[1] += f"/{total}"
+        parts.append(f"[{'#' * num_full}{'-' * (_BAR_LEN - num_full)}]")
+    if view.state is not None:
+        left_s = seconds_left(view.steps, total)
+        parts += [] if left_s is None else [f"eta {format_duration(left_s)}"]
+    parts.append(f"last step {format_duration(max(0.0, now - row['time']))} ago")
+    return ["   ".join(parts), _reward_line(row), _time_line(row)]
+
+
+def _reward_line(row: Row) -> str:
+    words = [
+        ("reward", "rollout/reward_mean", "{:.3f}"),
+        ("best", "rollout/reward_max", "{:.3f}"),
+        ("tok/s", "rollout/tokens_per_s", "{:,.0f}"),
+        ("staleness", "rollout/staleness_mean", "{:.2f}"),
+        ("version", "sync/version", "{:.0f}"),
+        ("engines idle", "rollout/engine_idle_share", "{:.0%}"),
+    ]
+    return "   ".join(f"{word} {text.format(row[key])}" for word, key, text in words if key in row)
+
+
+def _time_line(row: Row) -> str:
+    spent = {name: row.get(f"time/{name}_s", 0.0) for name in _PARTS}
+    spent["other"] = max(0.0, row["time/step_s"] - sum(spent.values()))
+    parts = [f"{name} {seconds:.2f}" for name, seconds in spent.items()]
+    return f"step {row['time/step_s']:.2f} s = {' + '.join(parts)}"
+
+
+def _state_lines(state: JobState, height: int | None) -> list[str]:
+    engines = state.engines
+    limit = len(engines) if height is None else max(1, height - _FIXED_HEIGHT)
+    lines = [f"now: {state.phase}"]
+    if state.failure:
+        lines.append(f"FAILED: {state.failure.splitlines()[0]}")
+    lines += [
+        f"{node.name} does not answer: {node.problem}" for node in state.nodes if node.problem
+    ]
+    lines += ["", *_table(["RANKS", "WAIT FOR", "SECONDS"], _rank_rows(state))]
+    lines += ["", *_table(_ENGINE_HEADINGS, _engine_rows(engines, limit))]
+    if len(engines) > limit:
+        rest = Counter(engine.state for _, engine in _by_interest(engines)[limit:])
+        counts = ", ".join(f"{count} {name}" for name, count in rest.items())
+        lines.append(f"… and {len(engines) - limit} more: {counts}")
+    if rollouts := state.rollouts:
+        lines += [
+            "",
+            f"groups: {rollouts.groups_open} open, {rollouts.groups_ready} ready, "
+            f"{rollouts.groups_leased} in training; done: {rollouts.groups_trained} trained, "
+            f"{rollouts.groups_dropped} dropped",
+            f"trajectories: {rollouts.trajectories_open} open with {rollouts.tokens:,} tokens, "
+            f"{rollouts.turns_waiting} wait for an engine",
+        ]
+    if others := _other_actors(state):
+        lines += ["", f"other processes: {others}"]
+    return lines
+
+
+def _rank_rows(state: JobState) -> list[list[str]]:
+    """One row for all ranks that wait for the same."""
+    waiting: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    for rank in state.ranks:
+        waiting[rank.waits_for].append((rank.rank, rank.waits_s))
+    return [
+        [
+            ",".join(str(rank) for rank, _ in ranks),
+            what or "nothing: they compute",
+            f"{max(age_s for _, age_s in ranks):.1f}" if what else "",
+        ]
+        for what, ranks in waiting.items()
+    ]
+
+
+_ENGINE_HEADINGS: Final = [
+    "ENGINE", "NODE", "GPUS", "PID", "STATE", "SINCE", "VERSION", "RUNNING", "WAITING", "RESTARTS",
+]  # fmt: skip
+
+
+def _by_interest(engines: Iterable[tuple[str, EngineStatus]]) -> list[tuple[str, EngineStatus]]:
+    """Those that serve last."""
+    return sorted(engines, key=lambda item: item[1].state == "SERVING")
+
+
+def _engine_rows(engines: Sequence[tuple[str, EngineStatus]], limit: int) -> list[list[str]]:
+    shown = engines if len(engines) <= limit else _by_interest(engines)[:limit]
+    return [
+        [
+            engine.name,
+            engine.node_id or "-",
+            ",".join(engine.gpus) or "-",
+            str(engine.pid),
+            engine.state,
+            format_duration(engine.state_age_s),
+            _number(engine.version),
+            _number(engine.running),
+            _number(engine.waiting),
+            str(engine.num_restarts),
+        ]
+        for _, engine in shown
+    ]
+
+
+def _other_actors(state: JobState) -> str:
+    actors = [actor for node in state.nodes for actor in node.actors if actor.role != "engine"]
+    return ", ".join(
+        f"{actor.name} {actor.state}"
+        + (f" ({actor.num_restarts} restarts)" if actor.num_restarts else "")
+        for actor in actors
+    )
+
+
+def _event_lines(events: Iterable[RunEvent]) -> list[str]:
+    rows = [
+        [
+            time.strftime("%H:%M:%S", time.localtime(event.time)),
+            event.kind,
+            event.who,
+            event.text.splitlines()[0] if event.text else "",
+        ]
+        for event in events
+    ]
+    return _table(["TIME", "EVENT", "WHO", "WHAT"], rows)
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Numbers are aligned to the right."""
+    columns = list(zip(headings, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_number = [all(map(_NUMBER.fullmatch, cells)) for _, *cells in columns]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        )
+        for row in (headings, *rows)
+    ]

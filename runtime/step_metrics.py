@@ -1,0 +1,53 @@
+"""The last lines of a run's metrics.jsonl, for those who watch the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_TAIL_NBYTES: Final = 256 << 10
+"""Most that is read: about fifty steps. The whole file of a long run would take seconds."""
+
+Row = Mapping[str, float]
+
+
+def last_steps(run_dir: Path) -> list[Row]:
+    """The metrics of the last steps, the oldest first, without evaluations; none if there is no
+    such file."""
+    rows: list[Row] = []
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
+            lines = file.read(_TAIL_NBYTES).splitlines()
+    except FileNotFoundError:
+        return rows
+    for line in lines:
+        try:
+            row: Row = json.loads(line)
+        except ValueError:  # cut off, at the beginning or while it is written
+            continue
+        if "time/step_s" in row:
+            rows.append(row)
+    return rows
+
+
+def total_steps(run_dir: Path) -> int:
+    """`train.steps` of the last start; 0 if it is not known."""
+    try:
+        content: Any = json.loads((run_dir / "settings.json").read_bytes())
+        return int(content["settings"]["train"]["steps"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def seconds_left(rows: Sequence[Row], total: int, window: int = 20) -> float | None:
+    """Time until the last step, by the mean duration of the last `window` steps; None without two
+    steps to compare, or if all are done."""
+    recent = rows[-window - 1 :]
+    if len(recent) < 2 or recent[-1]["step"] >= total:
+        return None
+    pace_s = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
+    return pace_s * (total - recent[-1]["step"])

@@ -1,0 +1,109 @@
+"""A frame of `umbra top` from a state and a run's files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from umbra.runtime.cli.top_frame import RunView, frame
+from umbra.runtime.cluster.run_events import RunEvent
+from umbra.runtime.job_state import (
+    ActorStatus,
+    EngineStatus,
+    JobState,
+    NodeStatus,
+    PoolStatus,
+    RankStatus,
+    RolloutStatus,
+    describe_phase,
+)
+
+ROW = {
+    "rollout/reward_mean": 0.4314,
+    "rollout/tokens_per_s": 17204.0,
+    "time/step_s": 2.0,
+    "time/rollout_s": 1.0,
+    "time/train_s": 0.75,
+    "time/sync_s": 0.125,
+}
+ROLLOUTS = RolloutStatus(
+    name="rollouts", call="next_batch for step 3", waiting_ranks=(0, 1), waiting_ages_s=(2.5, 2.5),
+    step=3, groups_per_step=4, groups_open=6, groups_ready=1, trajectories_open=12, turns_waiting=5,
+)  # fmt: skip
+
+
+def engine(idx: int, state: str = "SERVING") -> EngineStatus:
+    return EngineStatus(
+        name=f"policy-{idx}", node_id="host", pid=40 + idx, state=state, state_age_s=63.0,
+        incarnation=1, version=7, num_restarts=0, gpus=(str(idx),), running=8, waiting=0,
+    )  # fmt: skip
+
+
+def job(num_engines: int) -> JobState:
+    engines = [engine(0, "DEAD"), *(engine(idx) for idx in range(1, num_engines))]
+    pool = PoolStatus(name="policy", mode="standalone", version=7, engines=tuple(engines))
+    waits = "rollouts: next_batch for step 3"
+    worker = ActorStatus(
+        name="worker-0", role="rollout", state="RUNNING", pid=9, incarnation=2, num_restarts=1
+    )
+    node = NodeStatus(
+        name="node-0",
+        node_id="host",
+        ranks=tuple(RankStatus(rank=r, pid=r, waits_for=waits, waits_s=2.5) for r in range(2)),
+        actors=(worker,),
+    )
+    return JobState(
+        job="x",
+        time=100.0,
+        phase=describe_phase([0, 1], [pool], ROLLOUTS),
+        failure="",
+        nodes=(node,),
+        pools=(pool,),
+        rollouts=ROLLOUTS,
+    )
+
+
+def test_a_frame_shows_progress_engines_waits_and_events() -> None:
+    steps = [ROW | {"step": step, "time": 90.0 + 2 * step} for step in (1, 2)]
+    died = RunEvent(time=0.0, kind="restart", who="policy-0", text="it died\x1b[2J\nTraceback")
+    view = RunView(name="r", state=job(2), steps=steps, total_steps=10, events=[died])
+
+    lines = frame(view, 97.0, width=120)
+
+    assert lines[0] == "r   step 2/10   [####----------------]   eta 0:16   last step 0:03 ago"
+    assert lines[1] == "reward 0.431   tok/s 17,204"
+    assert lines[2] == (
+        "step 2.00 s = rollout 1.00 + train 0.75 + sync 0.12 + sleep 0.00 + other 0.12"
+    )
+    assert lines[4] == (
+        "now: the ranks wait for next_batch for step 3: 1 of 4 groups ready, "
+        "12 trajectories in flight, 5 wait for an engine"
+    )
+    assert "0,1    rollouts: next_batch for step 3      2.5" in lines
+    assert "policy-0  host     0   40  DEAD      1:03        7        8        0         0" in lines
+    assert "other processes: worker-0 RUNNING (1 restarts)" in lines
+    assert lines[-1].split() == [lines[-1][:8], "restart", "policy-0", "it", "died\\x1b[2J"]
+
+
+def test_engines_that_do_not_fit_are_summed_up_and_those_that_do_not_serve_come_first() -> None:
+    lines = frame(RunView(name="r", state=job(64)), 0.0, width=120, height=24)
+
+    table = [line for line in lines if line.startswith("policy-")]
+    assert [line.split()[4] for line in table] == ["DEAD", "SERVING", "SERVING", "SERVING"]
+    assert "… and 60 more: 60 SERVING" in lines
+    assert len(lines) <= 24
+
+
+def test_the_phase_names_the_rank_that_others_wait_for() -> None:
+    (pool,) = job(1).pools
+    syncing = replace(pool, sync_version=8, sync_phase="gathering", sync_ranks=(1,))
+    late = replace(ROLLOUTS, waiting_ranks=(0,), waiting_ages_s=(1.0,))
+
+    assert describe_phase([0, 1, 2], [syncing], ROLLOUTS) == (
+        "rank 1 would sync weights of version 8 to pool policy, and waits for ranks 0, 2"
+    )
+    assert describe_phase([0, 1], [pool], late) == (
+        "rank 0 waits for rank 1 to call next_batch for step 3"
+    )
+    training = replace(ROLLOUTS, call="", waiting_ranks=(), waiting_ages_s=())
+    assert describe_phase([0], [pool], training).startswith("the ranks train: ")
+    assert describe_phase([0], [pool], None) == "the run is starting"
