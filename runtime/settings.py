@@ -100,6 +100,25 @@ def check_function_name(spec: str) -> None:
         raise ValueError(f"a function is written as 'module:function', got {spec!r}")
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, where the host may be an IPv6 address in brackets.
+
+    Raises:
+        ValueError: it is written differently.
+    """
+    host, _, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    is_port = port.isdecimal() and int(port) <= 65535
+    if not host or not is_port or (":" in host and not is_bracketed):
+        raise ValueError(f"an address is written as HOST:PORT, got {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_address(address: str) -> None:
+    if address:
+        split_address(address)
+
+
 def _check_no_nul(value: object) -> None:
     """The system takes no NUL in a path or in an environment variable."""
     if "\0" in str(value):
@@ -120,6 +139,8 @@ Share = Annotated[float, Bounds(ge=0, lt=1)]
 FilePath = Annotated[Path, Checked(_check_no_nul)]
 PathText = Annotated[str, Checked(_check_no_nul)]
 Variables = Annotated[Mapping[str, str], Checked(_check_no_nul_in_items)]
+Address = Annotated[str, Checked(_check_address)]
+"""HOST:PORT, or "" for none."""
 FunctionName = Annotated[str, Checked(check_function_name)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 

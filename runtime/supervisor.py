@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -52,6 +53,8 @@ from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve
 
 if TYPE_CHECKING:
     from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
+    from umbra.runtime.job_state import JobState
+    from umbra.runtime.metrics_endpoint import MetricsEndpoint
     from umbra.runtime.pools.engine_pool import EnginePool
     from umbra.runtime.pools.node_pools import NodePools
     from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
@@ -104,6 +107,7 @@ class Supervisor:
         self._owns_keys = owns_keys
         self._client = client
         self._requests = None if run_dir is None else JobRequests(run_dir, self._act_on)
+        self._endpoint: MetricsEndpoint | None = None
         self._events = None if run_dir is None else EventLog(run_dir)
         self._request_name = secrets.token_hex(8)  # see `JobNode.job`
         self._waiting: JobRequest | None = None  # until the nodes have met again
@@ -305,8 +309,40 @@ class Supervisor:
     @idempotent
     async def job_state(self) -> dict[str, Any]:
         """What the job is doing now, a `JobState`. Called on rank 0's node."""
-        found: dict[str, Any] = to_wire(await self._states.job(self._request_name))
+        found: dict[str, Any] = to_wire(await self._read_state())
         return found
+
+    async def _read_state(self) -> JobState:
+        return await self._states.job(self._request_name)
+
+    async def serve_metrics(self, address: str) -> str:
+        """Called by rank 0: serves metrics for Prometheus until the job ends, or rank 0 is on
+        another node.
+
+        Args:
+            address: HOST:PORT; port 0 takes a free one, which a later call finds again.
+
+        Returns:
+            The URL.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+        assert self._run_dir is not None
+        if self._endpoint is None or self._endpoint.address != address:
+            await asyncio.to_thread(importlib.import_module, "umbra.runtime.metrics_endpoint")
+            from umbra.runtime.metrics_endpoint import MetricsEndpoint
+
+            endpoint = MetricsEndpoint(address, self._run_dir, self._read_state)
+            await endpoint.open()
+            await self._close_endpoint()
+            self._endpoint = endpoint
+        return self._endpoint.url
+
+    async def _close_endpoint(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await endpoint.close()
 
     def end(self, who: str, why: str) -> None:
         """Ends the job for a reason outside it; waiting ranks are notified."""
@@ -496,6 +532,7 @@ class Supervisor:
             return
         if not is_lead:
             self._requests.is_lead = False
+            await self._close_endpoint()
             return
         address = SupervisorAddress(
             job=self._request_name,
@@ -945,6 +982,7 @@ class Supervisor:
                 self._tasks.create_task(self._events.run(), name="events")
             async with self._actors.open():
                 await self._await_end()
+            await self._close_endpoint()
             if self._events is not None:
                 self._events.close()
             if self._loaded_pools is not None:

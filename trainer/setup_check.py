@@ -7,13 +7,14 @@ them. The rollout workers start first and check the user's functions.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.trainer.auxiliary_pools import auxiliary_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
@@ -36,6 +37,8 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_data(config.data)
     check_batch_size(config, environment.world_size)
     check_loggers(config.run.loggers)
+    if config.run.metrics_address and importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError(f"run.metrics_address needs aiohttp: {how_to_install('serve')}")
     check_run_dir(config.run, environment.incarnation)
     if environment.nodes_may_change and config.run.resume != "auto":
         raise ConfigError(

@@ -124,6 +124,7 @@ class Trainer:
                 for line in (*warnings, *plan.table(memory.columns()), *memory.notes):
                     self._notes.put(line)
                 starter.start_engines(plan, device_type)
+                self._serve_metrics()
             planned = memory.gpus if is_lead else ()
             gpu_memory = stack.enter_context(GpuMemorySeen.open(plan.nodes[0].gpus, planned))
             limit_s = collective_timeout_s(config)
@@ -190,6 +191,12 @@ class Trainer:
                 for line in plan.table(memory.columns(gpu_memory.seen_nbytes)):
                     self._notes.put(line)
             self._leave_results(world, policy, reporter, loop.step)
+
+    def _serve_metrics(self) -> None:
+        """Lets the supervisor serve metrics for Prometheus, if configured. Called by rank 0."""
+        if address := self._config.run.metrics_address:
+            url = self._session.lead_call("serve_metrics", address)
+            self._notes.put(f"metrics for Prometheus: {url}")
 
     def _plan_pools(self) -> tuple[Plan, MemoryPlan, str]:
         """The places of ranks and engines, their memory, and the type of the ranks' device. Every

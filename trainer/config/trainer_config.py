@@ -21,6 +21,7 @@ from umbra.runtime.errors import SettingError
 from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.rollout.rollout_config import RolloutSettings
 from umbra.runtime.settings import (
+    Address,
     Bounds,
     Checked,
     Count,
@@ -78,6 +79,9 @@ class RunSection(Settings):
             variables. Default: TensorBoard where it is installed.
         trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`. That
             takes less than 1 % of a step, and at most 32 MiB of disk for each process.
+        metrics_address: HOST:PORT at which rank 0's supervisor serves metrics for Prometheus, such
+            as "127.0.0.1:9464". Port 0 takes a free one, which the run prints. Anybody who reaches
+            the address can read them. Where empty, none are served.
     """
 
     dir: FilePath = Path("runs/default")
@@ -86,6 +90,7 @@ class RunSection(Settings):
     name: str = ""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     trace: bool = True
+    metrics_address: Address = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
