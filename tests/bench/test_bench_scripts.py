@@ -168,6 +168,17 @@ def test_weights_cross_the_network_once_for_all_engines_of_a_node(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_the_cost_of_asking_for_a_jobs_state_is_measured(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "job_state.py", "--engines", "2", "--seconds", "1")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["engines"] == 2
+    assert 0 < found["answer_ms_p50"] <= found["answer_ms_max"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not makes_namespaces(), reason="needs unshare, ip, and the right to use them")
 def test_cluster_measures_two_nodes_and_models_more(tmp_path: Path) -> None:
     options = ("--json", "--nodes", "2", "--rounds", "1", "--rest-s", "1")
