@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -19,8 +20,10 @@ from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating
 from test_live_rollouts import expected_completions
 from watching import DEADLINE_S, all_end
 
+from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.cli.umbra_command import main as umbra
 from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.cluster.run_notice import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.testing.session_factory import SessionFactory
@@ -112,6 +115,7 @@ def test_a_machine_joins_and_leaves_by_a_signal(
     job.check_batch(0)
 
     with joined(job) as node:
+        state = asyncio.run(job_state(job.run_dir))
         with while_generating(job.live, 50, lambda: node.process.send_signal(signal.SIGTERM)):
             job.check_batch(1)
         assert node.wait() == 128 + signal.SIGTERM, node.text()
@@ -124,6 +128,14 @@ def test_a_machine_joins_and_leaves_by_a_signal(
     with job.join() as other:
         other.wait_for_text("joined as node 2")
         job.wait_for_note("has joined to generate, and starts policy-2")
+    assert state is not None
+    assert [node.name for node in state.nodes] == ["node-0", "node-1"]
+    (actor,) = state.nodes[1].actors
+    (_, engine) = state.engines[1]
+    assert (actor.name, actor.pid, engine.pid) == ("policy-1", engine.pid, actor.pid)
+    assert (engine.node_id, engine.running) == (state.nodes[1].node_id, 0)
+    kinds = [event.kind for event in read_events(job.run_dir)]
+    assert [kind for kind in kinds if kind != "note"] == ["joined", "left", "joined"]
 
 
 def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(

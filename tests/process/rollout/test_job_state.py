@@ -63,6 +63,12 @@ def test_the_state_shows_engines_queues_and_who_waits(
         second.result()
     done = wait_for(run_dir, lambda s: s.rollouts is not None and s.rollouts.call == "")
 
+    live.signal("rollouts", signal.SIGSTOP)
+    silent = asyncio.run(job_state(run_dir))
+    live.signal("rollouts", signal.SIGCONT)
+
+    assert silent is not None
+    assert silent.phase.startswith("rollouts does not answer: ")
     assert early.rollouts is not None
     assert full.rollouts is not None
     assert done.rollouts is not None
