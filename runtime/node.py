@@ -73,7 +73,7 @@ class FoundJob:
         host, port: of the supervisor of rank 0's node.
         secret_file: with the job's keys.
         log_dir: holds a folder of logs for each node.
-        trace_dir: folder of the job's trace, if it is reached and has one.
+        trace_dir: folder of the job's trace; "" if it has none, or was found at an address.
     """
 
     name: str
@@ -81,7 +81,7 @@ class FoundJob:
     port: int
     secret_file: Path
     log_dir: Path
-    trace_dir: Path | None = None
+    trace_dir: str = ""
 
 
 def find_job(join: str, given_secret: Path | None, within_s: float) -> FoundJob:
@@ -147,7 +147,7 @@ def _in_run_dir(run_dir: Path, given_secret: Path | None) -> FoundJob | None:
         port=int(port),
         secret_file=given_secret or Path(address.secret_file),
         log_dir=run_dir / "logs",
-        trace_dir=run_dir / "trace" if (run_dir / "trace").is_dir() else None,
+        trace_dir=str((run_dir / "trace").absolute()) if address.has_trace else "",
     )
 
 
@@ -189,7 +189,7 @@ def generate(job: FoundJob) -> int:
         tcp_host=own_address(job.host, job.port),
         secret_file=str(job.secret_file.absolute()),
         log_level=log_level(),
-        trace_dir=str(job.trace_dir.absolute()) if job.trace_dir else "",
+        trace_dir=job.trace_dir,
     )
     gpus = visible_gpus(count_gpus())
     print(f"logs: {log_dir}", flush=True)

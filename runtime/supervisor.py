@@ -541,6 +541,7 @@ class Supervisor:
             socket_dir=str(self._node.socket_dir),
             tcp_endpoint=self._tcp_endpoint,
             secret_file=self._secret_file,
+            has_trace=bool(self._node.trace_dir),
         )
         await self._requests.post(address)
 

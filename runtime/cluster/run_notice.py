@@ -50,6 +50,7 @@ class SupervisorAddress:
         socket_dir: its folder of sockets, which other hosts and containers do not see.
         tcp_endpoint: at which other hosts reach it; "" for none.
         secret_file: path of the job's keys, which they need for that; "" for none.
+        has_trace: whether the job's processes record what they do.
     """
 
     job: str
@@ -58,6 +59,7 @@ class SupervisorAddress:
     socket_dir: str
     tcp_endpoint: str = ""
     secret_file: str = ""
+    has_trace: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def trace_json(events: Iterable[tuple[TracedProcess, TraceEvent]]) -> list[dict[
     sources = sorted(events, key=lambda item: (item[1].start_ns, -item[1].duration_ns))
     begin_ns = sources[0][1].start_ns if sources else 0
     pids = {p: pid for pid, p in enumerate(sorted({p for p, _ in sources}, key=_place), 1)}
-    tids: dict[tuple[TracedProcess, str], int] = {}
+    tids = {(process, ""): pid for process, pid in pids.items()}  # as of Linux' main threads
     syncs: dict[object, dict[str, Any]] = {}  # rank 0's, by version
     numbers = count(1)
     timed: list[dict[str, Any]] = []

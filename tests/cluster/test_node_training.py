@@ -25,6 +25,7 @@ from node_jobs import NodeJob, assert_nothing_left
 from noted_loops import processes_of
 from run_assets import write_assets
 from run_traces import command_of
+from trace_event_format import read_timeline
 from trained_history import (
     History,
     check_exactly_once,
@@ -191,6 +192,17 @@ class TwoNodes:
         check_same(history, reference)
         assert_nothing_left(self._home)
 
+    def check_trace(self, processes: set[str]) -> None:
+        """The timeline has these processes of both nodes, and engines of both load weights."""
+        path = self._home / "trace.json.gz"
+        assert main(["trace", str(self._home / "run"), "-o", str(path)]) == 0
+        events = read_timeline(path)
+        names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+        assert {name.split(" (")[0] for name in names} >= processes
+        assert len({name.split(" (")[1] for name in names}) == 2
+        loading = {event["pid"] for event in events if event["ph"] == "f"}
+        assert len(loading) == sum(name.startswith("policy") for name in processes)
+
 
 @pytest.fixture
 def two_nodes(hosts: Hosts, home: Path, assets: Path) -> TwoNodes:
@@ -209,6 +221,7 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
 
     assert "policy-1#1" in job.text(0)  # its end is reported to whom looks at rank 0
     two_nodes.check(on_one_node)
+    two_nodes.check_trace({"rank-0", "rank-1", "policy-0", "policy-1", "worker-1"})
 
 
 def test_user_code_runs_on_both_nodes_also_if_a_worker_of_the_other_one_is_killed(
@@ -387,3 +400,5 @@ def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
 
     assert "node 1 (" in job.text(0)
     two_nodes.check(on_one_node)
+    if fault == "none":
+        two_nodes.check_trace({"rank-0", "rank-1", f"policy-{num_own}"})
