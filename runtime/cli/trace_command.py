@@ -23,8 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         events, name = files.events(), "all"
         if arguments.steps:
             first, last = arguments.steps
-            window, name = files.find_steps(first, last), f"steps-{first}-{last}"
-            events = (item for item in events if window.has(item[1]))
+            events = files.events(files.find_steps(first, last))
+            name = f"steps-{first}-{last}"
         path = Path(arguments.output or run_dir / "trace" / f"{name}.json.gz")
         write_trace(path, trace_json(events))
     except OSError as error:

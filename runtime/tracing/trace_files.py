@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.tracing.spans import TraceEvent
@@ -20,24 +19,21 @@ LEAD: Final = "rank-0"
 """The process whose steps are the run's."""
 
 
-@dataclass(frozen=True, slots=True)
-class TracedProcess:
+class TracedProcess(NamedTuple):
     """A process of the run, with all of its starts."""
 
     node: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """A part of the run by the wall clock, in ns."""
 
     start_ns: int
     stop_ns: int
 
-    def has(self, event: TraceEvent) -> bool:
-        start_ns = event.start_ns
-        return start_ns < self.stop_ns and start_ns + event.duration_ns >= self.start_ns
+
+_ALL: Final = Window(0, 2**63)
 
 
 class TraceFiles:
@@ -49,7 +45,7 @@ class TraceFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self._paths = sorted((run_dir / "trace").glob("*.jsonl"), key=_in_order)
-        headers = [header for path in self._paths for header in _lines(path) if _is_header(header)]
+        headers = [header for path in self._paths for header, _ in _parts(path)]
         if not headers:
             raise ConfigError(
                 f"{run_dir} has no trace: give the run.dir of a run that was started with "
@@ -61,18 +57,22 @@ class TraceFiles:
             header["boot_id"]: header["time_ns"] - header["monotonic_ns"] for header in headers
         }
 
-    def events(self, process: str = "") -> Iterator[tuple[TracedProcess, TraceEvent]]:
-        """All events, or those of processes of that name, by the wall clock. A line that a kill
-        tore is left out."""
+    def events(
+        self, window: Window = _ALL, process: str = ""
+    ) -> Iterator[tuple[TracedProcess, TraceEvent]]:
+        """Events by the wall clock, those of all processes or of those with a name. A line that a
+        kill tore is left out."""
         for path in self._paths:
-            source, offset_ns = TracedProcess("", ""), 0
-            for line in _lines(path):
-                if _is_header(line):
-                    source = TracedProcess(line["node"], line["process"])
-                    offset_ns = self._offset_ns[line["boot_id"]]
-                elif source.name and process in ("", source.name):
-                    for kind, start_ns, *others in line:
-                        yield source, TraceEvent(kind, start_ns + offset_ns, *others)
+            for header, lines in _parts(path):
+                source = TracedProcess(header["node"], header["process"])
+                if process and process != source.name:
+                    continue
+                offset_ns = self._offset_ns[header["boot_id"]]
+                start_ns, stop_ns = window.start_ns - offset_ns, window.stop_ns - offset_ns
+                for event in _events(lines):
+                    if event[1] < stop_ns and event[1] + event[2] >= start_ns:
+                        kind, begin_ns, *others = event
+                        yield source, TraceEvent(kind, begin_ns + offset_ns, *others)
 
     def find_steps(self, first: int, last: int) -> Window:
         """The time from the beginning of a step to the beginning of the one after `last`.
@@ -82,19 +82,20 @@ class TraceFiles:
         Raises:
             ConfigError: the trace does not have these steps.
         """
-        steps = [event for _, event in self.events(LEAD) if event.name == "step"]
+        steps = [event for _, event in self.events(process=LEAD) if event.name == "step"]
         steps.sort(key=lambda event: event.start_ns)
         kept: dict[int, TraceEvent] = {}
         for event in steps:
             number = int(event.args["step"])
-            kept = {step: other for step, other in kept.items() if step < number}
+            while kept and next(reversed(kept)) >= number:
+                kept.popitem()
             kept[number] = event
         missing = [step for step in range(first, last + 1) if step not in kept]
         if missing:
             has = f"has the steps {min(kept)}:{max(kept)}" if kept else "has no step yet"
             raise ConfigError(f"the trace {has}, but not step {missing[0]}: give others as --steps")
         after = [event.start_ns for event in steps if event.start_ns > kept[last].start_ns]
-        return Window(kept[first].start_ns, min(after, default=2**63))
+        return Window(kept[first].start_ns, min(after, default=_ALL.stop_ns))
 
 
 def _in_order(path: Path) -> tuple[str, bool]:
@@ -103,14 +104,29 @@ def _in_order(path: Path) -> tuple[str, bool]:
     return name.removesuffix(".old"), not name.endswith(".old")
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:  # empty, or torn by a kill
-                continue
+def _parts(path: Path) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    """The header of each start of a process, with the lines of events that follow it."""
+    header: dict[str, Any] | None = None
+    lines: list[bytes] = []
+    for line in path.read_bytes().splitlines():
+        if not line.startswith(b"{"):
+            lines.append(line)
+            continue
+        if header is not None:
+            yield header, lines
+        header, lines = _parse(line), []
+    if header is not None:
+        yield header, lines
 
 
-def _is_header(line: object) -> bool:
-    return isinstance(line, dict)
+def _events(lines: list[bytes]) -> Iterator[list[Any]]:
+    for line in lines:
+        yield from _parse(line) or ()
+
+
+def _parse(line: bytes) -> Any:
+    """None for a line that a kill tore."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

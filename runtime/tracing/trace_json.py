@@ -50,7 +50,9 @@ def trace_json(events: Iterable[tuple[TracedProcess, TraceEvent]]) -> list[dict[
 def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
     """Writes them compressed, as the viewer reads them."""
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
-        json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file, separators=(",", ":"))
+        encode = json.JSONEncoder(separators=(",", ":")).encode
+        lines = ",\n".join(map(encode, events))
+        file.write(f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n')
 
 
 def _converted(

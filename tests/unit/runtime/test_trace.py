@@ -109,10 +109,11 @@ def test_a_process_that_starts_again_and_again_keeps_its_newest_events(tmp_path:
     assert len(kept) > 1
 
 
-def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ['[["X",100', '{"node": "n", "proc'])
+def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path, torn: str) -> None:
     write_file(tmp_path, "n.rank-0", header("rank-0"), steps(1))
     path = tmp_path / "trace" / "n.rank-0.jsonl"
-    path.write_text(path.read_text() + '[["X",100')
+    path.write_text(path.read_text() + torn)
 
     with recording(str(tmp_path / "trace"), "n", "rank-0"):
         instant("second start")
@@ -155,8 +156,8 @@ def test_the_newest_steps_of_a_resumed_run_count(tmp_path: Path) -> None:
 
     window = files.find_steps(2, 3)
 
-    assert (window.start_ns, window.stop_ns) == (6_000_000_000, 10_000_000_000)
-    assert [int(e.args["step"]) for _, e in files.events() if window.has(e)] == [2, 3]
+    assert window == (6_000_000_000, 10_000_000_000)
+    assert [int(event.args["step"]) for _, event in files.events(window)] == [2, 3]
 
 
 def test_steps_that_are_not_kept_are_an_error_that_names_the_others(tmp_path: Path) -> None:
