@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -64,10 +65,11 @@ def measure(folder: Path, rounds: int, num_steps: int) -> dict[str, object]:
             seconds[is_traced].append(_train(folder, num_steps, is_traced))
     pairs = zip(seconds[True], seconds[False], strict=True)
     shares = [traced / plain - 1 for traced, plain in pairs]
-    files = TraceFiles(folder / "run")
+    run_dir = folder / "traced"
+    files = TraceFiles(run_dir)
     window = files.find_steps(2, num_steps - 1)  # the first one compiles, the last one exports
     num_events = sum(1 for _ in files.events(window)) / (num_steps - 2)
-    rows = read_metrics(folder / "run" / "metrics.jsonl")[1:-1]
+    rows = read_metrics(run_dir / "metrics.jsonl")[1:-1]
     event_s = _event_s(folder / "events")
     step_s = statistics.median(row["time/step_s"] for row in rows)
     return {
@@ -77,8 +79,9 @@ def measure(folder: Path, rounds: int, num_steps: int) -> dict[str, object]:
         "cpu_s_without": round(statistics.median(seconds[False]), 3),
         "cpu_share_median": round(statistics.median(shares), 5),
         "cpu_shares": [round(share, 4) for share in sorted(shares)],
+        "cpu_share_of_minima": round(min(seconds[True]) / min(seconds[False]) - 1, 5),
         "events_per_step": round(num_events, 1),
-        "nbytes_per_step": round(_size(folder / "run" / "trace") / num_steps),
+        "nbytes_per_step": round(_size(run_dir / "trace") / num_steps),
         "event_us": round(event_s * 1e6, 3),
         "step_ms": round(step_s * 1e3, 2),
         "event_share": round(num_events * event_s / step_s, 6),
@@ -87,9 +90,10 @@ def measure(folder: Path, rounds: int, num_steps: int) -> dict[str, object]:
 
 def _train(folder: Path, num_steps: int, is_traced: bool) -> float:
     """Processor seconds of a run."""
+    name = "traced" if is_traced else "plain"
+    shutil.rmtree(folder / name, ignore_errors=True)
     settings = [
-        "run.dir=run",
-        "run.overwrite=true",
+        f"run.dir={name}",
         f"run.trace={str(is_traced).lower()}",
         f"train.steps={num_steps}",
         "train.eval_every=0",
