@@ -17,7 +17,7 @@ from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.runtime.rollout.ledger.ledger_events import Event
 from umbra.runtime.rollout.ledger.ledger_history import History
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.sample_contents import read_contents
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ def read_texts(
     """
     if not rows:
         return []
-    codec = TextCodec.open(model or _model_path(run_dir))
+    codec = open_codec(run_dir, model)
     prompts = _find_prompts(run_dir, {row["prompt_id"] for row in rows})
     contents = {
         (manager, uid): content
@@ -57,31 +57,47 @@ def read_texts(
     for row in rows:
         content = contents[row["manager"], row["uid"]]
         prompt = prompts.get(row["prompt_id"])
-        tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens
         segments = index.rows(
             "SELECT start, stop, version FROM segments WHERE manager = ? AND uid = ? "
             "ORDER BY rowid",
             row["manager"],
             row["uid"],
         )
-        history = LoopHistory.of_records(content.recorded)
-        text = SampleText.decode(
-            codec.decode_all,
-            [] if tokens is None else tokens.tolist(),
-            content.tokens,
-            [Segment(**segment) for segment in segments],
-            [turn for turn in history.turns if turn.stop <= len(content.tokens)],
-        )
         samples.append(
             {name: value for name, value in row.items() if name not in ("segments", "history")}
-            | {
-                "prompt": None if tokens is None else text.prompt,
-                "is_prompt_of_loop": content.prompt is not None,
-                "turns": [asdict(turn) for turn in text.turns],
-                "recorded": _plain(history.once),
-            }
+            | decode_content(codec, prompt, content, [Segment(**segment) for segment in segments])
         )
     return samples
+
+
+def open_codec(run_dir: Path, model: str | None = None) -> TextCodec:
+    """The tokenizer of a run's model, or of the directory `model`; raises as `read_texts`."""
+    return TextCodec.open(model or _model_path(run_dir))
+
+
+def decode_content(
+    codec: TextCodec, prompt: Prompt | None, content: SampleContent, segments: Sequence[Segment]
+) -> Row:
+    """A sample's text as plain data: prompt, turns, and what its agent loop recorded.
+
+    Args:
+        prompt: of the data set; None if the file of prompts does not have it.
+    """
+    tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens
+    history = LoopHistory.of_records(content.recorded)
+    text = SampleText.decode(
+        codec.decode_all,
+        [] if tokens is None else tokens.tolist(),
+        content.tokens,
+        segments,
+        [turn for turn in history.turns if turn.stop <= len(content.tokens)],
+    )
+    return {
+        "prompt": None if tokens is None else text.prompt,
+        "is_prompt_of_loop": content.prompt is not None,
+        "turns": [asdict(turn) for turn in text.turns],
+        "recorded": _plain(history.once),
+    }
 
 
 def text_of(sample: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ class Scan:
     """The good frames of a file, in order.
 
     Attributes:
-        frames: (offset, payload) of each.
+        frames: (offset in the file, payload) of each.
         stop: where the last good frame ends.
         is_torn: whether the bytes after `stop` are not a whole frame.
     """
@@ -59,8 +59,11 @@ def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
     return _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
 
 
-def scan(data: Buffer, path: Path) -> Scan:
+def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
     """Finds the good frames of a file's bytes; payloads are views of `data`.
+
+    Args:
+        start: the offset of `data` in the file, at the beginning of a frame.
 
     Raises:
         LedgerError: a bad frame is followed by a good one.
@@ -68,35 +71,36 @@ def scan(data: Buffer, path: Path) -> Scan:
     view = memoryview(data)
     frames: list[tuple[int, memoryview]] = []
     offset = 0
-    while (payload := _frame_at(view, offset)) is not None:
-        frames.append((offset, payload))
+    while (payload := _frame_at(view, offset, start)) is not None:
+        frames.append((start + offset, payload))
         offset += HEAD_NBYTES + len(payload)
     if offset < len(view):
-        later = _good_frame_after(bytes(view[offset:]), view, offset)
+        later = _good_frame_after(bytes(view[offset:]), view, offset, start)
         if later is not None:
             raise LedgerError(
-                f"{path}: the frame at byte {offset} is damaged, and whole frames follow from byte "
-                f"{later}, so this is not a torn write: restore the file from a backup (nothing "
-                "else records what was sampled and trained), or begin a new run in another folder"
+                f"{path}: the frame at byte {start + offset} is damaged, and whole frames follow "
+                f"from byte {start + later}, so this is not a torn write: restore the file from a "
+                "backup (nothing else records what was sampled and trained), or begin a new run in "
+                "another folder"
             )
-    return Scan(frames, offset, offset < len(view))
+    return Scan(frames, start + offset, offset < len(view))
 
 
-def _frame_at(view: memoryview, offset: int) -> memoryview | None:
+def _frame_at(view: memoryview, offset: int, start: int) -> memoryview | None:
     if len(view) - offset < HEAD_NBYTES:
         return None
     magic, length, checksum = _HEAD.unpack_from(view, offset)
-    start = offset + HEAD_NBYTES
-    if magic != _MAGIC or length > min(PAYLOAD_MAX_NBYTES, len(view) - start):
+    begin = offset + HEAD_NBYTES
+    if magic != _MAGIC or length > min(PAYLOAD_MAX_NBYTES, len(view) - begin):
         return None
-    payload = view[start : start + length]
-    return payload if _checksum((payload,), length, offset) == checksum else None
+    payload = view[begin : begin + length]
+    return payload if _checksum((payload,), length, start + offset) == checksum else None
 
 
-def _good_frame_after(rest: bytes, view: memoryview, offset: int) -> int | None:
+def _good_frame_after(rest: bytes, view: memoryview, offset: int, start: int) -> int | None:
     found = rest.find(_MAGIC, 1)
     while found >= 0:
-        if _frame_at(view, offset + found) is not None:
+        if _frame_at(view, offset + found, start) is not None:
             return offset + found
         found = rest.find(_MAGIC, found + 1)
     return None

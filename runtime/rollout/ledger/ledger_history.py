@@ -51,6 +51,9 @@ class Position(NamedTuple):
         return cls(*map(int, match.groups()))
 
 
+BEGIN: Final = Position(0, 0, 0)
+
+
 class LogPart(NamedTuple):
     """One file, of which the first `stop` bytes are valid."""
 
@@ -133,7 +136,7 @@ class History:
     def end(self) -> Position:
         """The position after the last good frame."""
         if not self.parts:
-            return Position(0, 0, 0)
+            return BEGIN
         return Position(*self.parts[-1][1:])
 
     def covers(self, position: Position) -> bool:
@@ -150,18 +153,27 @@ class History:
                 (_, payload), *_ = _scan(part).frames
                 yield Header.from_wire(payload, part.path)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self, start: Position = BEGIN, stop: Position | None = None) -> Iterator[Entry]:
         """Every batch, in order.
+
+        Args:
+            start: of the first frame; earlier ones are not read.
+            stop: of the first frame that is left out.
 
         Raises:
             LedgerError: a file is damaged, truncated or missing.
         """
         for part in self.parts:
-            for idx, (offset, payload) in enumerate(_scan(part).frames):
-                if idx == 0:
+            number = (part.incarnation, part.part)
+            if number < start[:2] or (stop is not None and number > stop[:2]):
+                continue
+            for offset, payload in _scan(part, start.offset * (number == start[:2])).frames:
+                if offset == 0:
                     Header.from_wire(payload, part.path)
                     continue
-                position = Position(part.incarnation, part.part, offset)
+                position = Position(*number, offset)
+                if stop is not None and position >= stop:
+                    return
                 try:
                     for batch in decode_batches(payload):
                         yield Entry(position, batch)
@@ -223,6 +235,27 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
     return History(folder, ())
 
 
+def extend_history(history: History) -> History | None:
+    """The ledger as it is now, for which only what was written since is read.
+
+    None if it has a new incarnation or no header yet: `read_history` must read it from scratch.
+
+    Raises:
+        LedgerError: as `read_history`.
+    """
+    files = files_of(history.folder)
+    newest = max(files, default=0)
+    if not history.parts or newest != history.end.incarnation:
+        return None
+    *parts, last = history.parts
+    for number in range(last.part, max(files[newest]) + 1):
+        path = history.folder / part_name(newest, number)
+        start = last.stop if number == last.part else 0
+        found = ledger_frames.scan(_read(path, start), path, start)
+        parts.append(LogPart(path, newest, number, found.stop))
+    return History(history.folder, tuple(parts))
+
+
 def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
     """The files of the newest incarnation; empty if its first header was not written."""
     parts: list[LogPart] = []
@@ -242,9 +275,10 @@ def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[Lo
     return parts if parts[0].stop else []
 
 
-def _scan(part: LogPart) -> ledger_frames.Scan:
-    """The frames of a part; all its valid bytes must be good frames."""
-    found = ledger_frames.scan(memoryview(_read(part.path))[: part.stop], part.path)
+def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:
+    """The frames of a part from `start` on; all its valid bytes must be good frames."""
+    data = memoryview(_read(part.path, start))[: part.stop - start]
+    found = ledger_frames.scan(data, part.path, start)
     if found.stop != part.stop:
         raise LedgerError(
             f"{part.path} is damaged: {part.stop} bytes of it were good, and now only "
@@ -253,8 +287,10 @@ def _scan(part: LogPart) -> ledger_frames.Scan:
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, start: int = 0) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
     except OSError as error:
         raise LedgerError(f"cannot read {path}: {error.strerror}") from error
