@@ -76,6 +76,11 @@ _TOP: Final = (
     "time, engines, queues, who waits for what, and the last events. Run it on the node of rank 0. "
     "Of a run that has ended, it shows what the files have."
 )
+_DASH: Final = (
+    "Serves a web page about a run: charts of its metrics, engines, queues, faults, and samples as "
+    "text. The run may be in progress, or have ended. Only this machine can open the page, unless "
+    "--host says otherwise; there is no password."
+)
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
     "--url, by a server that is running."
@@ -137,6 +142,9 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import top_command
 
             return top_command.run(arguments)
+        case "dash":
+            # By name, because it is above the commands, whose parts it uses.
+            return int(import_module("umbra.runtime.dash.dash_command").run(arguments))
         case "doctor":
             # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.doctor").run(arguments))
@@ -188,6 +196,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_trace_arguments(
         commands.add_parser("trace", help="a timeline of a run's steps", description=_TRACE)
     )
+    _add_dash_arguments(commands.add_parser("dash", help="a run's web page", description=_DASH))
     doctor = commands.add_parser("doctor", help="checks before a run", description=_DOCTOR)
     doctor.add_argument("config", metavar="CONFIG", help="the run's TOML file")
     _add_overrides(doctor)
@@ -334,6 +343,14 @@ def _add_trace_arguments(trace: argparse.ArgumentParser) -> None:
     )
     trace.add_argument(
         "-o", "--output", metavar="FILE", help="default RUN_DIR/trace/steps-A-B.json.gz"
+    )
+
+
+def _add_dash_arguments(dash: argparse.ArgumentParser) -> None:
+    dash.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    dash.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
+    dash.add_argument(
+        "--port", type=_port, default=7007, help="port to bind; 0 chooses a free one (default 7007)"
     )
 
 

@@ -35,7 +35,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def committed_modules() -> set[str]:
-    """Paths that the committed Python files of the three parts should have in a wheel."""
+    """Paths that the committed Python files of the three parts, and what a server sends as it is,
+    should have in a wheel."""
     listing = subprocess.run(
         ["git", "ls-tree", "-r", "--name-only", "HEAD", *PARTS],
         cwd=REPOSITORY,
@@ -43,7 +44,11 @@ def committed_modules() -> set[str]:
         text=True,
         check=True,
     )
-    return {f"umbra/{path}" for path in listing.stdout.splitlines() if path.endswith(".py")}
+    return {
+        f"umbra/{path}"
+        for path in listing.stdout.splitlines()
+        if path.endswith(".py") or "/static/" in path
+    }
 
 
 @pytest.mark.slow

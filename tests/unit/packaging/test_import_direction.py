@@ -49,6 +49,7 @@ LAYERS: Final = (
     ("runtime.rollout.agents",),
     ("runtime.rollout.manager",),
     ("runtime.testing", "runtime.cli"),
+    ("runtime.dash",),
     ("engines.shell", "trainer.world", "trainer.run_files", "trainer.signals"),
     ("engines.echo", "engines.embedded", "engines.vllm", "engines.sglang", "engines.faulty"),
     ("trainer.algorithms.algorithm_names",),

@@ -1,0 +1,38 @@
+"""`umbra dash RUN_DIR`: serves a web page about a run, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import signal
+from pathlib import Path
+
+from umbra.runtime.errors import ConfigError, how_to_install
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM; returns 0.
+
+    Raises:
+        ConfigError: there is no such directory, aiohttp is not installed, or the port is taken.
+    """
+    run_dir = Path(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError(f"umbra dash needs aiohttp: {how_to_install('serve')}")
+    asyncio.run(_serve(run_dir, arguments.host, arguments.port))
+    return 0
+
+
+async def _serve(run_dir: Path, host: str, port: int) -> None:
+    from umbra.runtime.dash.dash_server import DashServer
+    from umbra.runtime.dash.run_view import RunView
+
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with DashServer(RunView(run_dir), host, port) as server:
+        print(f"{run_dir}: {server.url} (Ctrl-C ends it)", flush=True)
+        await ended.wait()

@@ -1,0 +1,169 @@
+"""The HTTP server of the page: answers GET only, with the page's three files and with JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Self, cast, get_args
+
+from aiohttp import web
+
+from umbra.runtime.dash.run_view import RunView
+from umbra.runtime.dash.sample_index import Order
+from umbra.runtime.errors import ConfigError, UmbraError
+
+logger = logging.getLogger(__name__)
+
+_STATIC: Final = Path(__file__).parent / "static"
+_TYPES: Final = {
+    "index.html": "text/html",
+    "dash.css": "text/css",
+    "dash.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+    "uPlot.min.css": "text/css",
+    "uPlot.iife.min.js": "text/javascript",
+}
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class DashServer:
+    """Serves one run's page. Owns the listening socket.
+
+    Args:
+        port: 0 for any free port.
+
+    Raises (on entry):
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(self, view: RunView, host: str, port: int) -> None:
+        self._view = view
+        self._host = host
+        self._port = port
+        self._files = {name: (_STATIC / name).read_bytes() for name in _TYPES}
+        self._names = {"localhost", host, socket.gethostname(), socket.getfqdn()}
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/api/state", self._state),
+                web.get("/api/metrics", self._metrics),
+                web.get("/api/events", self._events),
+                web.get("/api/samples", self._samples),
+                web.get("/api/sample/{sample_id:.+}", self._sample),
+                web.get("/{name:[A-Za-z.]*}", self._file),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(runner.cleanup)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, self._host, self._port).start()
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {self._host} port {self._port} ({error.strerror}): choose "
+                    "others with --host and --port"
+                ) from error
+            bound: Any = runner.addresses[0]
+            self._port = bound[1]
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    # -- HTTP ----------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuses foreign names, converts errors to JSON, and adds the headers."""
+        try:
+            if not is_own_name(request.host, self._names):
+                raise web.HTTPForbidden(reason="this host name is not the server's")
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _error(error.status, error.reason)
+        except UmbraError as error:
+            response = _error(404 if isinstance(error, ConfigError) else 500, str(error))
+        except Exception:  # the page shows that an answer failed, and goes on
+            logger.exception("%s", request.path)
+            response = _error(500, "internal error; see the output of umbra dash")
+        response.headers.update(_HEADERS)
+        return response
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"] or "index.html"
+        if name not in self._files:
+            raise web.HTTPNotFound(reason=f"there is no {name}")
+        return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8")
+
+    async def _state(self, request: web.Request) -> web.Response:
+        del request
+        return _json(await self._view.state())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return _json(await self._view.metrics(_number(request.query, "from") or 0))
+
+    async def _events(self, request: web.Request) -> web.Response:
+        return _json(await self._view.events(_number(request.query, "from") or 0))
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        order = request.query.get("order", "newest")
+        if order not in get_args(Order):
+            raise web.HTTPBadRequest(reason=f"order is one of {', '.join(get_args(Order))}")
+        step = _number(request.query, "step")
+        return _json(await self._view.samples(cast("Order", order), step))
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        return _json(await self._view.sample(request.match_info["sample_id"]))
+
+
+def is_own_name(host: str, names: set[str]) -> bool:
+    """Whether the Host header names this server: by an address or by one of its own names.
+
+    A page of another origin whose name was pointed at this server's address (DNS rebinding) sends
+    the name of its origin.
+    """
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name.strip("[]"))
+        return True
+    return name.lower() in {own.lower() for own in names}
+
+
+def _number(query: Mapping[str, str], key: str) -> int | None:
+    text = query.get(key)
+    if text is None:
+        return None
+    if not text.isdecimal() or len(text) > 15:
+        raise web.HTTPBadRequest(reason=f"{key} is a whole number")
+    return int(text)
+
+
+def _json(text: str) -> web.Response:
+    return web.Response(text=text, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.Response(
+        text=json.dumps({"error": message}), status=status, content_type="application/json"
+    )

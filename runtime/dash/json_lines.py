@@ -1,0 +1,55 @@
+"""The objects of a JSON Lines file that is still written to: each line is read once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+
+class JsonLines:
+    """Reads a file as it grows. A file that was replaced is read from its beginning.
+
+    Attributes:
+        rows: the objects read so far, without torn lines. Numbers that JSON does not have, such as
+            NaN, are None.
+        encoded: the same as text.
+        times_replaced: changes when the rows are those of another file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.encoded: list[str] = []
+        self.times_replaced = 0
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+
+    def read_on(self) -> None:
+        """Reads what was written since. A missing file has no lines."""
+        try:
+            with self._path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._begin(stat.st_ino)
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            self._begin(0)
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                row: Any = json.loads(line, parse_constant=lambda _: None)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                self.rows.append(cast("dict[str, Any]", row))
+                self.encoded.append(json.dumps(row))
+
+    def _begin(self, inode: int) -> None:
+        if self._offset:
+            self.times_replaced += 1
+        self.rows, self.encoded, self._inode, self._offset = [], [], inode, 0

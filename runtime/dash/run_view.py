@@ -1,0 +1,108 @@
+"""What the page shows of a run, read from its directory and from its supervisor.
+
+Files are read in threads, and each part of them by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from umbra.runtime.dash.json_lines import JsonLines
+from umbra.runtime.dash.sample_index import Order, SampleIndex
+
+_MOST_ROWS: Final = 1000
+"""Steps that one answer has at most. More than a chart has pixels only slow the page down; fewer
+would show as gaps."""
+_MOST_EVENTS: Final = 500
+_MOST_SAMPLES: Final = 100
+
+
+class RunView:
+    """Reads one run directory, while the run goes and after its end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._events = JsonLines(run_dir / "events.jsonl")
+        self._samples = SampleIndex(run_dir)
+        self._metrics_lock = asyncio.Lock()
+        self._events_lock = asyncio.Lock()
+        self._samples_lock = asyncio.Lock()
+
+    async def state(self) -> str:
+        """JSON: the run's name, number of steps and end, and what the job is doing now: null if no
+        supervisor answers, because the run has ended or is elsewhere."""
+        facts = await asyncio.to_thread(_facts, self._run_dir)
+        return json.dumps(facts | {"job": None, "time": time.time()})
+
+    async def metrics(self, first_step: int) -> str:
+        """JSON: the rows of metrics.jsonl from a step on. Of very many it has a part, evenly
+        spread, with all evaluations and the last row."""
+        async with self._metrics_lock:
+            await asyncio.to_thread(self._metrics.read_on)
+            rows = self._metrics.rows
+            start = len(rows)
+            while start and rows[start - 1].get("step", 0) >= first_step:
+                start -= 1
+            stride = 1 + (len(rows) - start) // _MOST_ROWS
+            kept = [
+                self._metrics.encoded[idx]
+                for idx in range(start, len(rows))
+                if (len(rows) - 1 - idx) % stride == 0 or "eval/accuracy" in rows[idx]
+            ]
+            return _answer(self._metrics, kept)
+
+    async def events(self, first: int) -> str:
+        """JSON: the events from number `first` on, the newest of them if there are very many."""
+        async with self._events_lock:
+            await asyncio.to_thread(self._events.read_on)
+            return _answer(self._events, self._events.encoded[first:][-_MOST_EVENTS:])
+
+    async def samples(self, order: Order, step: int | None) -> str:
+        """JSON: samples without their texts. Raises LedgerError."""
+
+        def choose() -> dict[str, Any]:
+            self._samples.refresh()
+            samples, num_samples = self._samples.choose(order, _MOST_SAMPLES, step)
+            return {"samples": samples, "num_samples": num_samples}
+
+        async with self._samples_lock:
+            return json.dumps(await asyncio.to_thread(choose))
+
+    async def sample(self, sample_id: str) -> str:
+        """JSON: one sample with its text; raises as `SampleIndex.sample`."""
+
+        def read() -> dict[str, Any]:
+            self._samples.refresh()
+            return self._samples.sample(sample_id)
+
+        async with self._samples_lock:
+            return json.dumps(await asyncio.to_thread(read))
+
+
+def _facts(run_dir: Path) -> dict[str, Any]:
+    """What the files of settings and of the summary say."""
+    recorded = _read_json(run_dir / "settings.json").get("settings", {})
+    return {
+        "name": recorded.get("run", {}).get("name") or run_dir.absolute().name,
+        "steps": recorded.get("train", {}).get("steps"),
+        "summary": _read_json(run_dir / "summary.json") or None,
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty if there is no such file, or not yet."""
+    with contextlib.suppress(OSError, ValueError):
+        return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    return {}
+
+
+def _answer(lines: JsonLines, kept: Sequence[str]) -> str:
+    rows = ", ".join(kept)
+    return f'{{"file": {lines.times_replaced}, "num_rows": {len(lines.rows)}, "rows": [{rows}]}}'

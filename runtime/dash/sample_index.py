@@ -1,0 +1,206 @@
+"""The samples of a run, found by step and by id while the ledger grows: each event is read once.
+
+A text is decoded when it is asked for. Its tokens lie between the frames of the ledger in which the
+sample was admitted and finished, so only those are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import nsmallest
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from umbra.runtime.cli.sample_texts import decode_content, open_codec
+from umbra.runtime.errors import ConfigError, LedgerError
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rollout.ledger.ledger_events import (
+    Admitted,
+    Event,
+    Finished,
+    Leased,
+    Restored,
+)
+from umbra.runtime.rollout.ledger.ledger_history import (
+    Entry,
+    Position,
+    extend_history,
+    ledger_folder,
+    managers_of,
+    read_history,
+)
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleAccount
+from umbra.runtime.rollout.ledger.sample_contents import read_contents
+from umbra.runtime.rollout.prompts import PromptSet
+
+Order = Literal["newest", "best", "worst"]
+
+
+class SampleIndex:
+    """The samples of one run directory. Blocking: one thread at a time may use it.
+
+    A ledger that was begun again, because the run was started again, is read from scratch.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._folder_inode = 0  # a run that overwrites another one has a new folder
+        self._ledgers: dict[str, _LedgerIndex] = {}
+        self._texts: _PromptTexts | None = None
+
+    def refresh(self) -> None:
+        """Reads what was written since. Raises LedgerError if a ledger is damaged."""
+        managers = managers_of(self._run_dir)
+        inode = (self._run_dir / "ledger").stat().st_ino if managers else 0
+        if inode != self._folder_inode:
+            self._ledgers, self._texts, self._folder_inode = {}, None, inode
+        for manager in managers:
+            known = self._ledgers.get(manager)
+            if known is None or not known.read_on():
+                self._ledgers[manager] = _LedgerIndex(ledger_folder(self._run_dir, manager))
+
+    def choose(
+        self, order: Order, limit: int, step: int | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The facts of at most `limit` samples, and how many there are to choose from.
+
+        Args:
+            step: from 1, as in metrics.jsonl; None for all samples.
+        """
+        ledgers = self._ledgers.values()
+        if step is not None:
+            found = [sample for ledger in ledgers for sample in ledger.of_step(step - 1)]
+            num_samples = len(found)
+        else:
+            num_samples = sum(len(ledger.samples) for ledger in ledgers)
+            found = [sample for ledger in ledgers for sample in ledger.samples]
+        if order == "newest":
+            chosen = islice((s for s in reversed(found) if s.num_tokens), limit)
+        else:
+            chosen = _extremes(found, order, limit)
+        return [_facts(sample) for sample in chosen], num_samples
+
+    def sample(self, sample_id: str) -> dict[str, Any]:
+        """The facts and the text of one sample.
+
+        Raises:
+            ConfigError: there is no such sample, or the run's tokenizer is unknown.
+            DataError: the model has no tokenizer, or the file of prompts is damaged.
+            LedgerError: the ledger is damaged.
+        """
+        for ledger in self._ledgers.values():
+            account = ledger.find(sample_id)
+            if account is not None:
+                if self._texts is None:
+                    self._texts = _PromptTexts(self._run_dir)
+                return _facts(account) | self._texts.decode(ledger, account)
+        raise ConfigError(f"the ledger has no sample {sample_id!r}")
+
+
+class _LedgerIndex:
+    """The samples of one manager.
+
+    Attributes:
+        samples: by uid.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.samples: list[SampleAccount] = []
+        self._spans: list[tuple[Position, Position | None]] = []  # frames with tokens, by uid
+        self._uids: dict[int, list[int]] = {}  # by step, of the last lease
+        self._first_uids: dict[str, int] = {}  # by group
+        self._history = read_history(folder)
+        self._state = replay(self._history.entries, on_event=self._on_event)
+
+    def read_on(self) -> bool:
+        """Reads what was written since; False if that cannot follow what was read."""
+        history = extend_history(self._history)
+        if history is None:
+            return False
+        start, self._history = self._history.end, history
+        try:
+            for entry in history.entries(start):
+                for event in entry.batch.events:
+                    self._state.apply(event)
+                    self._on_event(entry, event, self._state)
+        except LedgerError:  # such as a return to a checkpoint, whose tokens were released
+            return False
+        return True
+
+    def of_step(self, step: int) -> list[SampleAccount]:
+        return [self.samples[uid] for uid in self._uids.get(step, ())]
+
+    def find(self, sample_id: str) -> SampleAccount | None:
+        group_id, _, number = sample_id.rpartition("/")
+        first = self._first_uids.get(group_id)
+        if first is None or not number.isdecimal() or first + int(number) >= len(self.samples):
+            return None
+        found = self.samples[first + int(number)]
+        return found if found.sample_id == sample_id else None
+
+    def events_of(self, sample: SampleAccount) -> Iterable[Event]:
+        """All events between the sample's first and last one."""
+        for entry in self._history.entries(*self._spans[sample.uid]):
+            yield from entry.batch.events
+
+    def _on_event(self, entry: Entry, event: Event, state: LedgerState) -> None:
+        match event:
+            case Admitted():
+                group = state.group(event.group_id)
+                self.samples.extend(group.samples)
+                self._spans.extend([(entry.position, None)] * len(group.samples))
+                self._first_uids[event.group_id] = event.first_uid
+            case Finished():
+                position = entry.position
+                after = position._replace(offset=position.offset + 1)
+                for uid in event.uids.tolist():
+                    self._spans[uid] = (self._spans[uid][0], after)
+            case Leased():
+                self._uids.setdefault(event.step, []).extend(event.uids.tolist())
+            case Restored():
+                for step in [step for step in self._uids if step >= event.step]:
+                    del self._uids[step]
+            case _:
+                pass
+
+
+class _PromptTexts:
+    """What decodes the samples of a run: its tokenizer, and where each prompt is in their file."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._codec: TextCodec = open_codec(run_dir)
+        self._prompts = PromptSet.open(run_dir / "prompts.msgpack")
+        self._idx_by_id = {self._prompts[idx].prompt_id: idx for idx in range(len(self._prompts))}
+
+    def decode(self, ledger: _LedgerIndex, sample: SampleAccount) -> dict[str, Any]:
+        wanted = {sample.uid: sample.num_tokens}
+        content = read_contents(ledger.events_of(sample), wanted)[sample.uid]
+        idx = self._idx_by_id.get(sample.group.prompt_id)
+        prompt = None if idx is None else self._prompts[idx]
+        return decode_content(self._codec, prompt, content, sample.segments())
+
+
+def _extremes(samples: Sequence[SampleAccount], order: Order, limit: int) -> list[SampleAccount]:
+    """Samples with the highest or lowest rewards; of equal ones, the newest."""
+    scored = [sample for sample in samples if sample.reward is not None]
+    sign = -1.0 if order == "best" else 1.0
+    return nsmallest(limit, scored, key=lambda s: (sign * (s.reward or 0.0), -s.uid))
+
+
+def _facts(sample: SampleAccount) -> dict[str, Any]:
+    return {
+        "sample_id": sample.sample_id,
+        "prompt_id": sample.group.prompt_id,
+        "state": str(sample.state),
+        "step": None if sample.step is None else sample.step + 1,
+        "reward": sample.reward,
+        "num_tokens": sample.num_tokens,
+        "finish_reason": sample.finish_reason,
+        "drop_reason": sample.drop_reason,
+        "versions": sorted({segment.version for segment in sample.segments()} - {-1}),
+        "interruptions": sample.num_interruptions,
+        "resets": sample.num_resets,
+    }

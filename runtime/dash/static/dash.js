@@ -1,0 +1,313 @@
+// The page of `umbra dash`: asks the server for what is new, and draws it. Texts of the run are only
+// ever set as text, never as HTML.
+"use strict";
+
+const POLL_MS = 2000;
+const CHARTS = [
+  { title: "Reward", series: { "rollout/reward_mean": "training", "eval/accuracy": "held-out accuracy" } },
+  { title: "Seconds per step", series: { "time/rollout_s": "waiting for rollouts", "time/train_s": "training",
+      "time/sync_s": "weight sync", "time/sleep_s": "engines to sleep", rest: "rest" }, stacked: true },
+  { title: "Tokens per second", series: { "rollout/tokens_per_s": "generated" } },
+  { title: "Tokens per completion", series: { "rollout/completion_len_mean": "training",
+      "eval/completion_len_mean": "held-out" } },
+  { title: "Idle share", series: { "time/rank_idle_share": "trainer", "rollout/engine_idle_share": "engines" } },
+  { title: "Staleness in steps", series: { "rollout/staleness_mean": "mean", "rollout/staleness_max": "largest" }, ifAny: true },
+  { title: "KL", series: { "train/behaviour_kl": "from the policy that sampled",
+      "train/reference_kl": "from the starting model" } },
+  { title: "Gradient norm", series: { "train/grad_norm": "before clipping" } },
+];
+const NUMBERS = [["Reward", "rollout/reward_mean"], ["Held-out accuracy", "eval/accuracy"],
+  ["Tokens per second", "rollout/tokens_per_s"], ["Seconds per step", "time/step_s"],
+  ["Tokens per completion", "rollout/completion_len_mean"], ["Largest staleness", "rollout/staleness_max"]];
+const FAULTS = ["rollout/engines_lost", "sync/failed_engines"];
+
+const $ = (id) => document.getElementById(id);
+const rows = new Map(); // by step
+const charts = [];
+let run = null, metricsFile = null, numEvents = 0, eventsFile = null, events = [];
+
+function el(tag, attributes, ...children) {
+  const node = Object.assign(document.createElement(tag), attributes);
+  node.append(...children.filter((child) => child !== null && child !== ""));
+  return node;
+}
+
+async function get(path) {
+  const response = await fetch(path);
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e9)) return value.toExponential(1);
+  if (Math.abs(value) >= 1e3 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
+  return value.toPrecision(3);
+}
+
+function duration(seconds) {
+  const s = Math.max(0, Math.round(seconds));
+  if (s < 120) return `${s} s`;
+  if (s < 7200) return `${Math.round(s / 60)} min`;
+  return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
+}
+
+const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
+const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
+const inOrder = () => [...rows.keys()].sort((a, b) => a - b);
+const lastOf = (key) => inOrder().reverse().map((step) => rows.get(step)[key]).find((v) => v !== undefined && v !== null);
+
+// -- what is new ---------------------------------------------------------------------------
+
+async function poll() {
+  if (!document.hidden) {
+    try {
+      await Promise.all([pollState(), pollMetrics(), pollEvents()]);
+      show();
+      $("problem").hidden = true;
+    } catch (error) {
+      $("problem").textContent = `The server does not answer: ${error.message}. Is umbra dash running?`;
+      $("problem").hidden = false;
+    }
+  }
+  setTimeout(poll, POLL_MS);
+}
+
+async function pollState() {
+  run = await get("api/state");
+}
+
+async function pollMetrics() {
+  const answer = await get(`api/metrics?from=${Math.max(0, ...rows.keys())}`);
+  if (metricsFile !== null && answer.file !== metricsFile) { // steps are repeated from a checkpoint
+    metricsFile = null;
+    rows.clear();
+    return pollMetrics();
+  }
+  metricsFile = answer.file;
+  for (const row of answer.rows) rows.set(row.step, { ...rows.get(row.step), ...row });
+}
+
+async function pollEvents() {
+  const answer = await get(`api/events?from=${numEvents}`);
+  if (eventsFile !== null && answer.file !== eventsFile) {
+    eventsFile = null;
+    events = [];
+    numEvents = 0;
+    return pollEvents();
+  }
+  eventsFile = answer.file;
+  numEvents = answer.num_rows;
+  events = [...events, ...answer.rows].slice(-500);
+}
+
+// -- the page ------------------------------------------------------------------------------
+
+function show() {
+  showStatus();
+  showNumbers();
+  showCharts();
+  showEvents();
+}
+
+function showStatus() {
+  const done = Math.max(0, ...rows.keys());
+  const last = rows.get(done);
+  let [kind, text] = ["", "no step done yet"];
+  if (run.job) [kind, text] = ["good", "running"];
+  else if (run.summary) {
+    [kind, text] = ["", run.summary.stopped_by ? `stopped by ${run.summary.stopped_by}` : "ended"];
+  } else if (last) {
+    [kind, text] = ["warn", `no supervisor answers here; last step ${duration(run.time - last.time)} ago`];
+  }
+  $("name").textContent = run.name;
+  document.title = `${run.name} – umbra`;
+  $("status").className = `badge ${kind}`;
+  $("status").textContent = text;
+  $("progress").max = run.steps ?? Math.max(1, done);
+  $("progress").value = done;
+}
+
+function showNumbers() {
+  const steps = inOrder();
+  const done = steps.at(-1) ?? 0;
+  const cells = [["Step", run.steps ? `${done} of ${run.steps}` : `${done}`],
+    ...NUMBERS.map(([name, key]) => [name, lastOf(key)]).filter(([, v]) => v !== undefined).map(([n, v]) => [n, number(v)])];
+  const recent = steps.filter((step) => step > 0).slice(-20).map((step) => rows.get(step)["time/step_s"]).filter(Boolean);
+  if (run.job && run.steps && recent.length) {
+    const mean = recent.reduce((a, b) => a + b, 0) / recent.length;
+    cells.push(["Time left", duration(mean * (run.steps - done))]);
+  }
+  $("numbers").replaceChildren(...cells.map(([name, value]) =>
+    el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
+}
+
+function showEvents() {
+  $("strip").hidden = events.length === 0;
+  if (events.length === 0) {
+    $("events").replaceChildren(el("li", { textContent: "Nothing failed so far." }));
+    return;
+  }
+  const start = Math.min(events[0].time, ...[...rows.values()].slice(0, 1).map((row) => row.time));
+  const span = Math.max(1, (run.job ? run.time : Math.max(events.at(-1).time, lastOf("time") ?? 0)) - start);
+  $("strip").replaceChildren(...events.map((event) => {
+    const dot = el("i", { className: `dot ${event.level ?? "warn"}`, title: `${clock(event.time)} ${event.kind}` });
+    dot.style.left = `${(100 * (event.time - start)) / span}%`;
+    return dot;
+  }));
+  $("events").replaceChildren(...events.slice(-100).reverse().map((event) => el("li", {},
+    el("time", { textContent: clock(event.time) }), el("strong", { textContent: event.who ?? "" }),
+    ` ${event.kind}${event.cause ? `: ${event.cause}` : ""}`)));
+}
+
+// -- charts --------------------------------------------------------------------------------
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function valuesOf(chart, steps) {
+  const names = Object.keys(chart.series);
+  const columns = names.map((name) => steps.map((step) => {
+    const row = rows.get(step);
+    if (name !== "rest") return row[name] ?? null;
+    const parts = names.filter((other) => other !== "rest").map((other) => row[other] ?? 0);
+    return row["time/step_s"] === undefined ? null : Math.max(0, row["time/step_s"] - parts.reduce((a, b) => a + b, 0));
+  }));
+  const present = columns.map((column) => column.some((value) => value !== null));
+  return { columns: columns.filter((_, idx) => present[idx]),
+    labels: Object.values(chart.series).filter((_, idx) => present[idx]) };
+}
+
+function showCharts() {
+  const steps = inOrder();
+  const names = [...new Set([...rows.values()].slice(-50).flatMap((row) => Object.keys(row)))].filter((name) => name.includes("/")).sort();
+  if ($("metric").length !== names.length + 1) {
+    const chosen = $("metric").value;
+    $("metric").replaceChildren(new Option("choose", ""), ...names.map((name) => new Option(name, name)));
+    $("metric").value = chosen;
+  }
+  const other = $("metric").value;
+  const wanted = other ? [...CHARTS, { title: other, series: { [other]: "value" } }] : CHARTS;
+  wanted.forEach((chart, idx) => showChart(chart, idx, steps));
+  for (const gone of charts.splice(wanted.length)) gone?.figure.remove();
+}
+
+function showChart(chart, idx, steps) {
+  const { columns, labels } = valuesOf(chart, steps);
+  const key = `${chart.title} ${labels} ${color("--text")}`;
+  let drawn = charts[idx];
+  if (drawn && drawn.key !== key) {
+    drawn.plot.destroy();
+    drawn.figure.remove();
+    drawn = charts[idx] = undefined;
+  }
+  if (!columns.length || steps.length < 2 || (chart.ifAny && !columns.flat().some(Boolean))) return;
+  const shown = chart.stacked ? columns.map((_, at) => steps.map((_, s) =>
+    columns.slice(0, at + 1).reduce((sum, column) => sum + (column[s] ?? 0), 0))) : columns;
+  if (!drawn) {
+    drawn = charts[idx] = { key, figure: el("figure", {}, el("figcaption", { textContent: chart.title })) };
+    const before = charts.slice(idx + 1).find((later) => later)?.figure ?? null;
+    $("charts").insertBefore(drawn.figure, before);
+    drawn.plot = newPlot(chart, labels, drawn);
+  }
+  drawn.raw = columns;
+  // The lowest layer of a stack is drawn last, over the others.
+  drawn.plot.setData([steps, ...(chart.stacked ? shown.toReversed() : shown)]);
+}
+
+function newPlot(chart, labels, drawn) {
+  const size = () => ({ width: Math.max(200, drawn.figure.clientWidth - 28), height: 180 });
+  const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false },
+    font: "11px system-ui" };
+  const series = labels.map((label, at) => {
+    const stroke = color(`--c${at % 5}`);
+    const value = (_, __, ___, at_) => number(drawn.raw[at][at_ ?? drawn.raw[at].findLastIndex((v) => v !== null)]);
+    return { label, stroke, width: chart.stacked ? 0 : 1.5, fill: chart.stacked ? stroke : undefined, spanGaps: true, value,
+      points: { show: (u) => u.data[0].length < 40 && !chart.stacked } };
+  });
+  const plot = new uPlot({
+    ...size(), scales: { x: { time: false }, y: chart.stacked ? { range: (_, __, top) => [0, top * 1.05 || 1] } : {} },
+    axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map(number) }],
+    series: [{ label: "step", value: (u, v) => v ?? u.data[0].at(-1) }, ...(chart.stacked ? series.toReversed() : series)],
+    cursor: { y: false, sync: { key: "steps" }, points: { show: !chart.stacked } },
+    hooks: { draw: [markFaults] },
+  }, [[]], drawn.figure);
+  plot.over.addEventListener("click", () => {
+    const step = plot.data[0][plot.cursor.idx];
+    if (step > 0) {
+      $("step").value = step;
+      showSamples();
+    }
+  });
+  new ResizeObserver(() => plot.setSize(size())).observe(drawn.figure);
+  return plot;
+}
+
+function markFaults(plot) {
+  const { left, top, height } = plot.bbox;
+  plot.ctx.fillStyle = color("--bad");
+  for (const step of plot.data[0]) {
+    if (FAULTS.some((name) => rows.get(step)?.[name] > 0)) {
+      plot.ctx.fillRect(left + plot.valToPos(step, "x", true) - left, top, devicePixelRatio, height);
+    }
+  }
+}
+
+// -- samples -------------------------------------------------------------------------------
+
+async function showSamples() {
+  const step = $("step").value;
+  $("samples-note").textContent = "reading";
+  try {
+    const found = await get(`api/samples?order=${$("order").value}${step ? `&step=${step}` : ""}`);
+    const head = ["Sample", "Step", "Reward", "Tokens", "Versions", "State"];
+    $("samples").replaceChildren(
+      el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { textContent: name })))),
+      el("tbody", {}, ...found.samples.map(sampleRow)));
+    $("samples-note").textContent = `${found.samples.length} of ${count(found.num_samples, "sample")}`;
+  } catch (error) {
+    $("samples-note").textContent = error.message;
+  }
+}
+
+function sampleRow(sample) {
+  const cells = [sample.step ?? "–", number(sample.reward), number(sample.num_tokens), sample.versions.join(", ") || "–",
+    [sample.state, sample.drop_reason || sample.finish_reason].filter(Boolean).join(", ")];
+  const row = el("tr", { onclick: () => showSample(sample.sample_id) },
+    el("td", {}, el("button", { textContent: sample.sample_id })),
+    ...cells.map((cell) => el("td", { textContent: cell })));
+  return row;
+}
+
+async function showSample(sampleId) {
+  $("sample-title").textContent = sampleId;
+  $("sample-facts").textContent = "reading";
+  $("sample-text").replaceChildren();
+  if (!$("sample").open) $("sample").showModal();
+  try {
+    const sample = await get(`api/sample/${sampleId.split("/").map(encodeURIComponent).join("/")}`);
+    const facts = [sample.state, sample.step && `step ${sample.step}`, sample.finish_reason, sample.drop_reason,
+      `reward ${number(sample.reward)}`, count(sample.num_tokens, "token"),
+      sample.interruptions && count(sample.interruptions, "interruption")];
+    $("sample-facts").textContent = facts.filter(Boolean).join(", ");
+    const part = (who, text, kind) => [el("p", { className: "who", textContent: who }), el("pre", { className: kind, textContent: text })];
+    $("sample-text").replaceChildren(
+      ...part(sample.is_prompt_of_loop ? "prompt of the agent loop" : "prompt", sample.prompt ?? "not in prompts.msgpack", "prompt"),
+      ...sample.turns.flatMap((turn) => part(
+        [turn.versions.length ? `policy, version ${turn.versions.join(", ")}` : "given", count(turn.stop - turn.start, "token"),
+          turn.finish_reason].filter(Boolean).join(", "), turn.text, turn.versions.length ? "policy" : "given")),
+      ...Object.entries(sample.recorded).flatMap(([key, value]) =>
+        part(`recorded ${key}`, typeof value === "string" ? value : JSON.stringify(value), "given")));
+  } catch (error) {
+    $("sample-facts").textContent = error.message;
+  }
+}
+
+$("choose").addEventListener("submit", (event) => {
+  event.preventDefault();
+  showSamples();
+});
+$("metric").addEventListener("change", showCharts);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showCharts);
+poll();
+showSamples();
