@@ -8,17 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
+from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.dash.json_lines import JsonLines
 from umbra.runtime.dash.sample_index import Order, SampleIndex
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.settings import to_wire
 
 _MOST_ROWS: Final = 1000
 """Steps that one answer has at most. More than a chart has pixels only slow the page down; fewer
 would show as gaps."""
+_JOB_MAX_AGE_S: Final = 1.0
+"""However many pages are open, the supervisor is asked no more often."""
 _MOST_EVENTS: Final = 500
 _MOST_SAMPLES: Final = 100
 
@@ -31,15 +37,22 @@ class RunView:
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self._events = JsonLines(run_dir / "events.jsonl")
         self._samples = SampleIndex(run_dir)
+        self._job: dict[str, Any] = {}
+        self._job_read_at = -math.inf
+        self._job_lock = asyncio.Lock()
         self._metrics_lock = asyncio.Lock()
         self._events_lock = asyncio.Lock()
         self._samples_lock = asyncio.Lock()
 
     async def state(self) -> str:
         """JSON: the run's name, number of steps and end, and what the job is doing now: null if no
-        supervisor answers, because the run has ended or is elsewhere."""
+        supervisor is found here, because the run has ended or is elsewhere."""
         facts = await asyncio.to_thread(_facts, self._run_dir)
-        return json.dumps(facts | {"job": None, "time": time.time()})
+        async with self._job_lock:
+            now = time.monotonic()
+            if now - self._job_read_at > _JOB_MAX_AGE_S:
+                self._job, self._job_read_at = await _ask_job(self._run_dir), now
+            return json.dumps(facts | self._job | {"time": time.time()})
 
     async def metrics(self, first_step: int) -> str:
         """JSON: the rows of metrics.jsonl from a step on. Of very many it has a part, evenly
@@ -84,6 +97,14 @@ class RunView:
 
         async with self._samples_lock:
             return json.dumps(await asyncio.to_thread(read))
+
+
+async def _ask_job(run_dir: Path) -> dict[str, Any]:
+    try:
+        job = await job_state(run_dir)
+    except UmbraError as error:  # the files still have much to show
+        return {"job": None, "problem": str(error)}
+    return {"job": None if job is None else to_wire(job), "problem": ""}
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:

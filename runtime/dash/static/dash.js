@@ -19,6 +19,7 @@ const CHARTS = [
 const NUMBERS = [["Reward", "rollout/reward_mean"], ["Held-out accuracy", "eval/accuracy"],
   ["Tokens per second", "rollout/tokens_per_s"], ["Seconds per step", "time/step_s"],
   ["Tokens per completion", "rollout/completion_len_mean"], ["Largest staleness", "rollout/staleness_max"]];
+const STATES = { SERVING: "good", ASLEEP: "", DEAD: "bad", STARTING: "warn", PENDING_WEIGHTS: "warn" };
 const FAULTS = ["rollout/engines_lost", "sync/failed_engines"];
 
 const $ = (id) => document.getElementById(id);
@@ -107,6 +108,7 @@ async function pollEvents() {
 function show() {
   showStatus();
   showNumbers();
+  showJob();
   showCharts();
   showEvents();
 }
@@ -116,6 +118,7 @@ function showStatus() {
   const last = rows.get(done);
   let [kind, text] = ["", "no step done yet"];
   if (run.job) [kind, text] = ["good", "running"];
+  else if (run.problem) [kind, text] = ["bad", run.problem];
   else if (run.summary) {
     [kind, text] = ["", run.summary.stopped_by ? `stopped by ${run.summary.stopped_by}` : "ended"];
   } else if (last) {
@@ -139,8 +142,55 @@ function showNumbers() {
     const mean = recent.reduce((a, b) => a + b, 0) / recent.length;
     cells.push(["Time left", duration(mean * (run.steps - done))]);
   }
-  $("numbers").replaceChildren(...cells.map(([name, value]) =>
+  showCells($("numbers"), cells);
+}
+
+function showCells(list, cells) {
+  list.replaceChildren(...cells.map(([name, value]) =>
     el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
+}
+
+function showJob() {
+  const { job } = run;
+  for (const id of ["waiting-section", "queues-section", "engines-section"]) $(id).hidden = !job;
+  if (!job) return;
+  $("waiting").replaceChildren(...waits(job).map((text) => el("li", { textContent: text })));
+  const work = job.rollouts;
+  $("queues-section").hidden = !work;
+  if (work) {
+    showCells($("queues"), [["Requests waiting for an engine", number(work.turns_waiting)],
+      ["Trajectories being generated", number(work.trajectories_open)], ["Prompts in flight", number(work.groups_open)],
+      ["Prompts scored, of a batch", `${number(work.groups_ready)} of ${number(work.groups_per_step)}`],
+      ["Prompts being trained on", number(work.groups_leased)], ["Prompts trained on", number(work.groups_trained)],
+      ["Prompts dropped", number(work.groups_dropped)]]);
+  }
+  const engines = job.pools.flatMap((pool) => pool.engines);
+  const states = Map.groupBy(engines, (engine) => engine.state);
+  $("engines-note").textContent = [...states].map(([state, those]) => `${those.length} ${words(state)}`).join(", ");
+  $("engines").replaceChildren(...engines.map((engine) => tile(engine, STATES[engine.state] ?? "busy", [
+    engine.version === null ? "no weights" : `version ${engine.version}`,
+    engine.running === null ? "" : `${engine.running} running, ${engine.waiting} waiting`])));
+  $("actors").replaceChildren(...job.nodes.flatMap((node) => node.actors.filter((actor) => actor.role !== "engine")
+    .map((actor) => tile(actor, { RUNNING: "good", FAILED: "bad" }[actor.state] ?? "busy", [node.name]))));
+}
+
+function waits(job) {
+  const ranks = job.nodes.flatMap((node) => node.ranks).filter((rank) => rank.waits_for);
+  const calls = [...Map.groupBy(ranks, (rank) => rank.waits_for)].map(([call, those]) =>
+    `${those.length === 1 ? "Rank" : "Ranks"} ${those.map((rank) => rank.rank).join(", ")}: ${
+      duration(Math.max(...those.map((rank) => rank.waits_s)))} in ${call}`);
+  const nodes = job.nodes.filter((node) => node.problem).map((node) => `${node.name}: ${node.problem}`);
+  const upper = job.phase.charAt(0).toUpperCase() + job.phase.slice(1);
+  return [job.failure, upper, ...calls, ...nodes].filter(Boolean);
+}
+
+const words = (state) => state.toLowerCase().replaceAll("_", " ");
+
+function tile(process, kind, lines) {
+  const restarts = process.num_restarts ? `restarted ${count(process.num_restarts, "time")}` : "";
+  const age = process.state_age_s === undefined ? "" : ` for ${duration(process.state_age_s)}`;
+  return el("div", {}, el("strong", {}, el("span", { className: `dot ${kind}` }), process.name),
+    ...[words(process.state) + age, ...lines, restarts].filter(Boolean).map((line) => el("p", { textContent: line })));
 }
 
 function showEvents() {
@@ -202,8 +252,8 @@ function showChart(chart, idx, steps) {
     drawn = charts[idx] = undefined;
   }
   if (!columns.length || steps.length < 2 || (chart.ifAny && !columns.flat().some(Boolean))) return;
-  const shown = chart.stacked ? columns.map((_, at) => steps.map((_, s) =>
-    columns.slice(0, at + 1).reduce((sum, column) => sum + (column[s] ?? 0), 0))) : columns;
+  const shown = chart.stacked ? columns.map((own, at) => steps.map((_, s) =>
+    own[s] === null ? null : columns.slice(0, at + 1).reduce((sum, column) => sum + column[s], 0))) : columns;
   if (!drawn) {
     drawn = charts[idx] = { key, figure: el("figure", {}, el("figcaption", { textContent: chart.title })) };
     const before = charts.slice(idx + 1).find((later) => later)?.figure ?? null;
