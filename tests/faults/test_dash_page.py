@@ -1,0 +1,144 @@
+"""`umbra dash` in a real browser: while a run goes, when an engine is killed, and after the end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+from run_assets import write_rows
+from whole_runs import start_run
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+_PROGRAM = "import sys; from umbra.runtime.cli.umbra_command import main; sys.exit(main())"
+_HOSTILE = "<img src=x onerror=alert(1)>"
+_LIMIT_MS = 20_000.0
+
+
+@contextmanager
+def dash(run_dir: Path) -> Generator[str]:
+    """The address of a server about a run; it must end in order."""
+    command = [sys.executable, "-c", _PROGRAM, "dash", str(run_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://\S+", server.stdout.readline())
+            assert found is not None
+            yield found[0]
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(10.0) == 0
+
+
+@contextmanager
+def browser_page(url: str) -> Generator[Page]:
+    """A page in Chromium. Whatever its console reports as wrong fails the test."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("there is no chromium: install it (apt-get install chromium)")
+    wrong: list[str] = []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 400, "height": 800})
+        page.set_default_timeout(_LIMIT_MS)
+        page.on("console", lambda m: wrong.append(m.text) if m.type != "log" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(dialog.message))
+        page.goto(url)
+        yield page
+        chromium.close()
+    assert wrong == []
+
+
+def step_of(page: Page) -> int:
+    return int(page.locator("#numbers dd").first.inner_text().partition(" of ")[0])
+
+
+def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
+    rows = [{"prompt": f"all {i}=", "answer": "", "id": f"{_HOSTILE}{i}"} for i in range(32)]
+    write_rows(folder / "rows.jsonl", rows)
+    data = ("data.train=rows.jsonl", "data.id_column=id", "data.shuffle=false")
+    expect.set_options(timeout=_LIMIT_MS)
+    with (
+        start_run(folder, *data, "train.steps=100000", "pool.count=2", num_ranks=0) as run,
+        dash(run.run_dir) as url,
+        browser_page(url) as page,
+    ):
+        run.wait_for_step(2)
+        expect(page.locator("#status")).to_have_text("running")
+        expect(page.locator("#numbers dd").first).to_contain_text("of 100000")
+        expect(page.locator("#engines > div")).to_have_count(2)
+        expect(page.locator("#engines > div").first).to_contain_text("version")
+        expect(page.locator("#charts canvas")).not_to_have_count(0)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400  # fits a phone
+
+        page.locator("#step").fill("1")
+        page.locator("#choose button").click()
+        expect(page.locator("#samples tbody tr")).to_have_count(8)
+        page.locator("#samples tbody button", has_text=f"e0/{_HOSTILE}0/1").click()
+        expect(page.locator("#sample-facts")).to_contain_text("step 1")
+        expect(page.locator("#sample-text pre.prompt")).to_have_text("all 0=")
+        expect(page.locator("#sample-text pre.policy")).to_have_count(1)
+        page.locator("#sample button").click()
+
+        seen = step_of(page)
+        os.kill(run.pid_of("policy-0"), signal.SIGKILL)
+        expect(page.locator("#engines > div").first).to_contain_text("restarted 1 time")
+        run.wait_for_step(seen + 1)
+        expect(page.locator("#numbers dd").first).not_to_have_text(f"{seen} of 100000")
+
+        os.kill(run.process.pid, signal.SIGTERM)
+        expect(page.locator("#status")).to_have_text("stopped by SIGTERM")
+        expect(page.locator("#engines-section")).to_be_hidden()
+        page.reload()
+        expect(page.locator("#samples tbody tr")).to_have_count(100)
+        page.locator("#samples tbody tr").first.click()
+        expect(page.locator("#sample-text pre.prompt")).to_contain_text("all ")
+
+
+def answer_of(url: str, path: str, *, method: str = "GET", host: str = "") -> tuple[int, bytes]:
+    address = url.removeprefix("http://").rstrip("/")
+    connection = http.client.HTTPConnection(address, timeout=20.0)
+    try:
+        connection.request(method, path, headers={"Host": host or address})
+        response = connection.getresponse()
+        assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_only_reads_of_its_own_files_under_its_own_name_are_answered(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "train/loss": NaN}\n')
+    (tmp_path / "secret").write_text("secret")
+
+    with dash(tmp_path) as url:
+        port = url.rstrip("/").rpartition(":")[2]
+        found = json.loads(answer_of(url, "/api/metrics?from=2")[1])
+        refused = {
+            path: answer_of(url, path)[0]
+            for path in ("/../secret", "/%2e%2e/secret", "/..%2fsecret", "/static/dash.js", "/x")
+        }
+        assert answer_of(url, "/")[0] == 200
+        assert answer_of(url, "/", method="POST")[0] == 405
+        assert answer_of(url, "/api/samples?step=-1")[0] == 400
+        assert answer_of(url, "/api/samples?order=any")[0] == 400
+        assert answer_of(url, "/api/sample/e0/1/1")[0] == 404
+        assert answer_of(url, "/api/state", host=f"rebound.example:{port}")[0] == 403
+        for host in (f"localhost:{port}", "localhost", f"[::1]:{port}", socket.gethostname()):
+            assert answer_of(url, "/api/state", host=host)[0] == 200, host
+
+    assert found["rows"] == [{"step": 2, "train/loss": None}]
+    assert refused == dict.fromkeys(refused, 404)
