@@ -20,6 +20,7 @@ const NUMBERS = [["Reward", "rollout/reward_mean"], ["Held-out accuracy", "eval/
   ["Tokens per second", "rollout/tokens_per_s"], ["Seconds per step", "time/step_s"],
   ["Tokens per completion", "rollout/completion_len_mean"], ["Largest staleness", "rollout/staleness_max"]];
 const STATES = { SERVING: "good", ASLEEP: "", DEAD: "bad", STARTING: "warn", PENDING_WEIGHTS: "warn" };
+const EVENTS = { restart: "warn", fault: "warn", lost: "bad", sync_failed: "warn", failed: "bad", serves: "good", joined: "good" };
 const FAULTS = ["rollout/engines_lost", "sync/failed_engines"];
 
 const $ = (id) => document.getElementById(id);
@@ -167,11 +168,7 @@ function showJob() {
   const engines = job.pools.flatMap((pool) => pool.engines);
   const states = Map.groupBy(engines, (engine) => engine.state);
   $("engines-note").textContent = [...states].map(([state, those]) => `${those.length} ${words(state)}`).join(", ");
-  $("engines").replaceChildren(...engines.map((engine) => tile(engine, STATES[engine.state] ?? "busy", [
-    engine.version === null ? "no weights" : `version ${engine.version}`,
-    engine.running === null ? "" : `${engine.running} running, ${engine.waiting} waiting`])));
-  $("actors").replaceChildren(...job.nodes.flatMap((node) => node.actors.filter((actor) => actor.role !== "engine")
-    .map((actor) => tile(actor, { RUNNING: "good", FAILED: "bad" }[actor.state] ?? "busy", [node.name]))));
+  $("engines").replaceChildren(...engines.map(engineTile));
 }
 
 function waits(job) {
@@ -186,29 +183,34 @@ function waits(job) {
 
 const words = (state) => state.toLowerCase().replaceAll("_", " ");
 
-function tile(process, kind, lines) {
-  const restarts = process.num_restarts ? `restarted ${count(process.num_restarts, "time")}` : "";
-  const age = process.state_age_s === undefined ? "" : ` for ${duration(process.state_age_s)}`;
-  return el("div", {}, el("strong", {}, el("span", { className: `dot ${kind}` }), process.name),
-    ...[words(process.state) + age, ...lines, restarts].filter(Boolean).map((line) => el("p", { textContent: line })));
+function engineTile(engine) {
+  const lines = [`${words(engine.state)} for ${duration(engine.state_age_s)}`,
+    engine.version === null ? "no weights" : `version ${engine.version}`,
+    engine.running === null ? "" : `${engine.running} running, ${engine.waiting} waiting`,
+    engine.num_restarts ? `restarted ${count(engine.num_restarts, "time")}` : ""];
+  return el("div", {}, el("strong", {}, el("i", { className: `dot ${STATES[engine.state] ?? "busy"}` }), engine.name),
+    ...lines.filter(Boolean).map((line) => el("p", { textContent: line })));
 }
 
 function showEvents() {
   $("strip").hidden = events.length === 0;
-  if (events.length === 0) {
-    $("events").replaceChildren(el("li", { textContent: "Nothing failed so far." }));
-    return;
-  }
-  const start = Math.min(events[0].time, ...[...rows.values()].slice(0, 1).map((row) => row.time));
-  const span = Math.max(1, (run.job ? run.time : Math.max(events.at(-1).time, lastOf("time") ?? 0)) - start);
+  if (events.length === 0) return $("events").replaceChildren(el("li", { textContent: "Nothing so far." }));
+  const start = Math.min(events[0].time, [...rows.values()][0]?.time ?? Infinity);
+  const end = Math.max(events.at(-1).time, run.job ? run.time : lastOf("time") ?? 0);
   $("strip").replaceChildren(...events.map((event) => {
-    const dot = el("i", { className: `dot ${event.level ?? "warn"}`, title: `${clock(event.time)} ${event.kind}` });
-    dot.style.left = `${(100 * (event.time - start)) / span}%`;
+    const dot = el("i", { className: `dot ${EVENTS[event.kind] ?? ""}`, title: `${clock(event.time)} ${event.text}` });
+    dot.style.left = `${(100 * (event.time - start)) / Math.max(1, end - start)}%`;
     return dot;
   }));
-  $("events").replaceChildren(...events.slice(-100).reverse().map((event) => el("li", {},
-    el("time", { textContent: clock(event.time) }), el("strong", { textContent: event.who ?? "" }),
-    ` ${event.kind}${event.cause ? `: ${event.cause}` : ""}`)));
+  if ($("events").dataset.last === `${numEvents}`) return; // so that what is unfolded stays so
+  $("events").dataset.last = numEvents;
+  $("events").replaceChildren(...events.slice(-100).reverse().map((event) => {
+    const [first, ...more] = event.text.split("\n");
+    return el("li", {}, el("time", { textContent: clock(event.time) }), el("i", { className: `dot ${EVENTS[event.kind] ?? ""}` }),
+      first.includes(event.who) ? first : `${event.who}: ${first}`,
+      more.length ? el("details", {}, el("summary", { textContent: count(more.length, "more line") }),
+        el("pre", { textContent: more.join("\n") })) : "");
+  }));
 }
 
 // -- charts --------------------------------------------------------------------------------
