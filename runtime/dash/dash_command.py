@@ -33,6 +33,9 @@ async def _serve(run_dir: Path, host: str, port: int) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with DashServer(RunView(run_dir), host, port) as server:
+    view = RunView(run_dir)
+    async with DashServer(view, host, port) as server, asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(view.read_ahead())
         print(f"{run_dir}: {server.url} (Ctrl-C ends it)", flush=True)
         await ended.wait()
+        reading.cancel()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
+
+_CONSTANT: Final = re.compile(r"NaN|Infinity")
 
 
 class JsonLines:
@@ -42,12 +45,13 @@ class JsonLines:
         self._offset += len(whole)
         for line in whole.splitlines():
             try:
-                row: Any = json.loads(line, parse_constant=lambda _: None)
+                text = line.decode()
+                row: Any = json.loads(text, parse_constant=lambda _: None)
             except ValueError:
                 continue
             if isinstance(row, dict):
                 self.rows.append(cast("dict[str, Any]", row))
-                self.encoded.append(json.dumps(row))
+                self.encoded.append(json.dumps(row) if _CONSTANT.search(text) else text)
 
     def _begin(self, inode: int) -> None:
         if self._offset:

@@ -44,6 +44,13 @@ class RunView:
         self._events_lock = asyncio.Lock()
         self._samples_lock = asyncio.Lock()
 
+    async def read_ahead(self) -> None:
+        """Reads what is there, so that the first page need not wait for it."""
+        await self.metrics(0)
+        async with self._samples_lock:
+            with contextlib.suppress(UmbraError):  # whoever asks for samples gets the error
+                await asyncio.to_thread(self._samples.open)
+
     async def state(self) -> str:
         """JSON: the run's name, number of steps and end, and what the job is doing now: null if no
         supervisor is found here, because the run has ended or is elsewhere."""

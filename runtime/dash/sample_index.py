@@ -6,11 +6,14 @@ sample was admitted and finished, so only those are read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from heapq import nsmallest
+import math
+from array import array
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
 
 from umbra.runtime.cli.sample_texts import decode_content, open_codec
 from umbra.runtime.errors import ConfigError, LedgerError
@@ -21,6 +24,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Finished,
     Leased,
     Restored,
+    Scored,
 )
 from umbra.runtime.rollout.ledger.ledger_history import (
     Entry,
@@ -37,6 +41,7 @@ from umbra.runtime.rollout.ledger.sample_contents import read_contents
 from umbra.runtime.rollout.prompts import PromptSet
 
 Order = Literal["newest", "best", "worst"]
+_NOT_FINISHED: Final = 1 << 62  # in place of the index of a frame
 
 
 class SampleIndex:
@@ -50,6 +55,12 @@ class SampleIndex:
         self._folder_inode = 0  # a run that overwrites another one has a new folder
         self._ledgers: dict[str, _LedgerIndex] = {}
         self._texts: _PromptTexts | None = None
+
+    def open(self) -> None:
+        """Reads all that is there, and opens what decodes texts; raises as `sample`."""
+        self.refresh()
+        if self._ledgers:
+            self._texts = _PromptTexts(self._run_dir)
 
     def refresh(self) -> None:
         """Reads what was written since. Raises LedgerError if a ledger is damaged."""
@@ -70,18 +81,13 @@ class SampleIndex:
         Args:
             step: from 1, as in metrics.jsonl; None for all samples.
         """
-        ledgers = self._ledgers.values()
-        if step is not None:
-            found = [sample for ledger in ledgers for sample in ledger.of_step(step - 1)]
-            num_samples = len(found)
-        else:
-            num_samples = sum(len(ledger.samples) for ledger in ledgers)
-            found = [sample for ledger in ledgers for sample in ledger.samples]
-        if order == "newest":
-            chosen = islice((s for s in reversed(found) if s.num_tokens), limit)
-        else:
-            chosen = _extremes(found, order, limit)
-        return [_facts(sample) for sample in chosen], num_samples
+        found: list[SampleAccount] = []
+        num_samples = 0
+        for ledger in self._ledgers.values():
+            chosen, num_there = ledger.choose(order, limit, step)
+            found += chosen
+            num_samples += num_there
+        return [_facts(sample) for sample in found[:limit]], num_samples
 
     def sample(self, sample_id: str) -> dict[str, Any]:
         """The facts and the text of one sample.
@@ -101,19 +107,17 @@ class SampleIndex:
 
 
 class _LedgerIndex:
-    """The samples of one manager.
-
-    Attributes:
-        samples: by uid.
-    """
+    """The samples of one manager."""
 
     def __init__(self, folder: Path) -> None:
-        self.samples: list[SampleAccount] = []
-        self._spans: list[tuple[Position, Position | None]] = []  # frames with tokens, by uid
+        self._samples: list[SampleAccount] = []  # by uid
+        self._rewards = array("d")  # by uid, NaN for none
+        self._frames: list[Position] = []  # where each begins
+        self._spans: list[tuple[int, int]] = []  # by uid, the first and the last index of frames
         self._uids: dict[int, list[int]] = {}  # by step, of the last lease
         self._first_uids: dict[str, int] = {}  # by group
         self._history = read_history(folder)
-        self._state = replay(self._history.entries, on_event=self._on_event)
+        self._state = replay(self._history.entries, on_event=self._on_event, keeps_tokens=False)
 
     def read_on(self) -> bool:
         """Reads what was written since; False if that cannot follow what was read."""
@@ -130,39 +134,59 @@ class _LedgerIndex:
             return False
         return True
 
-    def of_step(self, step: int) -> list[SampleAccount]:
-        return [self.samples[uid] for uid in self._uids.get(step, ())]
+    def choose(self, order: Order, limit: int, step: int | None) -> tuple[list[SampleAccount], int]:
+        """As `SampleIndex.choose`. Of equal rewards, the newest come first."""
+        found = range(len(self._samples)) if step is None else self._uids.get(step - 1, ())
+        uids = np.asarray(found, np.int64)[::-1]
+        if order == "newest":
+            newest = (self._samples[uid] for uid in reversed(found))
+            return list(islice((s for s in newest if s.num_tokens), limit)), len(uids)
+        rewards = np.array(self._rewards)[uids]
+        by_reward = uids[np.argsort(-rewards if order == "best" else rewards, kind="stable")]
+        num_scored = np.count_nonzero(~np.isnan(rewards))
+        return [self._samples[uid] for uid in by_reward[: min(limit, num_scored)]], len(uids)
 
     def find(self, sample_id: str) -> SampleAccount | None:
         group_id, _, number = sample_id.rpartition("/")
         first = self._first_uids.get(group_id)
-        if first is None or not number.isdecimal() or first + int(number) >= len(self.samples):
+        if first is None or not number.isdecimal() or first + int(number) >= len(self._samples):
             return None
-        found = self.samples[first + int(number)]
+        found = self._samples[first + int(number)]
         return found if found.sample_id == sample_id else None
 
     def events_of(self, sample: SampleAccount) -> Iterable[Event]:
         """All events between the sample's first and last one."""
-        for entry in self._history.entries(*self._spans[sample.uid]):
+        first, last = self._spans[sample.uid]
+        stop = self._frames[last + 1] if last + 1 < len(self._frames) else None
+        for entry in self._history.entries(self._frames[first], stop):
             yield from entry.batch.events
 
     def _on_event(self, entry: Entry, event: Event, state: LedgerState) -> None:
+        if not self._frames or self._frames[-1] != entry.position:
+            self._frames.append(entry.position)
+        frame_idx = len(self._frames) - 1
         match event:
             case Admitted():
                 group = state.group(event.group_id)
-                self.samples.extend(group.samples)
-                self._spans.extend([(entry.position, None)] * len(group.samples))
+                self._samples.extend(group.samples)
+                self._rewards.extend([math.nan] * len(group.samples))
+                self._spans.extend([(frame_idx, _NOT_FINISHED)] * len(group.samples))
                 self._first_uids[event.group_id] = event.first_uid
             case Finished():
-                position = entry.position
-                after = position._replace(offset=position.offset + 1)
                 for uid in event.uids.tolist():
-                    self._spans[uid] = (self._spans[uid][0], after)
+                    self._spans[uid] = (self._spans[uid][0], frame_idx)
+            case Scored():
+                for uid, reward in zip(event.uids.tolist(), event.rewards.tolist(), strict=True):
+                    self._rewards[uid] = reward
             case Leased():
                 self._uids.setdefault(event.step, []).extend(event.uids.tolist())
             case Restored():
                 for step in [step for step in self._uids if step >= event.step]:
                     del self._uids[step]
+                for sample in self._samples:
+                    if sample.reward is None:
+                        self._rewards[sample.uid] = math.nan
+                        self._spans[sample.uid] = (self._spans[sample.uid][0], _NOT_FINISHED)
             case _:
                 pass
 
@@ -181,13 +205,6 @@ class _PromptTexts:
         idx = self._idx_by_id.get(sample.group.prompt_id)
         prompt = None if idx is None else self._prompts[idx]
         return decode_content(self._codec, prompt, content, sample.segments())
-
-
-def _extremes(samples: Sequence[SampleAccount], order: Order, limit: int) -> list[SampleAccount]:
-    """Samples with the highest or lowest rewards; of equal ones, the newest."""
-    scored = [sample for sample in samples if sample.reward is not None]
-    sign = -1.0 if order == "best" else 1.0
-    return nsmallest(limit, scored, key=lambda s: (sign * (s.reward or 0.0), -s.uid))
 
 
 def _facts(sample: SampleAccount) -> dict[str, Any]:

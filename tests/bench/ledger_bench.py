@@ -27,7 +27,7 @@ from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 
 _GROUP_SIZE: Final = 8
-_TICK_SAMPLES: Final = 64  # that advance together, as in a batch of deltas
+TICK_SAMPLES: Final = 64  # that advance together, as in a batch of deltas
 _NUM_TOKENS: Final = 256
 _NUM_RUNS: Final = 5
 _PACE_PER_S: Final = 5_000  # more than a node's engines finish
@@ -84,8 +84,8 @@ async def _write(
         ticker = tasks.create_task(_tick(late_s))
         began, cpu_began = time.perf_counter(), time.process_time()
         writer.append(Version(0, 0))
-        for first_uid in range(0, num_trajectories, _TICK_SAMPLES):
-            for events in _trajectories(first_uid):
+        for first_uid in range(0, num_trajectories, TICK_SAMPLES):
+            for events in trajectories(first_uid):
                 before = time.perf_counter()
                 writer.append(*events)
                 append_max_s = max(append_max_s, time.perf_counter() - before)
@@ -97,7 +97,7 @@ async def _write(
         await writer.durable(writer.append(Version(1, 0)), _TIMEOUT_S)
         took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         ticker.cancel()
-    num_written = -(-num_trajectories // _TICK_SAMPLES) * _TICK_SAMPLES
+    num_written = -(-num_trajectories // TICK_SAMPLES) * TICK_SAMPLES
     return {
         "trajectories_per_s": num_written / took_s,
         "cpu_us_per_trajectory": cpu_s / num_written * 1e6,
@@ -106,31 +106,31 @@ async def _write(
     }
 
 
-def _trajectories(first_uid: int) -> list[list[Event]]:
-    """The events of `_TICK_SAMPLES` trajectories, in the batches that a manager appends."""
+def trajectories(first_uid: int) -> list[list[Event]]:
+    """The events of `TICK_SAMPLES` trajectories, in the batches that a manager appends."""
     seeds = np.arange(_GROUP_SIZE, dtype=np.int64)
     groups: list[Event] = [
         Admitted(uid, f"e0/prompt{uid}", f"prompt{uid}", 0, uid, seeds)
-        for uid in range(first_uid, first_uid + _TICK_SAMPLES, _GROUP_SIZE)
+        for uid in range(first_uid, first_uid + TICK_SAMPLES, _GROUP_SIZE)
     ]
-    uids = np.arange(first_uid, first_uid + _TICK_SAMPLES, dtype=np.int64)
+    uids = np.arange(first_uid, first_uid + TICK_SAMPLES, dtype=np.int64)
     bounds = [_NUM_TOKENS * idx // _NUM_RUNS for idx in range(_NUM_RUNS + 1)]
     runs: list[list[Event]] = [
         [
             Tokens(
                 uids,
-                np.full(_TICK_SAMPLES, start, np.int64),
-                np.arange(_TICK_SAMPLES + 1, dtype=np.int64) * (stop - start),
-                np.zeros(_TICK_SAMPLES, np.int64),
-                np.arange(_TICK_SAMPLES * (stop - start), dtype=np.int32),
-                np.zeros(_TICK_SAMPLES * (stop - start), np.float32),
+                np.full(TICK_SAMPLES, start, np.int64),
+                np.arange(TICK_SAMPLES + 1, dtype=np.int64) * (stop - start),
+                np.zeros(TICK_SAMPLES, np.int64),
+                np.arange(TICK_SAMPLES * (stop - start), dtype=np.int32),
+                np.zeros(TICK_SAMPLES * (stop - start), np.float32),
             )
         ]
         for start, stop in pairwise(bounds)
     ]
     finish: list[Event] = [
-        Finished(uids, ["length"] * _TICK_SAMPLES),
-        Scored(uids, np.ones(_TICK_SAMPLES)),
+        Finished(uids, ["length"] * TICK_SAMPLES),
+        Scored(uids, np.ones(TICK_SAMPLES)),
     ]
     return [[*groups, Started(uids)], *runs, finish]
 

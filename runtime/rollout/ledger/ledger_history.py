@@ -157,8 +157,8 @@ class History:
         """Every batch, in order.
 
         Args:
-            start: of the first frame; earlier ones are not read.
-            stop: of the first frame that is left out.
+            start: where the first frame begins; earlier ones are not read.
+            stop: where the first frame begins that is left out.
 
         Raises:
             LedgerError: a file is damaged, truncated or missing.
@@ -167,13 +167,13 @@ class History:
             number = (part.incarnation, part.part)
             if number < start[:2] or (stop is not None and number > stop[:2]):
                 continue
+            if stop is not None and number == stop[:2]:
+                part = part._replace(stop=stop.offset)
             for offset, payload in _scan(part, start.offset * (number == start[:2])).frames:
                 if offset == 0:
                     Header.from_wire(payload, part.path)
                     continue
                 position = Position(*number, offset)
-                if stop is not None and position >= stop:
-                    return
                 try:
                     for batch in decode_batches(payload):
                         yield Entry(position, batch)
@@ -277,8 +277,7 @@ def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[Lo
 
 def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:
     """The frames of a part from `start` on; all its valid bytes must be good frames."""
-    data = memoryview(_read(part.path, start))[: part.stop - start]
-    found = ledger_frames.scan(data, part.path, start)
+    found = ledger_frames.scan(_read(part.path, start, part.stop - start), part.path, start)
     if found.stop != part.stop:
         raise LedgerError(
             f"{part.path} is damaged: {part.stop} bytes of it were good, and now only "
@@ -287,10 +286,10 @@ def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:
     return found
 
 
-def _read(path: Path, start: int = 0) -> bytes:
+def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(start)
-            return file.read()
+            return file.read(nbytes)
     except OSError as error:
         raise LedgerError(f"cannot read {path}: {error.strerror}") from error

@@ -17,12 +17,14 @@ def replay(
     restoring_step: int | None = None,
     on_settled: Callable[[GroupAccount], None] | None = None,
     on_event: Callable[[Entry, Event, LedgerState], None] | None = None,
+    keeps_tokens: bool = True,
 ) -> LedgerState:
     """The state at the end of a history, which is read twice: `replay(history.entries)`.
 
     Args:
         restoring_step: step of the checkpoint that the caller will resume from, if any.
         on_event: called after each event.
+        keeps_tokens: as of `LedgerState`.
 
     Raises:
         LedgerError: the history is damaged or contradicts itself; the position is named.
@@ -35,7 +37,7 @@ def replay(
     ]
     if restoring_step is not None:
         restores.append(restoring_step)
-    state = LedgerState(restores, on_settled=on_settled)
+    state = LedgerState(restores, on_settled=on_settled, keeps_tokens=keeps_tokens)
     for entry in entries():
         for event in entry.batch.events:
             try:

@@ -57,6 +57,7 @@ class LedgerState:
             need are kept, even if a checkpoint covers them. Without it, going back behind the
             newest checkpoint is refused.
         on_settled: called with each group that is folded, while it still has its accounts.
+        keeps_tokens: False for readers that need only the number of a sample's tokens.
 
     Attributes:
         versions: the optimizer step of each version.
@@ -72,6 +73,7 @@ class LedgerState:
         restores: Iterable[int] = (),
         *,
         on_settled: Callable[[GroupAccount], None] | None = None,
+        keeps_tokens: bool = True,
     ) -> None:
         self.versions: dict[int, int] = {}
         self.steps_done = 0
@@ -83,6 +85,7 @@ class LedgerState:
         self.drop_reasons: Counter[str] = Counter()
         self._restores = deque(restores)
         self._on_settled = on_settled
+        self._keeps_tokens = keeps_tokens
         self._released_step = 0  # samples trained before this step have no tokens any more
         self._last_order_idx = -1
         self._samples: dict[int, SampleAccount] = {}
@@ -245,7 +248,10 @@ class LedgerState:
         num_generated = 0
         for uid, begin, end, version in zip(uids, bounds, bounds[1:], versions, strict=False):
             run = slice(begin, end)
-            self._samples[uid].append(event.tokens[run], event.logprobs[run], version)
+            if self._keeps_tokens:
+                self._samples[uid].append(event.tokens[run], event.logprobs[run], version)
+            else:
+                self._samples[uid].count(end - begin, version)
             if version != GIVEN:
                 num_generated += end - begin
         self.totals.generated_tokens += num_generated

@@ -108,12 +108,12 @@ class SampleAccount:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """[num_tokens] the completion; empty once released."""
+        """[num_tokens] the completion; empty once released, or if tokens are not kept."""
         return self._tokens[: self.num_tokens]
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """[num_tokens], as engines returned them; empty once released."""
+        """[num_tokens], as engines returned them; likewise."""
         return self._logprobs[: self.num_tokens]
 
     @property
@@ -145,10 +145,14 @@ class SampleAccount:
             self._logprobs = _resized(self._logprobs, start, capacity)
         self._tokens[start:stop] = tokens
         self._logprobs[start:stop] = logprobs
+        self.count(len(tokens), version)
+
+    def count(self, num_tokens: int, version: int) -> None:
+        """Adds a run whose tokens are not kept."""
         if not self._run_versions or self._run_versions[-1] != version:
-            self._run_starts.append(start)
+            self._run_starts.append(self.num_tokens)
             self._run_versions.append(version)
-        self.num_tokens = stop
+        self.num_tokens += num_tokens
 
     def truncate(self, num_tokens: int) -> None:
         """Keeps the first `num_tokens` tokens."""
