@@ -53,25 +53,23 @@ class SampleIndex:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._folder_inode = 0  # a run that overwrites another one has a new folder
-        self._ledgers: dict[str, _LedgerIndex] = {}
+        self._ledger: _LedgerIndex | None = None
         self._texts: _PromptTexts | None = None
 
     def open(self) -> None:
         """Reads all that is there, and opens what decodes texts; raises as `sample`."""
         self.refresh()
-        if self._ledgers:
+        if self._ledger is not None:
             self._texts = _PromptTexts(self._run_dir)
 
     def refresh(self) -> None:
         """Reads what was written since. Raises LedgerError if a ledger is damaged."""
-        managers = managers_of(self._run_dir)
+        managers = managers_of(self._run_dir)  # a run has one
         inode = (self._run_dir / "ledger").stat().st_ino if managers else 0
         if inode != self._folder_inode:
-            self._ledgers, self._texts, self._folder_inode = {}, None, inode
-        for manager in managers:
-            known = self._ledgers.get(manager)
-            if known is None or not known.read_on():
-                self._ledgers[manager] = _LedgerIndex(ledger_folder(self._run_dir, manager))
+            self._ledger, self._texts, self._folder_inode = None, None, inode
+        if managers and not (self._ledger is not None and self._ledger.read_on()):
+            self._ledger = _LedgerIndex(ledger_folder(self._run_dir, managers[0]))
 
     def choose(
         self, order: Order, limit: int, step: int | None = None
@@ -81,13 +79,10 @@ class SampleIndex:
         Args:
             step: from 1, as in metrics.jsonl; None for all samples.
         """
-        found: list[SampleAccount] = []
-        num_samples = 0
-        for ledger in self._ledgers.values():
-            chosen, num_there = ledger.choose(order, limit, step)
-            found += chosen
-            num_samples += num_there
-        return [_facts(sample) for sample in found[:limit]], num_samples
+        if self._ledger is None:
+            return [], 0
+        chosen, num_samples = self._ledger.choose(order, limit, step)
+        return [_facts(sample) for sample in chosen], num_samples
 
     def sample(self, sample_id: str) -> dict[str, Any]:
         """The facts and the text of one sample.
@@ -97,17 +92,16 @@ class SampleIndex:
             DataError: the model has no tokenizer, or the file of prompts is damaged.
             LedgerError: the ledger is damaged.
         """
-        for ledger in self._ledgers.values():
-            account = ledger.find(sample_id)
-            if account is not None:
-                if self._texts is None:
-                    self._texts = _PromptTexts(self._run_dir)
-                return _facts(account) | self._texts.decode(ledger, account)
-        raise ConfigError(f"the ledger has no sample {sample_id!r}")
+        account = None if self._ledger is None else self._ledger.find(sample_id)
+        if self._ledger is None or account is None:
+            raise ConfigError(f"the ledger has no sample {sample_id!r}")
+        if self._texts is None:
+            self._texts = _PromptTexts(self._run_dir)
+        return _facts(account) | self._texts.decode(self._ledger, account)
 
 
 class _LedgerIndex:
-    """The samples of one manager."""
+    """The samples of one ledger."""
 
     def __init__(self, folder: Path) -> None:
         self._samples: list[SampleAccount] = []  # by uid

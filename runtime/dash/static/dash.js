@@ -26,7 +26,8 @@ const FAULTS = ["rollout/engines_lost", "sync/failed_engines"];
 const $ = (id) => document.getElementById(id);
 const rows = new Map(); // by step
 const charts = [];
-let run = null, metricsFile = null, numEvents = 0, eventsFile = null, events = [];
+const files = {}; // which file each kind of lines came from
+let run = null, events = [], numEvents = 0;
 
 function el(tag, attributes, ...children) {
   const node = Object.assign(document.createElement(tag), attributes);
@@ -65,8 +66,8 @@ const lastOf = (key) => inOrder().reverse().map((step) => rows.get(step)[key]).f
 async function poll() {
   if (!document.hidden) {
     try {
-      await Promise.all([pollState(), pollMetrics(), pollEvents()]);
-      show();
+      [run] = await Promise.all([get("api/state"), readMetrics(), readEvents()]);
+      for (const show of [showStatus, showNumbers, showJob, showCharts, showEvents]) show();
       $("problem").hidden = true;
     } catch (error) {
       $("problem").textContent = `The server does not answer: ${error.message}. Is umbra dash running?`;
@@ -76,55 +77,40 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 
-async function pollState() {
-  run = await get("api/state");
+// Lines from `from` on; if the file was replaced, because steps are repeated, all after `forget`.
+async function news(kind, from, forget) {
+  const answer = await get(`api/${kind}?from=${from}`);
+  const isOther = kind in files && files[kind] !== answer.file;
+  files[kind] = answer.file;
+  if (!isOther) return answer;
+  forget();
+  return get(`api/${kind}?from=0`);
 }
 
-async function pollMetrics() {
-  const answer = await get(`api/metrics?from=${Math.max(0, ...rows.keys())}`);
-  if (metricsFile !== null && answer.file !== metricsFile) { // steps are repeated from a checkpoint
-    metricsFile = null;
-    rows.clear();
-    return pollMetrics();
-  }
-  metricsFile = answer.file;
+async function readMetrics() {
+  const answer = await news("metrics", Math.max(0, ...rows.keys()), () => rows.clear());
   for (const row of answer.rows) rows.set(row.step, { ...rows.get(row.step), ...row });
 }
 
-async function pollEvents() {
-  const answer = await get(`api/events?from=${numEvents}`);
-  if (eventsFile !== null && answer.file !== eventsFile) {
-    eventsFile = null;
-    events = [];
-    numEvents = 0;
-    return pollEvents();
-  }
-  eventsFile = answer.file;
+async function readEvents() {
+  const answer = await news("events", numEvents, () => { events = []; });
   numEvents = answer.num_rows;
   events = [...events, ...answer.rows].slice(-500);
 }
 
 // -- the page ------------------------------------------------------------------------------
 
-function show() {
-  showStatus();
-  showNumbers();
-  showJob();
-  showCharts();
-  showEvents();
+function status() {
+  if (run.job) return ["good", "running"];
+  if (run.problem) return ["bad", run.problem];
+  if (run.summary) return ["", run.summary.stopped_by ? `stopped by ${run.summary.stopped_by}` : "ended"];
+  const last = lastOf("time");
+  return last ? ["warn", `no supervisor answers here; last step ${duration(run.time - last)} ago`] : ["", "no step done yet"];
 }
 
 function showStatus() {
   const done = Math.max(0, ...rows.keys());
-  const last = rows.get(done);
-  let [kind, text] = ["", "no step done yet"];
-  if (run.job) [kind, text] = ["good", "running"];
-  else if (run.problem) [kind, text] = ["bad", run.problem];
-  else if (run.summary) {
-    [kind, text] = ["", run.summary.stopped_by ? `stopped by ${run.summary.stopped_by}` : "ended"];
-  } else if (last) {
-    [kind, text] = ["warn", `no supervisor answers here; last step ${duration(run.time - last.time)} ago`];
-  }
+  const [kind, text] = status();
   $("name").textContent = run.name;
   document.title = `${run.name} – umbra`;
   $("status").className = `badge ${kind}`;
@@ -206,10 +192,10 @@ function showEvents() {
   $("events").dataset.last = numEvents;
   $("events").replaceChildren(...events.slice(-100).reverse().map((event) => {
     const [first, ...more] = event.text.split("\n");
+    const rest = more.length ? el("details", {}, el("summary", { textContent: count(more.length, "more line") }),
+      el("pre", { textContent: more.join("\n") })) : "";
     return el("li", {}, el("time", { textContent: clock(event.time) }), el("i", { className: `dot ${EVENTS[event.kind] ?? ""}` }),
-      first.includes(event.who) ? first : `${event.who}: ${first}`,
-      more.length ? el("details", {}, el("summary", { textContent: count(more.length, "more line") }),
-        el("pre", { textContent: more.join("\n") })) : "");
+      first.includes(event.who) ? first : `${event.who}: ${first}`, rest);
   }));
 }
 
