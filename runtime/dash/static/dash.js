@@ -158,7 +158,7 @@ function showJob() {
 }
 
 function waits(job) {
-  const ranks = job.nodes.flatMap((node) => node.ranks).filter((rank) => rank.waits_for);
+  const ranks = job.nodes.flatMap((node) => node.ranks).filter((rank) => rank.waits_for).sort((a, b) => a.rank - b.rank);
   const calls = [...Map.groupBy(ranks, (rank) => rank.waits_for)].map(([call, those]) =>
     `${those.length === 1 ? "Rank" : "Ranks"} ${those.map((rank) => rank.rank).join(", ")}: ${
       duration(Math.max(...those.map((rank) => rank.waits_s)))} in ${call}`);
