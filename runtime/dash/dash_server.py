@@ -52,7 +52,7 @@ class DashServer:
         self._host = host
         self._port = port
         self._files = {name: (_STATIC / name).read_bytes() for name in _TYPES}
-        self._names = {"localhost", host, socket.gethostname(), socket.getfqdn()}
+        self._names = {"localhost", host, socket.gethostname()}
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -98,7 +98,8 @@ class DashServer:
         """Refuses foreign names, converts errors to JSON, and adds the headers."""
         try:
             if not is_own_name(request.host, self._names):
-                raise web.HTTPForbidden(reason="this host name is not the server's")
+                names = ", ".join(sorted(self._names))
+                raise web.HTTPForbidden(reason=f"open this page by its address, or as {names}")
             response = await handler(request)
         except web.HTTPException as error:
             response = _error(error.status, error.reason)

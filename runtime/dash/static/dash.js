@@ -160,11 +160,16 @@ function showJob() {
 function waits(job) {
   const ranks = job.nodes.flatMap((node) => node.ranks).filter((rank) => rank.waits_for).sort((a, b) => a.rank - b.rank);
   const calls = [...Map.groupBy(ranks, (rank) => rank.waits_for)].map(([call, those]) =>
-    `${those.length === 1 ? "Rank" : "Ranks"} ${those.map((rank) => rank.rank).join(", ")}: ${
+    `${those.length === 1 ? "Rank" : "Ranks"} ${ranges(those.map((rank) => rank.rank))}: ${
       duration(Math.max(...those.map((rank) => rank.waits_s)))} in ${call}`);
   const nodes = job.nodes.filter((node) => node.problem).map((node) => `${node.name}: ${node.problem}`);
   const upper = job.phase.charAt(0).toUpperCase() + job.phase.slice(1);
   return [job.failure, upper, ...calls, ...nodes].filter(Boolean);
+}
+
+function ranges(numbers) {
+  const ends = numbers.filter((n) => !numbers.includes(n + 1));
+  return numbers.filter((n) => !numbers.includes(n - 1)).map((n, idx) => (n === ends[idx] ? n : `${n}–${ends[idx]}`)).join(", ");
 }
 
 const words = (state) => state.toLowerCase().replaceAll("_", " ");
