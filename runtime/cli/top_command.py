@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from umbra.runtime.cli.live_job import job_state
-from umbra.runtime.cli.top_frame import RunView, frame
+from umbra.runtime.cli.top_frame import RunSnapshot, frame
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.step_metrics import last_steps, total_steps
@@ -47,14 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def look(run_dir: Path) -> RunView:
+def look(run_dir: Path) -> RunSnapshot:
     """What there is to see now."""
     state, problem = None, ""
     try:
         state = asyncio.run(job_state(run_dir))
     except DeadlineExceeded as error:
         problem = f"the supervisor does not answer ({error}); see umbra dump"
-    return RunView(
+    return RunSnapshot(
         name=str(run_dir),
         state=state,
         problem=problem,

@@ -25,7 +25,7 @@ _PARTS: Final = ("rollout", "train", "sync", "sleep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunView:
+class RunSnapshot:
     """What a frame shows.
 
     Attributes:
@@ -45,7 +45,7 @@ class RunView:
     events: Sequence[RunEvent] = field(default_factory=list[RunEvent])
 
 
-def frame(view: RunView, now: float, *, width: int, height: int | None = None) -> list[str]:
+def frame(view: RunSnapshot, now: float, *, width: int, height: int | None = None) -> list[str]:
     """The lines of a frame.
 
     Args:
@@ -63,7 +63,7 @@ def frame(view: RunView, now: float, *, width: int, height: int | None = None) -
     return [escape_unprintable(line, keep="")[:width].rstrip() for line in lines]
 
 
-def _progress_lines(view: RunView, now: float) -> list[str]:
+def _progress_lines(view: RunSnapshot, now: float) -> list[str]:
     if not view.steps:
         return [f"{view.name}   no step is done yet"]
     row, total = view.steps[-1], view.total_steps

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
+import datasets  # pyright: ignore[reportMissingTypeStubs]
 import torch
 from random_reward import reward
 from transformers import AutoTokenizer, TrainerCallback

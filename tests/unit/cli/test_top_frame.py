@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from umbra.runtime.cli.top_frame import RunView, frame
+from umbra.runtime.cli.top_frame import RunSnapshot, frame
 from umbra.runtime.cluster.run_events import RunEvent
 from umbra.runtime.job_state import (
     ActorStatus,
@@ -65,7 +65,7 @@ def job(num_engines: int) -> JobState:
 def test_a_frame_shows_progress_engines_waits_and_events() -> None:
     steps = [ROW | {"step": step, "time": 90.0 + 2 * step} for step in (1, 2)]
     died = RunEvent(time=0.0, kind="restart", who="policy-0", text="it died\x1b[2J\nTraceback")
-    view = RunView(name="r", state=job(2), steps=steps, total_steps=10, events=[died])
+    view = RunSnapshot(name="r", state=job(2), steps=steps, total_steps=10, events=[died])
 
     lines = frame(view, 97.0, width=120)
 
@@ -85,7 +85,7 @@ def test_a_frame_shows_progress_engines_waits_and_events() -> None:
 
 
 def test_engines_that_do_not_fit_are_summed_up_and_those_that_do_not_serve_come_first() -> None:
-    lines = frame(RunView(name="r", state=job(64)), 0.0, width=120, height=24)
+    lines = frame(RunSnapshot(name="r", state=job(64)), 0.0, width=120, height=24)
 
     table = [line for line in lines if line.startswith("policy-")]
     assert [line.split()[4] for line in table] == ["DEAD", "SERVING", "SERVING", "SERVING"]
