@@ -235,18 +235,22 @@ class PoolEngine:
     async def count_requests(self, timeout_s: float) -> tuple[int, int] | None:
         """The requests that it generates for and has queued; None if it does not answer."""
         try:
-            stats = await self._request("stats", timeout_s=timeout_s)
+            stats = await self._call("stats", timeout_s=timeout_s)
         except EngineUnhealthy:
             return None
         return int(stats["running"]), int(stats["waiting"])
 
     async def _request(self, method: str, *args: object, timeout_s: float) -> Any:
+        """A request that is in the trace: these come one after the other."""
+        with span(method, self.name, incarnation=self.incarnation):
+            return await self._call(method, *args, timeout_s=timeout_s)
+
+    async def _call(self, method: str, *args: object, timeout_s: float) -> Any:
         if self._handle is None:
             raise EngineUnhealthy(f"{self.name}#{self.incarnation} is not running")
         incarnation = self.incarnation
         try:
-            with span(method, self.name, incarnation=incarnation):
-                return await self._handle.call(method, *args, timeout_s=timeout_s)
+            return await self._handle.call(method, *args, timeout_s=timeout_s)
         except UmbraError as error:
             label = f"{self.name}#{incarnation}"
             raise EngineUnhealthy(f"{label} failed at {method}: {error}") from error
