@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 _PROGRAM = "import sys; from umbra.runtime.cli.umbra_command import main; sys.exit(main())"
 _HOSTILE = "<img src=x onerror=alert(1)>"
-_LIMIT_MS = 20_000.0
+_LIMIT_MS = 60_000.0  # on a busy machine an engine takes long to start
 
 
 @contextmanager
@@ -101,11 +101,14 @@ def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
         run.wait_for_step(seen + 1)
         expect(page.locator("#numbers dd").first).not_to_have_text(f"{seen} of 100000")
 
+        back = page.locator("#events li", has_text="policy-0#2 serves again")
+        expect(back).to_have_count(1)
+
         os.kill(run.process.pid, signal.SIGTERM)
         expect(page.locator("#status")).to_have_text("stopped by SIGTERM")
         expect(page.locator("#engines-section")).to_be_hidden()
         page.reload()
-        expect(page.locator("#events li", has_text="policy-0#2 serves again")).to_have_count(1)
+        expect(back).to_have_count(1)
         expect(page.locator("#samples tbody tr")).to_have_count(100)
         page.locator("#samples tbody tr").first.click()
         expect(page.locator("#sample-text pre.prompt")).to_contain_text("all ")
