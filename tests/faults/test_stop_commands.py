@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from whole_runs import END_LIMIT_S, START_LIMIT_S, Run, start_run
 
+from umbra.runtime.cluster.run_events import read_events
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -58,7 +59,7 @@ def resume(folder: Path, run: Run, num_steps: int) -> None:
 def test_a_job_ends_with_a_checkpoint_and_resumes(
     folder: Path, kind: str, status: int, place: str
 ) -> None:
-    with start_run(folder, LONG) as run:
+    with start_run(folder, LONG, "run.metrics_address=127.0.0.1:0") as run:
         run.wait_for_step(1)
         asked = time.monotonic()
         prefix = elsewhere(run) if place == "elsewhere" else ()
@@ -72,6 +73,12 @@ def test_a_job_ends_with_a_checkpoint_and_resumes(
     assert (run.run_dir / "preempted").exists() == (kind == "preempt")
     num_steps = run.num_steps()
     assert checkpoints(run) == [f"step-{num_steps:06d}"]
+    assert "metrics for Prometheus: http://127.0.0.1:" in ended.output
+    events = [(event.kind, event.text) for event in read_events(run.run_dir)]
+    name = "SIGTERM" if kind == "stop" else "SIGUSR1"
+    assert events[0] == ("stop", f"the supervisor got {name}: all ranks stop")
+    saved = [text.partition(",")[0] for kind, text in events if kind == "checkpoint"]
+    assert saved == [f"after step {num_steps}"]
     resume(folder, run, num_steps + 1)
 
 

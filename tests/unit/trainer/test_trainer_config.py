@@ -208,6 +208,11 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
             ["pool.count=2", "pool.count=-1"],
             "pool.count=-1 (command line): use 0 or more, or 'auto'",
         ),
+        (
+            ["run.metrics_address=::1:9464"],
+            "run.metrics_address=::1:9464 (command line): an address is written as HOST:PORT, "
+            "got '::1:9464'",
+        ),
         (["train.betas=[0.9, 1.5]"], "train.betas=[0.9, 1.5] (command line): train.betas.1: input"),
         (["trian.steps=3"], "trian.steps=3 (command line): trian is unknown"),
         (
