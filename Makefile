@@ -23,7 +23,7 @@ QUICKSTART_CONFIG := launch/configs/quickstart.toml
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart docs drill kills chaos fuzz mutants test test-vllm test-cluster check format lint bench bench-trl install lock clean
+.PHONY: help quickstart docs captures drill kills chaos fuzz mutants test test-vllm test-cluster check format lint bench bench-trl install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -34,6 +34,9 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 
 docs: $(VENV)/.dev ## Build the documentation as a site in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+captures: $(VENV)/.dev ## Renew the terminal output that the documentation shows (a few minutes)
+	PYTHONPATH=tests/shared $(BIN)/python tests/captures/captures.py
 
 drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill

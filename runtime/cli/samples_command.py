@@ -52,6 +52,12 @@ def _choose(index: LedgerIndex, arguments: argparse.Namespace) -> tuple[list[Row
         what, of = "newest", "samples with a completion; choose by id, --best N or --worst N"
         rows, num_samples = index.with_tokens(_DEFAULT_LIMIT, step)
     if not rows:
-        return [], "no such samples"
+        (steps,) = index.rows("SELECT min(step) AS first, max(step) AS last FROM samples")
+        if step and steps["first"]:
+            return (
+                [],
+                f"no samples of step {step}: there are steps {steps['first']} to {steps['last']}",
+            )
+        return [], "no such samples yet"
     of_step = f" of step {step}" if step else ""
     return rows, f"the {what} {len(rows):,}{of_step}, of {num_samples:,} {of}"

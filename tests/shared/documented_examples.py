@@ -1,12 +1,20 @@
-"""Files and commands that a document shows as examples."""
+"""Files and commands that a document shows as examples.
+
+`make captures` writes the blocks between these marks, each of which shows a command and its output:
+
+    <!-- capture NAME -->
+    <!-- end -->
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _FILE = re.compile(r"^```\w+\n(# (\S+)\n.*?)^```$", re.MULTILINE | re.DOTALL)
+_CAPTURE = re.compile(r"<!-- capture (\S+) -->\n```\n(.*?)```\n<!-- end -->", re.DOTALL)
 _CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -26,3 +34,18 @@ def sessions_of(document: str) -> list[tuple[str, list[str]]]:
         )
         for block in blocks
     ]
+
+
+def captures_of(document: str) -> dict[str, str]:
+    """The text of each capture, by name."""
+    return {block[1]: block[2] for block in _CAPTURE.finditer((_DOCS / document).read_text())}
+
+
+def write_captures(document: str, texts: Mapping[str, str]) -> None:
+    """Replaces the text of each capture by that of its name."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"<!-- capture {found[1]} -->\n```\n{texts[found[1]]}```\n<!-- end -->"
+
+    path = _DOCS / document
+    path.write_text(_CAPTURE.sub(block, path.read_text()))

@@ -240,7 +240,7 @@ def test_the_last_line_tells_what_was_chosen_of_how_many(
     assert last_line() == (
         "the newest 3, of 4 samples with a completion; choose by id, --best N or --worst N"
     )
-    assert last_line("--step", "7") == "no such samples"
+    assert last_line("--step", "7") == "no samples of step 7: there are steps 1 to 2"
 
 
 def test_a_run_that_others_write_to_can_be_read(

@@ -103,7 +103,8 @@ def _attributes(docstring: str) -> dict[str, str]:
     for entry in re.split(r"\n(?=    \S)", "\n" + block):
         names, _, text = entry.strip().partition(": ")
         for name in names.split(", "):
-            found[name] = " ".join(text.split()).replace("|", "\\|")
+            plain = " ".join(text.split()).replace("|", "\\|")
+            found[name] = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", plain)
     return found
 
 

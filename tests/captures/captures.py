@@ -1,0 +1,211 @@
+"""Renews the terminal output that pages of docs/ show, from real runs: `make captures`.
+
+The runs are those of docs/quickstart.md, in a folder of their own. What a block shows is what the
+command printed, with `…` for lines and ends of lines that are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from documented_examples import captures_of, files_of, write_captures
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+_WIDTH: Final = 130
+_LIMIT_S: Final = 300.0
+_TRAIN: Final = "torchrun --nproc-per-node 2 -m umbra.trainer"
+_HANGING_REWARD: Final = """import time
+
+
+def never_returns(prompts, completions, **columns):
+    time.sleep(3600)
+"""
+Lines = Sequence[str]
+
+
+class Scratch:
+    """A folder with the quickstart's files, in which commands run as the pages show them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "launch" / "configs", folder / "launch" / "configs")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "PET_MASTER_PORT": str(port),
+        }
+
+    def begin(self, command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            shell=True,
+            cwd=self.folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def output(self, command: str) -> list[str]:
+        """The lines that a command prints. Raises RuntimeError if it prints none."""
+        return self.end(self.begin(command))
+
+    def end(self, process: subprocess.Popen[str]) -> list[str]:
+        text = process.communicate(timeout=_LIMIT_S)[0]
+        if not text:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}, and no output")
+        for path, name in (
+            (f"{ROOT}/src/", "…/"),
+            (self.folder, "/home/me"),
+            (sys.prefix, ".venv"),
+        ):
+            text = text.replace(str(path), name)
+        return text.splitlines()
+
+    def wait_for(self, found: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not found():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the run does not get there")
+            time.sleep(0.1)
+
+    def num_steps(self, run: str) -> int:
+        path = self.folder / run / "metrics.jsonl"
+        return path.read_text().count("time/step_s") if path.exists() else 0
+
+    def process_id(self, run: str, name: str) -> int:
+        processes: dict[str, Any] = json.loads((self.folder / run / "processes.json").read_text())
+        return processes[name]["pid"]
+
+
+def shown(command: str, lines: Lines) -> str:
+    cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)
+    return "".join(f"{line}\n" for line in (f"$ {command}", *cut))
+
+
+def some_steps(lines: Lines, steps: Sequence[int]) -> list[str]:
+    """A training's console without most of its steps, and without what torchrun adds."""
+    kept = list[str]()
+    for line in takewhile(lambda line: not re.match(r"[WE]\d{4} |Traceback", line), lines):
+        step = re.match(r"step +(\d+)/", line)
+        if step is None or int(step[1]) in steps:
+            kept.append(line)
+        elif kept[-1] != "…":
+            kept.append("…")
+    return kept
+
+
+def quickstart(scratch: Scratch) -> Mapping[str, str]:
+    """A whole quickstart, and what its commands show afterwards."""
+    config = "launch/configs/quickstart.toml"
+    scratch.output("python -m umbra.trainer.quickstart runs/quickstart-assets")
+    console = scratch.output(f"{_TRAIN} {config}")
+    samples = "umbra samples runs/quickstart --step 30 --worst 2"
+    worst = scratch.output(samples)
+    one = f"umbra ledger runs/quickstart --sample {worst[0].split(':')[0]} --text"
+    doctor = f"umbra doctor {config}"
+    wrong = f"{doctor} model.path=models/Qwen3 pool.engine_args.speed=1"
+    failed = [text for text in scratch.output(wrong) if re.search("FAILED|see |failed", text)]
+    return {
+        "quickstart": shown("make quickstart", some_steps(console, [1, 2, 20, 40, 60])),
+        "samples": shown(samples, worst),
+        "ledger-text": shown(one, scratch.output(one)),
+        "doctor": shown(doctor, scratch.output(doctor)),
+        "doctor-failed": shown(wrong, failed),
+    }
+
+
+def own_run(scratch: Scratch) -> Mapping[str, str]:
+    """The run of one's own in docs/quickstart.md, whole, and then stopped and resumed."""
+    for name, content in files_of("quickstart.md").items():
+        (scratch.folder / name).write_text(content)
+    shutil.copytree(scratch.folder / "runs/quickstart-assets/model", scratch.folder / "model")
+    scratch.output("python make_data.py; wc -l train.jsonl eval.jsonl")
+    whole = f"{_TRAIN} train.toml"
+    console = some_steps(scratch.output(whole), [1, 2, 10, 20, 30, 40])
+
+    resumable = f"{whole} run.dir=runs/stopped run.resume=auto"
+    run = scratch.begin(resumable)
+    scratch.wait_for(lambda: scratch.num_steps("runs/stopped") >= 10)
+    stop = "umbra stop runs/stopped"
+    answer = scratch.output(stop)
+    stopped = some_steps(scratch.end(run), [1])
+    resumed = some_steps(scratch.output(resumable), [40])
+    ledger = "umbra ledger runs/stopped"
+    return {
+        "own-run": shown(whole, console),
+        "stop": shown(stop, answer),
+        "stopped": shown(resumable, stopped),
+        "resumed": shown(resumable, resumed),
+        "ledger": shown(ledger, scratch.output(ledger)),
+    }
+
+
+def killed_engine(scratch: Scratch) -> Mapping[str, str]:
+    """A run whose engine is killed: what the console and the log have."""
+    command = f"{_TRAIN} launch/configs/quickstart.toml run.dir=runs/killed"
+    run = scratch.begin(command)
+    scratch.wait_for(lambda: scratch.num_steps("runs/killed") >= 12)
+    os.kill(scratch.process_id("runs/killed", "policy-0"), signal.SIGKILL)
+    console = some_steps(scratch.end(run), [1, 60])
+    grep = "grep 'policy-0#' runs/killed/logs/supervisor.log"
+    return {"killed": shown(command, console), "killed-log": shown(grep, scratch.output(grep))}
+
+
+def hanging_run(scratch: Scratch) -> Mapping[str, str]:
+    """The summary of a run whose reward function never returns."""
+    (scratch.folder / "slow_rewards.py").write_text(_HANGING_REWARD)
+    hanging = "reward.function=slow_rewards:never_returns data.eval= run.dir=runs/hangs"
+    run = scratch.begin(f"{_TRAIN} train.toml {hanging}")
+    dump = "umbra dump runs/hangs"
+    waiting = re.compile(r"for \d\d\.\d s: answers score")
+    summary = list[str]()
+
+    def hangs() -> bool:
+        if run.poll() is not None:
+            raise RuntimeError("\n".join(scratch.end(run)))
+        summary[:] = scratch.output(dump)
+        return any(map(waiting.search, summary))
+
+    try:
+        scratch.wait_for(hangs)
+    finally:
+        scratch.output("umbra stop runs/hangs")
+        scratch.end(run)
+    return {"dump": shown(dump, summary)}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Scratch(Path(folder))
+        texts = dict[str, str]()
+        for scene in (quickstart, own_run, killed_engine, hanging_run):
+            print(f"captures: {scene.__name__.replace('_', ' ')}", flush=True)
+            texts |= scene(scratch)
+    unused = set(texts)
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        unused -= set(captures_of(path.name))
+        write_captures(path.name, texts)
+    if unused:
+        sys.exit(f"captures: no page shows {', '.join(sorted(unused))}: add or remove them")
+
+
+if __name__ == "__main__":
+    main()
