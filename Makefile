@@ -35,8 +35,9 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 docs: $(VENV)/.dev ## Build the documentation as a site in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-captures: $(VENV)/.dev ## Renew the terminal output that the documentation shows (a few minutes)
+captures: $(VENV)/.dev assets ## Renew the terminal output and the picture that the documentation shows (a few minutes)
 	PYTHONPATH=tests/shared $(BIN)/python tests/captures/captures.py
+	$(BIN)/python tests/captures/dash_picture.py $(QUICKSTART_ASSETS)
 
 drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill

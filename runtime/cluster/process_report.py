@@ -35,7 +35,8 @@ _LOOP: Final = re.compile(r"/(selectors|asyncio/\w+)\.py$")
 _WAITING: Final = re.compile(
     r"/(threading|queue|selectors|asyncio/\w+|zmq/.*|concurrent/futures/\w+"
     r"|umbra/runtime/actor/heartbeat|umbra/trainer/signals|umbra/runtime/process/thread_stacks"
-    r"|umbra/runtime/cluster/process_report|torch/_inductor/.*)\.py$"
+    r"|umbra/runtime/cluster/process_report|umbra/runtime/tracing/trace_writer"
+    r"|torch/_inductor/.*)\.py$"
 )
 """Files that a thread is in while it waits for work, or for what its caller waits for."""
 

@@ -42,10 +42,11 @@ def captures_of(document: str) -> dict[str, str]:
 
 
 def write_captures(document: str, texts: Mapping[str, str]) -> None:
-    """Replaces the text of each capture by that of its name."""
+    """Replaces the text of each capture that `texts` has."""
 
     def block(found: re.Match[str]) -> str:
-        return f"<!-- capture {found[1]} -->\n```\n{texts[found[1]]}```\n<!-- end -->"
+        text = texts.get(found[1], found[2])
+        return f"<!-- capture {found[1]} -->\n```\n{text}```\n<!-- end -->"
 
     path = _DOCS / document
     path.write_text(_CAPTURE.sub(block, path.read_text()))
