@@ -32,7 +32,7 @@ def download_model(repo: str, revision: str | None, *, with_weights: bool) -> Pa
         with_weights: False downloads config and tokenizer only.
 
     Raises:
-        DataError: it is neither in the cache nor to be had from the hub.
+        DataError: it is neither in the cache nor on the hub, or the hub cannot be reached.
     """
     import huggingface_hub
 

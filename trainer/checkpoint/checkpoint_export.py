@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters, load_parameters
 from umbra.trainer.checkpoint.model_folder import (
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if target.exists():
         raise ConfigError(f"{target.absolute()} exists: remove it, or name another directory")
     section = recorded_model(run_dir, arguments.model)
+    section = replace(section, path=Path(local_model(str(section.path), with_weights=True)))
     export_checkpoint(section, checkpoint, target)
     print(target)
     return 0

@@ -20,7 +20,7 @@ def download_data(name: HubName) -> Path:
     """The rows of a split, beside the files that `datasets` has in its cache.
 
     Raises:
-        DataError: it is neither in the cache nor to be had from the hub, or has no such split.
+        DataError: it is neither in the cache nor on the hub, or has no such split.
     """
     try:
         datasets: Any = importlib.import_module("datasets")

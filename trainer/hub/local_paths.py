@@ -35,7 +35,7 @@ def with_local_models(config: _Config) -> _Config:
     """Downloads the models that a config names, into this machine's cache.
 
     Raises:
-        DataError: one is neither in the cache nor to be had from the hub.
+        DataError: one is neither in the cache nor on the hub, or the hub cannot be reached.
     """
     return _replaced(config, {key: _model(key, name) for key, name in _models(config).items()})
 
@@ -44,7 +44,7 @@ def with_local_paths(config: TrainerConfig, environment: TorchrunEnvironment) ->
     """Downloads models and data sets, once on each node. Every rank calls it.
 
     Raises:
-        DataError: one is neither in the cache nor to be had from the hub.
+        DataError: one is neither in the cache nor on the hub, or the hub cannot be reached.
         JobFailed: a node does not finish in time.
     """
     if not (_models(config) or _data(config)):

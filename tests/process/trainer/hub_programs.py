@@ -19,7 +19,8 @@ from umbra.trainer.hub.local_paths import with_local_paths
 def paths(out: str, config_file: str) -> None:
     environment = TorchrunEnvironment.read()
     config = with_local_paths(load_config(config_file), environment)
-    found = [config.model.path, config.data.train, config.data.eval]
+    models = [config.model.path, config.pools["judge"].model_path]
+    found = [*models, config.data.train, config.data.eval, config.eval.sets["more"]]
     Path(f"{out}-{environment.rank}").write_text(json.dumps([str(path) for path in found]))
 
 
