@@ -179,6 +179,20 @@ def test_the_cost_of_asking_for_a_jobs_state_is_measured(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_the_cost_of_the_web_page_is_measured(tmp_path: Path) -> None:
+    options = ("--engines", "2", "--samples", "1024", "--seconds", "1")
+
+    done = run_script(tmp_path, "dash.py", *options)
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["engines"] == 2
+    for kind in ("state", "samples of a step", "text of a sample"):
+        assert 0 < found[kind]["p50_ms"] <= found[kind]["max_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not makes_namespaces(), reason="needs unshare, ip, and the right to use them")
 def test_cluster_measures_two_nodes_and_models_more(tmp_path: Path) -> None:
     options = ("--json", "--nodes", "2", "--rounds", "1", "--rest-s", "1")
