@@ -117,7 +117,7 @@ def test_a_disk_that_the_prompts_fill_is_named(folder: Path) -> None:
 
     assert ended.status == 1
     ended.check_failed("cannot write run/prompts.msgpack: the disk is full (", "free some space")
-    assert left <= {"logs", "processes.json", "settings.json", "trace", ".lock"}
+    assert left <= {"logs", "events.jsonl", "processes.json", "settings.json", "trace", ".lock"}
 
 
 def test_torchrun_names_a_master_port_that_is_taken(folder: Path) -> None:

@@ -182,7 +182,7 @@ _LEDGER_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="wrong checksum accepted",
         path="runtime/rollout/ledger/ledger_frames.py",
-        old="return payload if _checksum((payload,), length, offset) == checksum else None",
+        old="return payload if _checksum((payload,), length, start + offset) == checksum else None",
         new="return payload",
         command=_LEDGER,
         says=r"FAILED .*test_a_frame_at_another_offset_is_not_accepted",

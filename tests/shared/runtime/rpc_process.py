@@ -137,6 +137,7 @@ def _config(
             "ipc_endpoint": ref.ipc_endpoint,
             "heartbeat": heartbeat_endpoint,
             "tcp_host": tcp_host,
+            "trace_dir": "",
             "keys": [keys.public, keys.secret] if keys else [],
             "supervisor": supervisor,
             "log_level": 20,
