@@ -85,7 +85,6 @@ class SyncRun:
         self.failure: str | None = None  # why its ranks got an error
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
-        self._made_at = time.monotonic()
         self._report: SyncReport | None = None
 
     @property
@@ -115,7 +114,7 @@ class SyncRun:
         phase = self.transaction.phase
         actions = self.transaction.observe(event)
         if self.transaction.phase != phase:
-            began_s = self._entered_at.get(phase, self._made_at)
+            began_s = self._entered_at.get(phase, self.begun_at)
             track = f"weight sync of {self._host.pool}"
             past_span(phase.name.lower(), began_s, track, version=self.version)
             self._entered_at.setdefault(self.transaction.phase, time.monotonic())
