@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from umbra.runtime.errors import DeadlineExceeded, ProtocolError
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError, RemoteError
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.weights.sync_calls import (
@@ -156,7 +156,9 @@ class Rollouts:
                     method, self._rank, *args, timeout_s=remaining_s
                 )
             except DeadlineExceeded as error:
-                raise (late if time.monotonic() >= deadline else error) from None
+                if isinstance(error.__cause__, RemoteError):
+                    raise  # of a call that the manager made
+                raise late from None
             if reply["kind"] == kind:
                 return reply
             if reply["kind"] != "sync_wanted":

@@ -55,7 +55,7 @@ def look(run_dir: Path) -> RunSnapshot:
     except DeadlineExceeded as error:
         problem = f"the supervisor does not answer ({error}); see umbra dump"
     return RunSnapshot(
-        name=str(run_dir),
+        name=run_dir.absolute().name,  # a path could push the rest out of the line
         state=state,
         problem=problem,
         steps=last_steps(run_dir),

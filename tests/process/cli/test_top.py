@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from watching import DEADLINE_S
 
 from umbra.runtime.cli.umbra_command import main
 
@@ -44,22 +46,35 @@ def test_the_files_of_an_ended_run_are_shown_as_plain_text(
     assert "\x1b" not in shown
 
 
+def read_more(terminal: int) -> bytes:
+    """What is shown next; b"" once the program has closed the terminal."""
+    ready, _, _ = select.select([terminal], [], [], DEADLINE_S)
+    assert ready, "nothing more was shown"
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_terminal_as_it_was(run_dir: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "umbra.runtime.cli.umbra_command", "top", str(run_dir)]
+    # SIGINT is ignored in what a shell script starts in the background, such as these tests.
+    python = ("env", "--default-signal=INT", sys.executable)
+    command = [*python, "-m", "umbra.runtime.cli.umbra_command", "top", str(run_dir)]
     shown = b""
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        while b"step 3/3" not in shown:
-            shown += os.read(ours, 4096)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                shown += os.read(ours, 4096)
-            except OSError:  # the other end is closed
-                break
-    os.close(ours)
+        try:
+            while b"step 3/3" not in shown:
+                shown += read_more(ours)
+            process.send_signal(signal.SIGINT)
+            while more := read_more(ours):
+                shown += more
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+            os.close(ours)
 
     assert process.returncode == 0
     assert shown.startswith(b"\x1b[?1049h\x1b[?25l")

@@ -69,6 +69,14 @@ class OpenJob:
     def wait_for_note(self, text: str) -> None:
         self._wait(lambda: any(text in note for note in self._factory.notes), self.notes)
 
+    def wait_for_events(self, kinds: list[str]) -> None:
+        """The file is written a moment after the notes."""
+
+        def seen() -> list[str]:
+            return [event.kind for event in read_events(self.run_dir) if event.kind != "note"]
+
+        self._wait(lambda: seen() == kinds, seen)
+
     def states(self) -> dict[str, str]:
         return {row["engine"]: row["state"] for row in self.live.session.pool("policy").states()}
 
@@ -128,14 +136,13 @@ def test_a_machine_joins_and_leaves_by_a_signal(
     with job.join() as other:
         other.wait_for_text("joined as node 2")
         job.wait_for_note("has joined to generate, and starts policy-2")
+        job.wait_for_events(["joined", "left", "joined"])
     assert state is not None
     assert [node.name for node in state.nodes] == ["node-0", "node-1"]
     (actor,) = state.nodes[1].actors
     (_, engine) = state.engines[1]
     assert (actor.name, actor.pid, engine.pid) == ("policy-1", engine.pid, actor.pid)
     assert (engine.node_id, engine.running) == (state.nodes[1].node_id, 0)
-    kinds = [event.kind for event in read_events(job.run_dir)]
-    assert [kind for kind in kinds if kind != "note"] == ["joined", "left", "joined"]
 
 
 def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
