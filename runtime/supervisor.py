@@ -349,6 +349,11 @@ class Supervisor:
         self._ranks.fail(who, why)
         self.over.set()
 
+    def end_for(self, part: str, why: str) -> None:
+        """Ends the job for a part of this node that failed."""
+        where = self._links.name_of_this_node()
+        self.end(f"{part} of {where}" if where else part, why)
+
     def pass_on_signal(self, rank: int, incarnation: int, number: int) -> None:
         """Called by a rank that got a stop signal, which may have reached it alone."""
         if incarnation == self._ranks.incarnation:
@@ -393,7 +398,7 @@ class Supervisor:
         if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
             if number == PREEMPT_SIGNAL:
                 return
-            self.end("the supervisor", "a second signal stopped it before the ranks had left")
+            self.end_for("the supervisor", "a second signal stopped it before the ranks had left")
             return
         self._job_stop.request()
         self._stopped_at = now if self._stopped_at is None else self._stopped_at

@@ -126,7 +126,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
 
         def on_guardian_end() -> None:
             # Without a guardian, the supervisor's own death would leave orphans.
-            supervisor.end(
+            supervisor.end_for(
                 "the guardian",
                 f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
             )

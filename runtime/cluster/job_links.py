@@ -161,6 +161,11 @@ class JobLinks:
         members.admit(idx, node)
         return idx
 
+    def name_of_this_node(self) -> str:
+        """ "" if it is the only one, or generates for a job."""
+        is_named = self._has_ranks and len(self.nodes) > 1
+        return f"node {self._node} ({self.nodes[self._node].node_id})" if is_named else ""
+
     def only_generates(self, node: int) -> bool:
         """Asked on rank 0's node."""
         return self.nodes[node].num_ranks == 0

@@ -3,9 +3,10 @@
     python tests/bench/trace_cost.py [--rounds 9] [--steps 150] [--json]
 
 The cost is processor time of all processes, user and system, because other work on the machine
-changes it less than the time on the clock. Rounds run both, in alternating order, and the result is
-the median over the rounds' differences. A second number has no noise of two runs: the events of a
-step times the cost of one, as a share of the step's processor time.
+changes it less than the time on the clock. A round runs it with a trace and twice without, in an
+order that rotates, and the result is the median over the rounds' differences. The difference of the
+two runs without one is the noise. A second number has none: the events of a step times the cost of
+one, as a share of the step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from umbra.runtime.tracing.trace_writer import recording
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 _CONFIG: Final = Path(__file__).resolve().parents[2] / "launch/configs/quickstart.toml"
+_KINDS: Final = ("plain", "traced", "plain again")
 _RUN_LIMIT_S: Final = 600.0
 _NUM_EVENTS: Final = 10_000
 """Below the length of the queue, so that all are written."""
@@ -58,13 +60,12 @@ def main() -> None:
 
 def measure(folder: Path, rounds: int, num_steps: int) -> dict[str, object]:
     """Runs everything; shares are of the processor time of a run without a trace."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for idx in range(rounds):
-        for is_traced in (True, False) if idx % 2 else (False, True):
-            show_progress(f"round {idx + 1} of {rounds}, trace {is_traced}")
-            seconds[is_traced].append(_train(folder, num_steps, is_traced))
-    pairs = zip(seconds[True], seconds[False], strict=True)
-    shares = [traced / plain - 1 for traced, plain in pairs]
+        turn = idx % len(_KINDS)
+        for kind in _KINDS[turn:] + _KINDS[:turn]:
+            show_progress(f"round {idx + 1} of {rounds}, {kind}")
+            seconds[kind].append(_train(folder, num_steps, is_traced=kind == "traced"))
     run_dir = folder / "traced"
     files = TraceFiles(run_dir)
     window = files.find_steps(2, num_steps - 1)  # the first one compiles, the last one exports
@@ -75,11 +76,9 @@ def measure(folder: Path, rounds: int, num_steps: int) -> dict[str, object]:
     return {
         "rounds": rounds,
         "steps": num_steps,
-        "cpu_s_with": round(statistics.median(seconds[True]), 3),
-        "cpu_s_without": round(statistics.median(seconds[False]), 3),
-        "cpu_share_median": round(statistics.median(shares), 5),
-        "cpu_shares": [round(share, 4) for share in sorted(shares)],
-        "cpu_share_of_minima": round(min(seconds[True]) / min(seconds[False]) - 1, 5),
+        "cpu_s": {kind: round(statistics.median(runs), 3) for kind, runs in seconds.items()},
+        "traced_shares": _shares(seconds["traced"], seconds["plain"]),
+        "plain_again_shares": _shares(seconds["plain again"], seconds["plain"]),
         "events_per_step": round(num_events, 1),
         "nbytes_per_step": round(_size(run_dir / "trace") / num_steps),
         "event_us": round(event_s * 1e6, 3),
@@ -88,7 +87,14 @@ def measure(folder: Path, rounds: int, num_steps: int) -> dict[str, object]:
     }
 
 
-def _train(folder: Path, num_steps: int, is_traced: bool) -> float:
+def _shares(some: list[float], others: list[float]) -> dict[str, float]:
+    """How much more they took than the others of their rounds."""
+    shares = [one / other - 1 for one, other in zip(some, others, strict=True)]
+    found = {"median": statistics.median(shares), "min": min(shares), "max": max(shares)}
+    return {name: round(share, 4) for name, share in found.items()}
+
+
+def _train(folder: Path, num_steps: int, *, is_traced: bool) -> float:
     """Processor seconds of a run."""
     name = "traced" if is_traced else "plain"
     shutil.rmtree(folder / name, ignore_errors=True)

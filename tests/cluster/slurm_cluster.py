@@ -27,7 +27,9 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
-from umbra.runtime.process.descendants import child_pids
+from run_traces import command_of
+
+from umbra.runtime.process.descendants import child_pids, living_descendants, send_signal
 
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 NODES: Final = ("node-a", "node-b", "node-c")
@@ -250,8 +252,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(host: subprocess.Popen[bytes]) -> None:
-    """Kills a daemon. Its host then kills what it has left."""
+    """Kills a daemon. Its host then kills what it has left, which has been stopped before: no
+    process of a node that is gone sees the end of another one there."""
     (daemon,) = child_pids(host.pid)[:1]
+    for pid, _ in living_descendants(host.pid):
+        if not any("resource_tracker" in word for word in command_of(pid)):
+            send_signal(pid, signal.SIGSTOP)
     os.kill(daemon, signal.SIGKILL)
     host.wait(20.0)
 
