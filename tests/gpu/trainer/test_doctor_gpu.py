@@ -11,6 +11,7 @@ import pytest
 import torch
 
 LIMIT_S = 180.0
+NUM_GPUS = torch.cuda.device_count()  # asked here, since NVML keeps a descriptor open
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,15 +46,14 @@ def test_a_node_with_gpus_is_checked_alone(tmp_path: Path, umbra_tiny_model_dir:
 
 
 def test_the_ranks_add_numbers_over_nccl(tmp_path: Path, umbra_tiny_model_dir: Path) -> None:
-    num_gpus = torch.cuda.device_count()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_GPUS)]
 
     status, output = checked(
         tmp_path, umbra_tiny_model_dir, [*torchrun, "-m", "umbra.trainer.doctor"]
     )
 
     assert status == 0, output
-    assert f"adds 64 MiB over {num_gpus} ranks" in output
+    assert f"adds 64 MiB over {NUM_GPUS} ranks" in output
     assert "all is well" in output
 
 
