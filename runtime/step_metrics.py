@@ -1,4 +1,4 @@
-"""The last lines of a run's metrics.jsonl, for those who watch the run."""
+"""What the files of a run directory have for those who watch the run: steps and settings."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ def last_steps(run_dir: Path) -> list[Row]:
     return rows
 
 
+def recorded_setting(run_dir: Path, section: str, name: str) -> Any:
+    """A setting of the last start; None if it is not known."""
+    try:
+        return json.loads((run_dir / "settings.json").read_bytes())["settings"][section][name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def total_steps(run_dir: Path) -> int:
     """`train.steps` of the last start; 0 if it is not known."""
-    try:
-        content: Any = json.loads((run_dir / "settings.json").read_bytes())
-        return int(content["settings"]["train"]["steps"])
-    except (OSError, ValueError, KeyError):
-        return 0
+    return recorded_setting(run_dir, "train", "steps") or 0
 
 
 def seconds_left(rows: Sequence[Row], total: int, window: int = 20) -> float | None:

@@ -7,14 +7,13 @@ this command reports on the processes of this machine from outside.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import secrets
 import time
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.cli.live_job import is_reachable
+from umbra.runtime.cli.live_job import is_reachable, run_interruptibly
 from umbra.runtime.cli.stop_command import (
     call_supervisor,
     find_job,
@@ -60,7 +59,7 @@ def _make_bundle(run_dir: Path) -> Path:
     request = JobRequest(job=address.job, kind="dump", bundle=name)
     if not is_reachable(address):
         request_job(notice, address, request)
-    elif not asyncio.run(call_supervisor(address, request)):
+    elif not run_interruptibly(call_supervisor(address, request)):
         files = report_processes(_roots(address), run_dir / "logs")
         write_bundle(path, "the supervisor does not answer", [], {"node-0": files})
         return path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from umbra.runtime.cluster.run_notice import RunNotice, SupervisorAddress
 from umbra.runtime.cluster.socket_dir import is_in_use
@@ -13,6 +15,8 @@ from umbra.runtime.job_state import JobState
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
 from umbra.runtime.supervisor_host import supervisor_ref
+
+T = TypeVar("T")
 
 _ANSWER_LIMIT_S: Final = 5.0
 """For the whole state. Processes that do not answer take a second of it."""
@@ -33,6 +37,15 @@ async def job_state(run_dir: Path) -> JobState | None:
         return from_wire(JobState, await ask_supervisor(address, "job_state"))
     except (ActorNotFound, ConnectionLost, MailboxClosed):  # it has ended, or was killed
         return None
+
+
+def run_interruptibly(call: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, but Ctrl-C raises KeyboardInterrupt wherever the call is.
+
+    asyncio.run cancels the call instead, and forgets the signal if that returns without waiting.
+    """
+    with asyncio.Runner() as runner:
+        return runner.get_loop().run_until_complete(call)
 
 
 def is_reachable(address: SupervisorAddress) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.agents.loop_history import LoopHistory
 from umbra.runtime.rollout.agents.sample_text import SampleText
@@ -23,6 +23,7 @@ from umbra.runtime.rollout.prompts import Prompt, PromptSet
 Row = dict[str, Any]
 
 _PROMPTS: Final = "prompts.msgpack"
+_REMEDY: Final = "give the directory of the run's model (umbra samples --model DIR)"
 _MARGIN: Final = "  | "
 """Begins each line of a sample's text, so that no text can look like a line of this command."""
 
@@ -72,7 +73,10 @@ def read_texts(
 
 def open_codec(run_dir: Path, model: str | None = None) -> TextCodec:
     """The tokenizer of a run's model, or of the directory `model`; raises as `read_texts`."""
-    return TextCodec.open(model or _model_path(run_dir))
+    try:
+        return TextCodec.open(model or _model_path(run_dir))
+    except DataError as error:
+        raise DataError(f"{error}; {_REMEDY}") from error
 
 
 def decode_content(
@@ -149,14 +153,15 @@ def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
 def _model_path(run_dir: Path) -> str:
     """Raises ConfigError if the run has not recorded its settings."""
     path = run_dir / "settings.json"
-    remedy = "give the directory of its model (umbra samples --model DIR)"
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         return str(Path(recorded["folder"]) / recorded["settings"]["model"]["path"])
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist, so the tokenizer is unknown: {remedy}") from None
+        raise ConfigError(
+            f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a run's settings ({error}): {remedy}") from error
+        raise ConfigError(f"{path} is not a run's settings ({error}): {_REMEDY}") from error
 
 
 def _events(history: History) -> Iterator[Event]:

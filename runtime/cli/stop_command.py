@@ -8,13 +8,12 @@ another container, it is left in the run directory, where the supervisor looks o
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from umbra.runtime.cli.live_job import ask_supervisor, is_reachable
+from umbra.runtime.cli.live_job import ask_supervisor, is_reachable, run_interruptibly
 from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
 from umbra.runtime.errors import (
     ActorNotFound,
@@ -93,7 +92,7 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
     Raises:
         ActorNotFound: it cannot be fulfilled, or the job was killed.
     """
-    if is_reachable(address) and asyncio.run(call_supervisor(address, request)):
+    if is_reachable(address) and run_interruptibly(call_supervisor(address, request)):
         return
     if has_ended(notice, address):
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import shutil
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.cli.live_job import job_state
+from umbra.runtime.cli.live_job import job_state, run_interruptibly
 from umbra.runtime.cli.top_frame import RunSnapshot, frame
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.errors import ConfigError, DeadlineExceeded
@@ -29,21 +28,19 @@ def run(arguments: argparse.Namespace) -> int:
     job ends.
 
     Raises:
-        ConfigError: there is no such directory, or it cannot be read.
+        ConfigError: there is no such directory.
+        OSError: it cannot be read.
     """
     run_dir = Path(arguments.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
-    try:
-        if arguments.once or not sys.stdout.isatty():
-            _print_frames(run_dir, once=arguments.once)
-        else:
-            with contextlib.suppress(KeyboardInterrupt), _whole_screen():
-                while True:
-                    _draw(run_dir)
-                    time.sleep(_INTERVAL_S)
-    except OSError as error:
-        raise ConfigError(f"cannot use {run_dir}: {error}") from error
+    if arguments.once or not sys.stdout.isatty():
+        _print_frames(run_dir, once=arguments.once)
+    else:
+        with contextlib.suppress(KeyboardInterrupt), _whole_screen():
+            while True:
+                _draw(run_dir)
+                time.sleep(_INTERVAL_S)
     return 0
 
 
@@ -51,7 +48,7 @@ def look(run_dir: Path) -> RunSnapshot:
     """What there is to see now."""
     state, problem = None, ""
     try:
-        state = asyncio.run(job_state(run_dir))
+        state = run_interruptibly(job_state(run_dir))
     except DeadlineExceeded as error:
         problem = f"the supervisor does not answer ({error}); see umbra dump"
     return RunSnapshot(

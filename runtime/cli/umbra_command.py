@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Any, Final, cast
 
 from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
@@ -93,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C, and 141 if the reader of
     the output closed it, for example `head`: the status of a program that SIGPIPE ended.
     """
+    with contextlib.suppress(AttributeError):  # it was closed from the start, or is captured
+        # As stderr: a terminal of another encoding cannot show all characters of a run's texts.
+        cast("Any", sys.stdout).reconfigure(errors="backslashreplace")
     return run_until_unread(partial(_run_reporting_errors, sys.argv[1:] if argv is None else argv))
 
 
@@ -111,6 +115,13 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
     except UmbraError as error:
         print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError) else 1
+    except BrokenPipeError:  # of the output, perhaps
+        raise
+    except OSError as error:
+        cause = error.strerror or str(error)
+        text = f"cannot use {error.filename}: {cause}" if error.filename else cause
+        print(f"umbra: {escape_unprintable(text)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("umbra: interrupted", file=sys.stderr)
         return 130
@@ -421,8 +432,8 @@ def _positive(text: str) -> int:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    if not 1 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number below 2**63")
     return number
 
 

@@ -12,13 +12,14 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.dash.json_lines import JsonLines
 from umbra.runtime.dash.sample_index import Order, SampleIndex
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.settings import to_wire
+from umbra.runtime.step_metrics import recorded_setting, total_steps
 
 _MOST_ROWS: Final = 1000
 """Steps that one answer has at most. More than a chart has pixels only slow the page down; fewer
@@ -116,19 +117,18 @@ async def _ask_job(run_dir: Path) -> dict[str, Any]:
 
 def _facts(run_dir: Path) -> dict[str, Any]:
     """What the files of settings and of the summary say."""
-    recorded = _read_json(run_dir / "settings.json").get("settings", {})
     return {
-        "name": recorded.get("run", {}).get("name") or run_dir.absolute().name,
-        "steps": recorded.get("train", {}).get("steps"),
-        "summary": _read_json(run_dir / "summary.json") or None,
+        "name": recorded_setting(run_dir, "run", "name") or run_dir.absolute().name,
+        "steps": total_steps(run_dir) or None,
+        "summary": _read_json(run_dir / "summary.json"),
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Empty if there is no such file, or not yet."""
+def _read_json(path: Path) -> Any:
+    """None if there is no such file, or not yet."""
     with contextlib.suppress(OSError, ValueError):
-        return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-    return {}
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
 
 
 def _answer(lines: JsonLines, kept: Sequence[str]) -> str:

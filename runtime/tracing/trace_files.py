@@ -90,10 +90,10 @@ class TraceFiles:
             while kept and next(reversed(kept)) >= number:
                 kept.popitem()
             kept[number] = event
-        missing = [step for step in range(first, last + 1) if step not in kept]
-        if missing:
+        missing = next((step for step in range(first, last + 1) if step not in kept), None)
+        if missing is not None:
             has = f"has the steps {min(kept)}:{max(kept)}" if kept else "has no step yet"
-            raise ConfigError(f"the trace {has}, but not step {missing[0]}: give others as --steps")
+            raise ConfigError(f"the trace {has}, but not step {missing}: give others as --steps")
         after = [event.start_ns for event in steps if event.start_ns > kept[last].start_ns]
         return Window(kept[first].start_ns, min(after, default=_ALL.stop_ns))
 

@@ -41,6 +41,8 @@ class TextCodec:
             ConfigError: neither `tokenizers` nor `transformers` is installed.
         """
         target = Path(local_model(path, with_weights=False))
+        if not target.exists():
+            raise DataError(f"there is no directory {target}, which should hold a tokenizer")
         file = target / "tokenizer.json" if target.is_dir() else target
         return cls._from_json(file) if file.is_file() else cls._from_transformers(target)
 

@@ -187,10 +187,10 @@ def ledger_folder(run_dir: Path, manager: str) -> Path:
 
 
 def managers_of(run_dir: Path) -> list[str]:
-    """Managers with a ledger in this run directory, sorted."""
+    """Managers with a ledger in this run directory, sorted. Raises OSError if it cannot be read."""
     try:
         found = sorted(entry.name for entry in (run_dir / "ledger").iterdir() if entry.is_dir())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [name for name in found if files_of(ledger_folder(run_dir, name))]
 

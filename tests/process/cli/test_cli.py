@@ -32,6 +32,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "COMMAND"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["ledger", "runs/a", "--newest", "0"], "'0' is not a positive whole number"),
+        (["samples", "runs/a", "--step", str(1 << 63)], "is not a positive whole number below"),
         (["serve"], "required: CONFIG\n"),
         (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
         (["generate", "--prompt", "\udcff"], "--prompt: is not text"),

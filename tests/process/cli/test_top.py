@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -44,6 +45,31 @@ def test_the_files_of_an_ended_run_are_shown_as_plain_text(
     assert "no job of this run is running on this machine\n" in shown
     assert "stop   rank 0  rank 0 got SIGINT\n" in shown
     assert "\x1b" not in shown
+
+
+def test_characters_that_the_terminal_does_not_have_are_escaped(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = {"time": 0.0, "kind": "note", "who": "größe", "text": "→ 7"}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+
+    assert main(["top", str(run_dir), "--once"]) == 0
+
+    assert "größe  \\u2192 7".encode("latin-1") in written.getvalue()
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "events.jsonl").unlink()
+    (run_dir / "events.jsonl").mkdir()
+
+    assert main(["top", str(run_dir), "--once"]) == 1
+
+    message = f"umbra: cannot use {run_dir}/events.jsonl: Is a directory\n"
+    assert capsys.readouterr().err == message
 
 
 def read_more(terminal: int) -> bytes:

@@ -256,7 +256,6 @@ def test_a_run_that_others_write_to_can_be_read(
         assert "  | so far\n" in show(capsys, "samples", run_dir, "e0/a/0")
 
 
-@pytest.mark.slow  # imports transformers
 def test_the_tokenizer_may_be_elsewhere_than_recorded(
     run_of: Callable[[Sequence[Event]], str],
     codec: TextCodec,
@@ -267,7 +266,9 @@ def test_the_tokenizer_may_be_elsewhere_than_recorded(
     (tmp_path / "model").rename(tmp_path / "moved")
 
     assert main(["samples", run_dir]) == 2
-    assert f"{tmp_path}/model holds no tokenizer" in capsys.readouterr().err
+    assert f"no directory {tmp_path}/model, which should hold a tokenizer; give the directory" in (
+        capsys.readouterr().err
+    )
     assert shown_ids(capsys, run_dir, "--best", "1", "--model", f"{tmp_path}/moved") == ["e0/b/0"]
 
     (Path(run_dir) / "settings.json").unlink()

@@ -47,6 +47,14 @@ def test_events_of_all_incarnations_come_back_in_order(tmp_path: Path) -> None:
     assert [entry.batch.time_s for entry in history.entries()] == [10, 11, 10]
 
 
+def test_ledgers_that_cannot_be_listed_are_not_taken_for_none(tmp_path: Path) -> None:
+    assert managers_of(tmp_path) == []
+
+    (tmp_path / "ledger").symlink_to("ledger")  # a loop, which nobody can read, not even root
+    with pytest.raises(OSError, match="symbolic links"):
+        managers_of(tmp_path)
+
+
 def test_parts_rotate_and_are_read_as_one(tmp_path: Path) -> None:
     write_life(tmp_path, *range(50), part_nbytes=300)
     write_life(tmp_path, 50, 51)

@@ -165,6 +165,8 @@ def test_steps_that_are_not_kept_are_an_error_that_names_the_others(tmp_path: Pa
 
     with pytest.raises(ConfigError, match=r"the trace has the steps 5:7, but not step 4"):
         TraceFiles(tmp_path).find_steps(4, 6)
+    with pytest.raises(ConfigError, match=r"but not step 8"):
+        TraceFiles(tmp_path).find_steps(7, 1 << 62)
 
 
 def test_the_command_writes_the_steps_that_were_asked_for(
