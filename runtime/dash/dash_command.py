@@ -27,12 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(run_dir: Path, host: str, port: int) -> None:
-    from umbra.runtime.dash.dash_server import DashServer
-    from umbra.runtime.dash.run_view import RunView
-
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+
+    from umbra.runtime.dash.dash_server import DashServer
+    from umbra.runtime.dash.run_view import RunView
+
     view = RunView(run_dir)
     async with DashServer(view, host, port) as server, asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(view.read_ahead())

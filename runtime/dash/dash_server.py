@@ -105,6 +105,8 @@ class DashServer:
             response = _error(error.status, error.reason)
         except UmbraError as error:
             response = _error(404 if isinstance(error, ConfigError) else 500, str(error))
+        except OSError as error:  # of a file, which another look may find well again
+            response = _error(500, f"cannot use {error.filename}: {error.strerror}")
         except Exception:  # the page shows that an answer failed, and goes on
             logger.exception("%s", request.path)
             response = _error(500, "internal error; see the output of umbra dash")

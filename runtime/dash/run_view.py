@@ -10,16 +10,20 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.dash.json_lines import JsonLines
 from umbra.runtime.dash.sample_index import Order, SampleIndex
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.settings import to_wire
 from umbra.runtime.step_metrics import recorded_setting, total_steps
+
+T = TypeVar("T")
 
 _MOST_ROWS: Final = 1000
 """Steps that one answer has at most. More than a chart has pixels only slow the page down; fewer
@@ -47,15 +51,16 @@ class RunView:
 
     async def read_ahead(self) -> None:
         """Reads what is there, so that the first page need not wait for it."""
-        await self.metrics(0)
-        async with self._samples_lock:
-            with contextlib.suppress(UmbraError):  # whoever asks for samples gets the error
-                await asyncio.to_thread(self._samples.open)
+        with contextlib.suppress(UmbraError, OSError):  # whoever asks for it gets the error
+            await self.metrics(0)
+            async with self._samples_lock:
+                await _in_thread(self._samples.open)
 
     async def state(self) -> str:
         """JSON: the run's name, number of steps and end, and what the job is doing now: null if no
-        supervisor is found here, because the run has ended or is elsewhere."""
-        facts = await asyncio.to_thread(_facts, self._run_dir)
+        supervisor is found here, because the run has ended or is elsewhere. Raises ConfigError if
+        the run directory is gone."""
+        facts = await _in_thread(lambda: _facts(self._run_dir))
         async with self._job_lock:
             now = time.monotonic()
             if now - self._job_read_at > _JOB_MAX_AGE_S:
@@ -66,7 +71,7 @@ class RunView:
         """JSON: the rows of metrics.jsonl from a step on. Of very many it has a part, evenly
         spread, with all evaluations and the last row."""
         async with self._metrics_lock:
-            await asyncio.to_thread(self._metrics.read_on)
+            await _in_thread(self._metrics.read_on)
             rows = self._metrics.rows
             start = len(rows)
             while start and rows[start - 1].get("step", 0) >= first_step:
@@ -82,7 +87,7 @@ class RunView:
     async def events(self, first: int) -> str:
         """JSON: the events from number `first` on, the newest of them if there are very many."""
         async with self._events_lock:
-            await asyncio.to_thread(self._events.read_on)
+            await _in_thread(self._events.read_on)
             return _answer(self._events, self._events.encoded[first:][-_MOST_EVENTS:])
 
     async def samples(self, order: Order, step: int | None) -> str:
@@ -94,7 +99,7 @@ class RunView:
             return {"samples": samples, "num_samples": num_samples}
 
         async with self._samples_lock:
-            return json.dumps(await asyncio.to_thread(choose))
+            return json.dumps(await _in_thread(choose))
 
     async def sample(self, sample_id: str) -> str:
         """JSON: one sample with its text; raises as `SampleIndex.sample`."""
@@ -104,7 +109,23 @@ class RunView:
             return self._samples.sample(sample_id)
 
         async with self._samples_lock:
-            return json.dumps(await asyncio.to_thread(read))
+            return json.dumps(await _in_thread(read))
+
+
+async def _in_thread(read: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, but in a daemon's thread: the end of the program does not wait for
+    it, which may be reading a long ledger or a file system that does not answer."""
+    outcome = Future[T]()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(read())
+        except Exception as error:  # noqa: BLE001 -- raised where the outcome is awaited
+            outcome.set_exception(error)
+
+    Thread(target=run, name="umbra-dash", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
 
 
 async def _ask_job(run_dir: Path) -> dict[str, Any]:
@@ -116,7 +137,9 @@ async def _ask_job(run_dir: Path) -> dict[str, Any]:
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:
-    """What the files of settings and of the summary say."""
+    """What the files of settings and of the summary say. Raises ConfigError."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"the run directory {run_dir} is gone")
     return {
         "name": recorded_setting(run_dir, "run", "name") or run_dir.absolute().name,
         "steps": total_steps(run_dir) or None,

@@ -84,6 +84,11 @@ def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
         expect(page.locator("#charts canvas")).not_to_have_count(0)
         assert page.evaluate("document.documentElement.scrollWidth") <= 400  # fits a phone
 
+        newest = page.locator("#samples tbody tr").first.locator("button")
+        listed = newest.inner_text()
+        newest.focus()
+        expect(newest).not_to_have_text(listed)  # by itself
+
         page.locator("#step").fill("1")
         page.locator("#choose button").click()
         expect(page.locator("#samples tbody tr")).to_have_count(8)
@@ -124,6 +129,13 @@ def answer_of(url: str, path: str, *, method: str = "GET", host: str = "") -> tu
         return response.status, response.read()
     finally:
         connection.close()
+
+
+def test_ctrl_c_does_not_wait_for_what_is_being_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")  # opening it waits for a writer
+
+    with dash(tmp_path) as url:
+        assert answer_of(url, "/api/events")[0] == 200
 
 
 def test_only_reads_of_its_own_files_under_its_own_name_are_answered(tmp_path: Path) -> None:

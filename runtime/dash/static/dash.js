@@ -28,6 +28,8 @@ const rows = new Map(); // by step
 const charts = [];
 const files = {}; // which file each kind of lines came from
 let run = null, events = [], numEvents = 0;
+// The list of samples: what was asked for, at which progress of the run, and whether it is on its way.
+let query = "order=newest", listed = null, listing = false;
 
 function el(tag, attributes, ...children) {
   const node = Object.assign(document.createElement(tag), attributes);
@@ -59,6 +61,7 @@ function duration(seconds) {
 const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
 const inOrder = () => [...rows.keys()].sort((a, b) => a - b);
+const progress = () => `${inOrder().at(-1)} ${run?.job ? "running" : "ended"}`;
 const lastOf = (key) => inOrder().reverse().map((step) => rows.get(step)[key]).find((v) => v !== undefined && v !== null);
 
 // -- what is new ---------------------------------------------------------------------------
@@ -69,8 +72,10 @@ async function poll() {
       [run] = await Promise.all([get("api/state"), readMetrics(), readEvents()]);
       for (const show of [showStatus, showNumbers, showJob, showCharts, showEvents]) show();
       $("problem").hidden = true;
+      if (!listing && listed !== progress()) listSamples(); // it may take long, and has its own errors
     } catch (error) {
-      $("problem").textContent = `The server does not answer: ${error.message}. Is umbra dash running?`;
+      $("problem").textContent = error instanceof TypeError
+        ? `The server does not answer: ${error.message}. Is umbra dash running?` : error.message;
       $("problem").hidden = false;
     }
   }
@@ -298,18 +303,30 @@ function markFaults(plot) {
 
 // -- samples -------------------------------------------------------------------------------
 
-async function showSamples() {
+function showSamples() {
   const step = $("step").value;
+  query = `order=${$("order").value}${step ? `&step=${step}` : ""}`;
   $("samples-note").textContent = "reading";
+  return listSamples();
+}
+
+async function listSamples() {
+  const asked = query;
+  [listed, listing] = [progress(), true];
   try {
-    const found = await get(`api/samples?order=${$("order").value}${step ? `&step=${step}` : ""}`);
+    const found = await get(`api/samples?${asked}`);
+    if (asked !== query) return; // another list was chosen meanwhile
+    const focused = $("samples").contains(document.activeElement) && document.activeElement.textContent;
     const head = ["Sample", "Step", "Reward", "Tokens", "Versions", "State"];
     $("samples").replaceChildren(
       el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { textContent: name })))),
       el("tbody", {}, ...found.samples.map(sampleRow)));
+    [...$("samples").querySelectorAll("button")].find((button) => button.textContent === focused)?.focus({ preventScroll: true });
     $("samples-note").textContent = `${found.samples.length} of ${count(found.num_samples, "sample")}`;
   } catch (error) {
     $("samples-note").textContent = error.message;
+  } finally {
+    listing = false;
   }
 }
 
@@ -353,4 +370,3 @@ $("choose").addEventListener("submit", (event) => {
 $("metric").addEventListener("change", showCharts);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showCharts);
 poll();
-showSamples();
