@@ -43,14 +43,6 @@ def fork_server() -> None:
     preloaded_python.start_server()
 
 
-@pytest.fixture(scope="session")
-def pipe_of_stores() -> None:
-    """The first store of a process makes a pipe that stays; no test is blamed for it."""
-    from umbra.runtime.weights.transports.nccl.weight_links import open_store
-
-    open_store("127.0.0.1")
-
-
 @pytest.fixture
 def mount_disk(tmp_path: Path) -> Generator[MountDisk]:
     """Mounts a file system of its own, such as `mount_disk("size=1m")`; skips where it may not."""

@@ -172,7 +172,7 @@ class Trainer:
                     on_read=partial(self._send_away, offload, gpu_memory)
                     if config.pool.mode == "hybrid"
                     else None,
-                    store_host=self._session.tcp_host
+                    link_host=self._session.tcp_host
                     or ("127.0.0.1" if config.pool.transport == "nccl" else ""),
                 ),
                 offload=offload,

@@ -60,7 +60,7 @@ class SyncBegin(_Call):
         manifest: the wire form of a `Manifest`, from rank 0; the coordinator reads it.
         offer: the GPU memory that the rank exports.
         node_id: the rank's node.
-        store: "HOST:PORT" of a store in which process groups can meet, from rank 0; "" for none.
+        link_endpoint: "HOST:PORT" at which receivers of other nodes reach the rank; "" for none.
     """
 
     pool: str
@@ -69,7 +69,7 @@ class SyncBegin(_Call):
     manifest: Mapping[str, Any] | None
     offer: Offer
     node_id: str
-    store: str
+    link_endpoint: str
 
     def to_wire(self) -> dict[str, Any]:
         return _Call.to_wire(self) | {"offer": offer_to_wire(self.offer)}
@@ -86,7 +86,7 @@ class SyncBegin(_Call):
                 "manifest": manifest,
                 "offer": offer,
                 "node_id": str(node_id),
-                "store": str(store),
+                "link_endpoint": str(link_endpoint),
                 "timeout_s": float(timeout_s),
             } if 0 <= rank < world_size <= MAX_RANKS and (
                 manifest is None or isinstance(manifest, dict)
@@ -99,7 +99,7 @@ class SyncBegin(_Call):
                     manifest=cast("dict[str, Any] | None", manifest),
                     offer=offer_from_wire(offer),
                     node_id=node_id,
-                    store=store,
+                    link_endpoint=link_endpoint,
                     deadline=_read_deadline(timeout_s),
                 )
             case _:

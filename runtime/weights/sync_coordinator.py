@@ -175,7 +175,9 @@ class SyncCoordinator:
                 world_size=call.world_size,
                 version=call.version,
                 manifest=layout,
-                offer=RankOffer(exports=call.offer, node_id=call.node_id, store=call.store),
+                offer=RankOffer(
+                    exports=call.offer, node_id=call.node_id, link_endpoint=call.link_endpoint
+                ),
             )
         )
         assert run.opened is not None

@@ -51,8 +51,8 @@ class WeightPublisher:
         on_read: called when the tensors of this rank have been read, by itself or by the engines.
             The engines allocate their KV cache only after it has returned on every rank.
         export: see `Export`.
-        store_host: address of this node at which the other nodes reach rank 0. If it is set, rank 0
-            offers a `TCPStore` there while a sync is open, which the transport "nccl" needs.
+        link_host: address of this node at which receivers on other nodes reach this rank while a
+            sync is open, which the transport "nccl" needs; "" for none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WeightPublisher:
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
         export: Export = export_tensors,
-        store_host: str = "",
+        link_host: str = "",
     ) -> None:
         self._supervisor = supervisor
         self._rank = rank
@@ -87,7 +87,7 @@ class WeightPublisher:
             rank=rank, manifest=self.manifest, extents=extents, sources=sources, locate=locate
         )
         self._exports = ExportSender(shards, export)
-        self._links = LinkSender(shards, supervisor, store_host)
+        self._links = LinkSender(shards, supervisor, link_host)
         self._senders: dict[str, Sender] = {
             "memfd": RingSender(shards, supervisor.check),
             "cuda_ipc": self._exports,
@@ -108,10 +108,13 @@ class WeightPublisher:
             DeadlineExceeded: `timeout_s` seconds have passed.
         """
         deadline = time.monotonic() + timeout_s
-        report = self._publish_wave(pool, version, deadline)
-        while report.remaining:  # the same on every rank
-            report = report.joined(self._publish_wave(pool, version, deadline))
-        return report
+        try:
+            report = self._publish_wave(pool, version, deadline)
+            while report.remaining:  # the same on every rank
+                report = report.joined(self._publish_wave(pool, version, deadline))
+            return report
+        finally:
+            self._links.close()
 
     def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
         supervisor, rank = self._supervisor, self._rank
@@ -124,7 +127,7 @@ class WeightPublisher:
                 manifest=self._wire if rank == 0 else None,
                 offer=self._exports.offer(),
                 node_id=supervisor.node_id,
-                store=self._links.offer_store(),
+                link_endpoint=self._links.listen(),
                 deadline=deadline,
             )
         )
@@ -149,8 +152,6 @@ class WeightPublisher:
                     SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until)
                 )
             raise
-        finally:
-            self._links.close()  # nobody else meets at its store
 
     def close(self) -> None:
         """Unmaps the buckets, which `publish` keeps mapped; it maps them again. Idempotent."""

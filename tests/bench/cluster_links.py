@@ -1,7 +1,7 @@
 """Both ends of many links for weights, in one process: python cluster_links.py NUM_LINKS
 
 Prints the costs of one end of one link as JSON: `link_cpu_s` from its start until a few bytes have
-arrived, `link_threads` and `link_fds` while it is open. All links meet in one store, as in a sync.
+arrived, `link_threads` and `link_fds` while it is open. All links are of one rank.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ import time
 
 import torch
 
-from umbra.runtime.weights.transports.nccl.weight_links import (
-    LinkAddress,
-    ReceivingLink,
-    SendingLink,
-    open_store,
-)
+from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
+from umbra.runtime.weights.transports.nccl.weight_links import ReceivingLink, SendingLink
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
@@ -29,7 +25,7 @@ _LIMIT_S = 120.0
 
 def measure(num_links: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    store, address = open_store("127.0.0.1")
+    listener = LinkListener("127.0.0.1")
     grid = BucketGrid(2 * _NBYTES, _NBYTES)
     fd, progress = SyncProgress.create("links", num_links, 1)
     os.close(fd)
@@ -38,17 +34,18 @@ def measure(num_links: int) -> dict[str, float]:
     changed = threading.Condition()
     before = _count("task"), _count("fd")
     cpu_s = time.process_time()
-    senders: list[SendingLink] = []
-    receivers: list[ReceivingLink] = []
-    for idx in range(num_links):
-        link = LinkAddress(address, f"link-{idx}")
-        receivers.append(
-            ReceivingLink(link, idx, grid, memories, progress, deadline, _report_error)
-        )
-        extents = [Extent(0, 0, 2 * _NBYTES)]
-        senders.append(SendingLink(link, extents, grid.num_buckets, deadline, changed))
+    extents = [Extent(0, 0, 2 * _NBYTES)]
+    senders = {
+        f"link-{idx}": SendingLink(extents, grid.num_buckets, deadline, changed)
+        for idx in range(num_links)
+    }
+    endpoint, receivers = listener.endpoint, list[ReceivingLink]()
+    for idx, key in enumerate(senders):
+        link = ReceivingLink(endpoint, key, idx, grid, memories, progress, deadline, _report_error)
+        receivers.append(link)
+    listener.serve(senders, deadline)
     chunk = torch.zeros(_NBYTES, dtype=torch.uint8)
-    for sender in senders:
+    for sender in senders.values():
         sender.put([chunk])
     assert progress.wait_filled(1, deadline)
     cpu_s = time.process_time() - cpu_s
@@ -59,13 +56,13 @@ def measure(num_links: int) -> dict[str, float]:
         "link_threads": (after[0] - before[0]) / num_ends,
         "link_fds": (after[1] - before[1]) / num_ends,
     }
-    for link in (*senders, *receivers):
+    for link in (*senders.values(), *receivers):
         link.close()
     for thread in threading.enumerate():
         if thread.name == "weight-link":
             thread.join(_LIMIT_S)
     progress.close()
-    del store
+    listener.close()
     return facts
 
 

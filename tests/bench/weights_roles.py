@@ -198,7 +198,7 @@ def run_far_rank(folder: Path, total_nbytes: int, device: str) -> dict[str, floa
     network_nbytes: list[int] = []
     with _supervisor(folder) as supervisor:
         publisher = WeightPublisher(
-            supervisor, 0, 1, model_tensors(total_nbytes, device), store_host="127.0.0.1"
+            supervisor, 0, 1, model_tensors(total_nbytes, device), link_host="127.0.0.1"
         )
         for version in range(1, 2 + _SYNCS_A_ROUND):
             nbytes, cpu_s, begun_at = loopback_nbytes(), time.process_time(), time.perf_counter()

@@ -45,7 +45,7 @@ class RankOffer:
 
     exports: Offer
     node_id: str
-    store: str
+    link_endpoint: str
 
 
 @dataclass(frozen=True, slots=True)

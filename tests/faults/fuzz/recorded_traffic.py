@@ -119,7 +119,7 @@ def _publish_weights(session: Session) -> None:
         manifest=publisher.manifest.to_wire(),
         offer=exports,
         node_id=session.node_id,
-        store="127.0.0.1:4000",
+        link_endpoint="127.0.0.1:4000",
         deadline=deadline,
     )
     abort = SyncAbort(sync_id="elsewhere-1", rank=0, reason="it failed", deadline=deadline)

@@ -131,7 +131,7 @@ class Rank:
             self._world_size,
             self._tensors,
             dtype,
-            store_host="127.0.0.1",
+            link_host="127.0.0.1",
         )
 
     def negate(self) -> None:

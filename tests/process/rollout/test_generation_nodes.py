@@ -28,11 +28,7 @@ from umbra.runtime.cluster.run_notice import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.testing.session_factory import SessionFactory
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.slow,
-    pytest.mark.usefixtures("pipe_of_stores"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 MAX_STALENESS = 9

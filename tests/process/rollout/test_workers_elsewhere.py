@@ -18,11 +18,7 @@ from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 from umbra.runtime.errors import ActorDied
 from umbra.runtime.testing.session_factory import SessionFactory
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.slow,
-    pytest.mark.usefixtures("pipe_of_stores"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 _MAX_STALENESS = 9  # of an `OpenJob`: as many batches are made with the weights that there are
 # A call to a node that is cut off fails this much later than its link, at the latest.

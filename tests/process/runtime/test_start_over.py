@@ -105,7 +105,7 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
         manifest=manifest,
         offer="it has no GPU",
         node_id=session.node_id,
-        store="",
+        link_endpoint="",
         deadline=time.monotonic() + 20.0,
     )
     sync_id = SessionSync(session).sync_begin(begin).sync_id

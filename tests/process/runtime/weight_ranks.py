@@ -79,9 +79,7 @@ def publish_shards(socket_dir: str, node_ids: list[str], versions: list[int]) ->
         loop.run(client.__aenter__())
         remote = RemoteSession(loop, client, Path(socket_dir), node_ids[0])
         sync = SyncFrom(cast("Session", remote), node_ids[rank])
-        made = WeightPublisher(
-            sync, rank, mesh.size(), tensors, store_host="127.0.0.1" if rank == 0 else ""
-        )
+        made = WeightPublisher(sync, rank, mesh.size(), tensors, link_host="127.0.0.1")
         try:
             with closing(made) as publisher:
                 transports: list[str] = []

@@ -181,7 +181,7 @@ class LiveRollouts:
         """Brings the engines that lack it to `version`."""
         self.version = version
         publisher = WeightPublisher(
-            SessionSync(self.session), 0, 1, self._weights, store_host=self.session.tcp_host
+            SessionSync(self.session), 0, 1, self._weights, link_host=self.session.tcp_host
         )
         publisher.publish("policy", version, 20.0)
 

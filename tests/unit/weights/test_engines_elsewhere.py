@@ -3,8 +3,9 @@ costs the other engines of its node."""
 
 from __future__ import annotations
 
+import socket
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
@@ -31,8 +32,8 @@ NCCL = replace(AUTO, transport="nccl")
 TENSORS = {"a": torch.randn(1000)}
 
 
-def publish(supervisor: LocalSupervisor, version: int, store_host: str = "127.0.0.1") -> SyncReport:
-    made = WeightPublisher(supervisor, 0, 1, TENSORS, store_host=store_host)
+def publish(supervisor: LocalSupervisor, version: int, link_host: str = "127.0.0.1") -> SyncReport:
+    made = WeightPublisher(supervisor, 0, 1, TENSORS, link_host=link_host)
     with closing(made) as publisher:
         return publisher.publish("pool", version, timeout_s=20.0)
 
@@ -66,15 +67,15 @@ def test_shared_memory_does_not_reach_another_node() -> None:
         publish(supervisor, 1)
 
 
-def test_ranks_without_a_store_reach_no_other_node() -> None:
+def test_a_rank_without_an_address_reaches_no_other_node() -> None:
     engine = ThreadEngine("far", empty_like(TENSORS))
     engine.node_id = "there"
-    message = "far on node there; rank 0 offers no store in which process groups could meet$"
+    message = "far on node there; rank 0 has no address at which other nodes reach it"
     with (
         local_pool([engine], AUTO) as supervisor,
-        pytest.raises(WeightSyncError, match=message.replace("meet$", r"meet\.$")),
+        pytest.raises(WeightSyncError, match=message),
     ):
-        publish(supervisor, 1, store_host="")
+        publish(supervisor, 1, link_host="")
 
 
 def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
@@ -119,7 +120,7 @@ def test_an_engine_outlives_a_rank_that_breaks_their_connection() -> None:
     with local_pool([engine], NCCL) as plain:
         supervisor = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         made = WeightPublisher(
-            supervisor, 0, 1, TENSORS, locate=fail_in_mid_transfer, store_host="127.0.0.1"
+            supervisor, 0, 1, TENSORS, locate=fail_in_mid_transfer, link_host="127.0.0.1"
         )
         with closing(made) as publisher, pytest.raises(RuntimeError, match="the GPU is lost"):
             publisher.publish("pool", 1, timeout_s=20.0)
@@ -153,7 +154,7 @@ def test_ranks_of_a_node_fill_its_ring_and_send_to_the_receivers_of_others() -> 
         engine.node_id = engine.name
     with local_pool(engines, AUTO) as supervisor:
         made = [
-            WeightPublisher(rank, idx, 2, TENSORS, store_host="127.0.0.1")
+            WeightPublisher(rank, idx, 2, TENSORS, link_host="127.0.0.1")
             for idx, rank in enumerate((supervisor, supervisor.on_node("there")))
         ]
         reports = in_threads(*(partial(each.publish, "pool", 1, 20.0) for each in made))
@@ -162,6 +163,33 @@ def test_ranks_of_a_node_fill_its_ring_and_send_to_the_receivers_of_others() -> 
 
     assert [report.transport for report in reports] == ["nccl"] * 2
     assert all(holds(engine, TENSORS) for engine in engines)
+
+
+def test_a_connection_without_the_key_of_a_link_gets_nothing_and_delays_nobody() -> None:
+    strangers: list[socket.socket] = []
+
+    class Visited(LocalSupervisor):
+        """Strangers connect before the receiver does: one is silent, the other guesses a key."""
+
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            host, _, port = call.link_endpoint.rpartition(":")
+            strangers.extend(socket.create_connection((host, int(port)), 5.0) for _ in range(2))
+            strangers[1].sendall(bytes([34]) + b"0" * 32 + b"/0")
+            return super().sync_begin(call)
+
+    engine = ThreadEngine("engine", empty_like(TENSORS))
+    begun_at = time.monotonic()
+    with local_pool([engine], NCCL) as plain, ExitStack() as stack:
+        supervisor = Visited(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        report = publish(supervisor, 1)
+        for stranger in strangers:
+            stack.enter_context(stranger)
+
+        assert strangers[1].recv(1) == b""
+
+    assert list(report.engines) == ["engine"]
+    assert holds(engine, TENSORS)
+    assert time.monotonic() - begun_at < 5.0  # what a silent connection may take is longer
 
 
 @pytest.mark.slow
@@ -176,6 +204,5 @@ def test_eight_nodes_are_connected_again_within_two_seconds_after_an_engine_is_r
             reports.append(publish(supervisor, incarnation))
 
     assert [len(report.engines) for report in reports] == [8, 8, 8]
-    # Torch's store looks up the names of its clients: a lost question to a name server costs 5 s.
-    assert min(report.prepare_s + report.transfer_s for report in reports) < 2.0
+    assert max(report.prepare_s + report.transfer_s for report in reports) < 2.0
     assert holds(engines[3], TENSORS)

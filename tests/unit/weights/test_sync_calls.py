@@ -64,7 +64,7 @@ def calls(deadline: float) -> list[SyncCall]:
             manifest={"tensors": [], "aliases": {}, "nbytes": 0},
             offer=EXPORTS,
             node_id="first",
-            store="10.0.0.1:4000",
+            link_endpoint="10.0.0.1:4000",
             deadline=deadline,
         ),
         SyncBegin(
@@ -75,7 +75,7 @@ def calls(deadline: float) -> list[SyncCall]:
             manifest=None,
             offer="it has no GPU",
             node_id="second",
-            store="",
+            link_endpoint="",
             deadline=deadline,
         ),
         SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, deadline=deadline),

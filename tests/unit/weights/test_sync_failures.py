@@ -28,6 +28,7 @@ from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
 from umbra.runtime.weights import engine_sync
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncFilled, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
+from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
@@ -48,7 +49,7 @@ def sources() -> dict[str, Tensor]:
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
     arguments: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 20.0} | options
     rank, world_size = arguments["rank"], arguments["world_size"]
-    made = WeightPublisher(supervisor, rank, world_size, tensors, store_host="127.0.0.1")
+    made = WeightPublisher(supervisor, rank, world_size, tensors, link_host="127.0.0.1")
     with closing(made) as publisher:
         return publisher.publish("pool", arguments.get("version", 1), arguments["timeout_s"])
 
@@ -61,11 +62,16 @@ def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 class SecondRank:
-    """Rank 1 of 2, which joins and then does nothing, on the coordinator's own loop."""
+    """Rank 1 of 2, which joins and then does nothing, on the coordinator's own loop. Receivers
+    connect to it in vain until it is closed."""
 
     def __init__(self, supervisor: LocalSupervisor, version: int) -> None:
         self.supervisor = supervisor
         self.version = version
+        self.listener = LinkListener("127.0.0.1")
+
+    def close(self) -> None:
+        self.listener.close()
 
     def join(self) -> None:
         call = SyncBegin(
@@ -76,7 +82,7 @@ class SecondRank:
             manifest=None,
             offer="it has no GPU",
             node_id="here",
-            store="",
+            link_endpoint=self.listener.endpoint,
             deadline=time.monotonic() + 20.0,
         )
         self.supervisor.sync_begin(call)
@@ -93,8 +99,10 @@ def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], small) as supervisor:
-        rank = SecondRank(supervisor, version := next_version())
+    with (
+        local_pool([engine], small) as supervisor,
+        closing(SecondRank(supervisor, version := next_version())) as rank,
+    ):
         died_at: list[float] = []
 
         def die_when_the_engine_waits() -> None:
@@ -249,8 +257,10 @@ def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], small) as supervisor:
-        rank = SecondRank(supervisor, version := next_version())
+    with (
+        local_pool([engine], small) as supervisor,
+        closing(SecondRank(supervisor, version := next_version())) as rank,
+    ):
         outcomes = in_threads(
             lambda: publish(
                 supervisor, sources, rank=0, world_size=2, version=version, timeout_s=1.0
@@ -261,8 +271,8 @@ def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(
 
     assert isinstance(outcomes[0], WeightSyncError)
     assert "not filled by ranks [0, 1]" in str(outcomes[0])
-    # Until the ring is full; two more are read to be sent.
-    num_filled = {"memfd": 4, "nccl": 6}[small.transport]
+    # Until the ring is full. The connection of a link takes all of these few bytes.
+    num_filled = {"memfd": 4, "nccl": 35}[small.transport]
     assert f"ranks filled [{num_filled}, 0]" in str(outcomes[0])
     assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS
     assert engine.killed is None

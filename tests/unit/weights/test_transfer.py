@@ -96,7 +96,7 @@ def unmapped(engine: ThreadEngine) -> Iterator[None]:
 
 
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
-    made = WeightPublisher(supervisor, 0, 1, tensors, store_host="127.0.0.1", **options)
+    made = WeightPublisher(supervisor, 0, 1, tensors, link_host="127.0.0.1", **options)
     with closing(made) as publisher:
         return publisher.publish("pool", next_version(), timeout_s=20.0)
 
@@ -250,8 +250,9 @@ def test_ranks_that_publish_different_models_are_found_out(
     engine = ThreadEngine("engine", {"a": torch.zeros(1000)})
     with local_pool([engine], settings_of_pool) as supervisor:
         tensors = {"a": torch.randn(1000)}
-        first = WeightPublisher(supervisor, 0, 2, tensors, store_host="127.0.0.1")
-        second = WeightPublisher(supervisor, 1, 2, {"a": torch.randn(5000)})
+        first = WeightPublisher(supervisor, 0, 2, tensors, link_host="127.0.0.1")
+        larger = {"a": torch.randn(5000)}
+        second = WeightPublisher(supervisor, 1, 2, larger, link_host="127.0.0.1")
         version = next_version()
         outcomes = in_threads(
             lambda: first.publish("pool", version, 10.0),

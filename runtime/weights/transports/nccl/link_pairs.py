@@ -1,4 +1,5 @@
-"""What carries the bytes of a link between its two members: gloo, or NCCL between two GPUs.
+"""What carries the bytes of a link between its two members: their TCP connection, or NCCL between
+two GPUs.
 
 Both take tensors on any device. Calls block until the bytes are where they belong, or the time is
 used up.
@@ -8,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.sync_calls import remaining_s
+from umbra.runtime.weights.transports.nccl.link_connection import LinkConnection
 from umbra.runtime.weights.transports.nccl.nccl_library import NcclLibrary, nccl_library
 
-_c10d: Any = torch.distributed  # which exports these classes without declaring it
 HOST: Final = torch.device("cpu")
 _LOOK_INTERVAL_S: Final = 0.0002
 # Time between two looks at a transfer. A bucket takes about a millisecond.
@@ -28,7 +27,7 @@ _FLUSH_LIMIT_S: Final = 5.0
 
 
 class LinkPair(Protocol):
-    """One member's connection to the other."""
+    """One member's way to the other. The link owns their TCP connection."""
 
     def send(self, tensors: Sequence[Tensor]) -> None: ...
     def receive(self, tensors: Sequence[Tensor]) -> None:
@@ -44,42 +43,25 @@ class LinkPair(Protocol):
         ...
 
 
-class GlooPair:
-    """Between any two processes. Nothing but the deadline ends a wait.
+class TcpPair:
+    """Between any two processes, through the connection of the link."""
 
-    Args:
-        own_address: at which this member listens.
-        limit_s: for the connection to be made.
-        deadline: of the sync.
-    """
-
-    def __init__(
-        self, store: Any, member: int, own_address: str, limit_s: float, deadline: float
-    ) -> None:
-        gloo = _c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout, options._threads = timedelta(seconds=limit_s), 1
-        options._devices = [gloo.create_device(hostname=own_address)]
-        self._peer = 1 - member
-        self._deadline = deadline
-        self._group: Any = gloo(store, member, 2, options)
+    def __init__(self, connection: LinkConnection) -> None:
+        self._connection = connection
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        held = [tensor.cpu() for tensor in tensors]
-        self._wait([self._group.send([tensor], self._peer, 0) for tensor in held])
+        for tensor in tensors:
+            self._connection.send(_memory(tensor.cpu()))
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
-        self._wait([self._group.recv([tensor], self._peer, 0) for tensor in tensors])
+        for tensor in tensors:
+            self._connection.receive(_memory(tensor))
 
     def flush(self) -> None:
         pass
 
     def close(self) -> None:
-        self._group = None
-
-    def _wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            work.wait(timedelta(seconds=remaining_s(self._deadline)))
+        pass
 
 
 class NcclPair:
@@ -87,6 +69,7 @@ class NcclPair:
     `close` aborts the communicator.
 
     Args:
+        connection: carries the address at which the members meet.
         device: GPU of this member.
         limit_s: for the connection to be made.
         deadline: of the sync.
@@ -95,7 +78,7 @@ class NcclPair:
 
     def __init__(
         self,
-        store: Any,
+        connection: LinkConnection,
         member: int,
         device: torch.device,
         limit_s: float,
@@ -112,8 +95,10 @@ class NcclPair:
             self._stream = torch.cuda.Stream()
             self._event = torch.cuda.Event()
             if member == 0:
-                store.set("nccl_id", self._nccl.unique_id().hex())
-            unique_id = bytes.fromhex(store.get("nccl_id").decode())
+                unique_id = self._nccl.unique_id()
+                connection.send_frame(unique_id)
+            else:
+                unique_id = connection.receive_frame()
             self._comm = self._nccl.make_comm(unique_id, member)
             self._is_open = True
         try:
@@ -184,6 +169,12 @@ def link_device(tensors: Collection[Tensor]) -> torch.device:
     device = next(iter(devices), HOST)
     is_usable = len(devices) == 1 and device.type == "cuda" and nccl_library() is not None
     return device if is_usable else HOST
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host."""
+    array: Any = tensor.numpy()  # whose types do not say that it is a buffer
+    return memoryview(array).cast("B")
 
 
 def device_key(device: torch.device) -> str:

@@ -37,7 +37,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_memory import numbered
 
 
 class LinkPlan:
-    """Works between any nodes that reach rank 0's.
+    """Works between any nodes that reach those of the ranks.
 
     Args:
         rings: reaches the nodes.
@@ -54,8 +54,9 @@ class LinkPlan:
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        if not offers[0].store:
-            return Problem("rank 0 offers no store in which process groups could meet")
+        for rank, offer in enumerate(offers):
+            if not offer.link_endpoint:
+                return Problem(f"rank {rank} has no address at which other nodes reach it")
         return None
 
     def can_reach(self, engine: ProbedEngine) -> bool:
@@ -75,7 +76,7 @@ class LinkPlan:
                 await _settle(nodes, order.timeout_s)
                 has_ring = not nodes or not all(node.is_gone for node in nodes)
                 if has_ring:
-                    yield _layout(key, order, nodes, num_buckets, gone)
+                    yield _layout(order, nodes, num_buckets, gone)
             finally:
                 for task in following:
                     task.cancel()
@@ -121,13 +122,12 @@ def _followers(
 
 
 def _layout(
-    key: str,
     order: LayoutOrder,
     nodes: Sequence[RingFollower],
     num_buckets: int,
     gone: Sequence[int],
 ) -> Layout:
-    links = {"store": order.offers[0].store, "key": key}
+    secret = secrets.token_hex(16)  # of this sync: whoever knows it may receive the weights
     own = {node.node_id: idx for idx, node in enumerate(nodes)}
     engine_details: dict[int, Mapping[str, Any]] = {}
     for idx, node in enumerate(nodes):
@@ -135,14 +135,18 @@ def _layout(
             continue
         details = numbered(node.details, len(node.engines))
         if node.has_receiver:
-            ranks = [n for n, offer in enumerate(order.offers) if offer.node_id != node.node_id]
-            details[0] = {**details[0], "receives": {**links, "node": idx, "ranks": ranks}}
+            ranks = [
+                (rank, offer.link_endpoint)
+                for rank, offer in enumerate(order.offers)
+                if offer.node_id != node.node_id
+            ]
+            details[0] = {**details[0], "receives": {"key": f"{secret}/{idx}", "ranks": ranks}}
         engine_details |= {engine: details[n] for n, engine in enumerate(node.engines)}
 
     def rank_details(rank: int) -> Mapping[str, Any]:
         idx = own.get(order.offers[rank].node_id)
         ring: Mapping[str, Any] = {} if idx is None else nodes[idx].details
-        return {**links, "num_nodes": len(nodes), "own_node": idx, "ring": ring}
+        return {"key": secret, "num_nodes": len(nodes), "own_node": idx, "ring": ring}
 
     return Layout(
         rank_details=rank_details,

@@ -24,13 +24,9 @@ from umbra.runtime.weights.sync_calls import (
     SyncSupervisor,
     remaining_s,
 )
+from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
 from umbra.runtime.weights.transports.nccl.link_pairs import link_device
-from umbra.runtime.weights.transports.nccl.weight_links import (
-    LinkAddress,
-    SendingLink,
-    find_runs,
-    open_store,
-)
+from umbra.runtime.weights.transports.nccl.weight_links import SendingLink, find_runs
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
@@ -47,47 +43,56 @@ _REPORT_SHARE: Final = 0.05
 class LinkSender:
     """Args:
     supervisor: gets reports of the progress.
-    store_host: address at which rank 0 offers a store while a sync is open; "" for no store.
+    host: address at which receivers reach this rank while a sync is open; "" for none.
     """
 
     is_read_by_engines = False
 
-    def __init__(self, shards: RankShards, supervisor: SyncSupervisor, store_host: str) -> None:
+    def __init__(self, shards: RankShards, supervisor: SyncSupervisor, host: str) -> None:
         self._shards = shards
         self._buckets = ShardBuckets(shards)
         self._supervisor = supervisor
-        self._store_host = store_host
-        self._store: Any = None
+        self._host = host
+        self._listener: LinkListener | None = None
 
-    def offer_store(self) -> str:
-        """On rank 0 opens a store for the next sync; returns its address, or "" for none."""
+    def listen(self) -> str:
+        """Lets receivers connect in the next sync; returns the endpoint, or "" for none."""
         self.close()
-        if self._shards.rank != 0 or not self._store_host:
+        if not self._host:
             return ""
-        self._store, address = open_store(self._store_host)
-        return address
+        self._listener = LinkListener(self._host)
+        return self._listener.endpoint
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """See `Sender.send`."""
         plan = self._buckets.cut(grant)
-        sync = _Sending(self._shards, self._supervisor, grant, deadline)
+        assert self._listener is not None, "the transport was chosen, so this rank listens"
+        sync = _Sending(self._shards, self._supervisor, grant, deadline, self._listener)
         try:
             return sync.send(plan)
         finally:
             sync.close()
 
     def close(self) -> None:
-        """Closes the store. Idempotent."""
-        self._store = None
+        """Ends to listen. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
 
 class _Sending:
     """One sync. Owns the links and the mapping of the ring."""
 
     def __init__(
-        self, shards: RankShards, supervisor: SyncSupervisor, grant: SyncGrant, deadline: float
+        self,
+        shards: RankShards,
+        supervisor: SyncSupervisor,
+        grant: SyncGrant,
+        deadline: float,
+        listener: LinkListener,
     ) -> None:
+        self._listener = listener
         self._shards = shards
         self._supervisor = supervisor
         self._grant = grant
@@ -142,19 +147,21 @@ class _Sending:
         """Opens links to all other nodes but those that were lost while their engines got ready,
         and the ring of this one; returns False if the sync is aborted."""
         answer, details = self._exchange(), self._grant.details
-        store, key, own = (details[name] for name in ("store", "key", "own_node"))
+        key, own = details["key"], details["own_node"]
         for node in sorted({*range(details["num_nodes"])}.difference(answer["gone"])):
             if node == own:
                 self._open_ring(details["ring"], own)
                 continue
             self._links[node] = SendingLink(
-                LinkAddress(store, f"{key}/{node}/{self._shards.rank}"),
                 self._shards.extents,
                 self._grant.num_buckets,
                 self._deadline,
                 self._changed,
                 self._device,
             )
+        if self._links:
+            links = {f"{key}/{node}": link for node, link in self._links.items()}
+            self._listener.serve(links, self._deadline)
         return not answer["is_aborted"]
 
     def _open_ring(self, details: Mapping[str, Any], node: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.byte_views import buffer_bytes
 from umbra.runtime.weights.transports.nccl.link_pairs import link_device
-from umbra.runtime.weights.transports.nccl.weight_links import LinkAddress, ReceivingLink
+from umbra.runtime.weights.transports.nccl.weight_links import ReceivingLink
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
 from umbra.runtime.weights.transports.shared_memory.memfd import MappedBucket
 from umbra.runtime.weights.transports.shared_memory.ring_source import RingSource
@@ -52,12 +52,13 @@ class NodeReceiver:
 
     def buckets(self, num_buckets: int) -> Iterator[tuple[int, Any]]:
         """See `BucketSource.buckets`."""
-        store, key, node = (self._receives[name] for name in ("store", "key", "node"))
+        key = self._receives["key"]
         memories = [buffer_bytes(bucket.memory) for bucket in self._mapped]
         try:
             self._links = [
                 ReceivingLink(
-                    LinkAddress(store, f"{key}/{node}/{rank}"),
+                    endpoint,
+                    key,
                     rank,
                     self._grid,
                     memories,
@@ -66,7 +67,7 @@ class NodeReceiver:
                     self._on_error,
                     self._device,
                 )
-                for rank in self._receives["ranks"]
+                for rank, endpoint in self._receives["ranks"]
             ]
             yield from self._ring.buckets(num_buckets)
         except WeightSyncError as error:

@@ -9,16 +9,15 @@ One larger group would break as a whole, and its members would have to agree on 
 the sync is in progress. Links are made for each sync and end with it. So nothing of an aborted sync
 reaches the next one, and nothing has to be rebuilt when an engine is replaced or sleeps.
 
-A link uses NCCL if the tensors of its two ends are on different GPUs, and gloo otherwise
-(`link_pairs`). Through the store, each end tells the other which GPU that is.
+The receiver connects to the rank (`link_listener`). Both tell each other which GPU has their
+tensors. A link uses NCCL if these are different GPUs, and the connection itself otherwise
+(`link_pairs`). Torch's process groups are not used: they meet in a store, and torch's asks a name
+server for the names of its clients; and only a timeout ends a wait in gloo.
 
-What gloo does (torch 2.13): if a peer is killed, whoever sends to it or waits for it gets a
-RuntimeError at once. If a peer is stopped, they wait. A wait that times out breaks its group, and
-nothing else ends it: `abort` of a group does not, and a timeout is the only way to look whether it
-is done. So every link has a thread that waits in gloo until the deadline of the sync, while the
-thread that owns the sync can leave at any time. The other end notices when the thread frees the
-group, which closes the connection. With NCCL the thread looks whether a transfer is done, and also
-ends as soon as the link is closed or NCCL reports that the peer has failed.
+Each end of a link has a thread, which waits until the deadline of the sync at most. The thread that
+owns the sync may close the link at any time: this interrupts the connection, so that whoever waits
+at either end is woken. With NCCL the link's thread looks whether a transfer is done, and also ends
+as soon as the link is closed or NCCL reports that the peer has failed.
 
 A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
 bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
@@ -32,22 +31,21 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final
+from contextlib import closing
+from typing import Final
 
 import torch
-import torch.distributed
 from torch import Tensor
 
-from umbra.runtime.errors import ProtocolError
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.weights.manifest import MAX_TENSORS
 from umbra.runtime.weights.sync_calls import remaining_s
+from umbra.runtime.weights.transports.nccl.link_connection import LinkConnection
 from umbra.runtime.weights.transports.nccl.link_pairs import (
     HOST,
-    GlooPair,
     LinkPair,
     NcclPair,
+    TcpPair,
     device_key,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
@@ -59,96 +57,48 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 logger = logging.getLogger(__name__)
 
-_c10d: Any = torch.distributed  # which exports these classes without declaring it
 _SENDER: Final = 0  # members of a link's pair
 _RECEIVER: Final = 1
-_FIRST_LOOK_S: Final = 0.005
-_LAST_LOOK_S: Final = 0.1
-# Time between two looks whether the other end has come, which doubles. A wait in the store could
-# not be ended. All links look at one store.
-_CLIENT_LIMIT_S: Final = 0.5
-# For the first attempt to connect to the store, after which it may have been closed; the next ones
-# take twice as long, for busy machines.
 _MEETING_LIMIT_S: Final = 10.0
-# For each step of two ends that are both there. Longer: an engine that dies in these milliseconds
-# holds a thread of each rank. Shorter: links fail on a busy machine.
-
-
+# For a receiver to reach its rank, and for two GPUs to be connected. Longer: an engine that dies in
+# these milliseconds holds a thread of each rank. Shorter: links fail on a busy machine.
 _END_LIMIT_S: Final = 5.0
-# For freeing a group, which takes milliseconds.
-
-
-@dataclass(frozen=True, slots=True)
-class LinkAddress:
-    """Where the two ends of a link meet.
-
-    Attributes:
-        store: "HOST:PORT" of rank 0's TCPStore, as both ends reach it.
-        key: prefix in the store, of this link alone.
-    """
-
-    store: str
-    key: str
-
-
-def open_store(host: str) -> tuple[Any, str]:
-    """A store that listens at the address `host` only; returns it with its "HOST:PORT".
-
-    Its protocol is plain text without any check of who asks. It holds the endpoints of links and
-    nothing else, and lives as long as one sync.
-    """
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    with socket.create_server((host, 0), family=family, backlog=512) as listener:
-        port = int(listener.getsockname()[1])
-        store = _c10d.TCPStore(
-            host,
-            port,
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, f"{host}:{port}"
+# For NCCL to free a communicator, which takes milliseconds.
 
 
 class _Link:
-    """The thread of one end. A subclass says what it does in `_run`, with the pair it gets there.
+    """One end. A subclass says what it does in `_exchange`, with the pair it gets there.
 
     Args:
         device: of the tensors at this end.
     """
 
-    def __init__(
-        self, address: LinkAddress, member: int, deadline: float, device: torch.device
-    ) -> None:
-        self._address = address
+    def __init__(self, member: int, deadline: float, device: torch.device) -> None:
         self._member = member
         self._deadline = deadline
         self._device = device
+        self._connection: LinkConnection | None = None
         self._is_closed = threading.Event()
         self._is_complete = False  # nothing but a last flush is left, which `close` does not end
-        self._thread = threading.Thread(target=self._main, name="weight-link", daemon=True)
-        self._thread.start()
 
-    def _main(self) -> None:
-        pair: LinkPair | None = None
+    def run(self, connection: LinkConnection) -> None:
+        """Runs the link in this thread until everything was exchanged. Closes the connection."""
         try:
-            pair = self._meet()
-            self._run(pair)
-            pair.flush()
-        except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError for everything
+            with closing(connection):
+                self._connection = connection
+                self._check_open()  # after `close` may look for the connection
+                with closing(self._make_pair(connection)) as pair:
+                    self._exchange(pair)
+                    pair.flush()
+        except Exception as error:  # noqa: BLE001 - of sockets, NCCL and torch
             self._on_error(error)
-        finally:
-            if pair is not None:
-                pair.close()  # so that the other end notices
 
-    def wait_ended(self) -> None:
-        """Waits a moment for the thread of a link that has nothing left to do. A process that ends
-        while the thread frees its group is aborted: "terminate called without an active exception".
-        """
-        self._thread.join(_END_LIMIT_S)
+    def _break(self) -> None:
+        self._is_closed.set()
+        if self._connection is not None and not self._is_complete:
+            self._connection.interrupt()
 
-    def _run(self, pair: LinkPair) -> None:
+    def _exchange(self, pair: LinkPair) -> None:
         raise NotImplementedError
 
     def _on_error(self, error: Exception) -> None:
@@ -158,49 +108,22 @@ class _Link:
         if self._is_closed.is_set() and not self._is_complete:
             raise ConnectionAbortedError("the link was closed before everything had arrived")
 
-    def _meet(self) -> LinkPair:
-        """The connection with the other end, once that is there. It is made of gloo's own class or
-        NCCL's own calls: torch's default group is not touched, and nothing watches it."""
-        own_address, client = self._connect_store()
-        store = _c10d.PrefixStore(self._address.key, client)
-        own_key, other = device_key(self._device), f"member{1 - self._member}"
-        store.set(f"member{self._member}", f"gpu {own_key}")
-        interval_s = _FIRST_LOOK_S
-        while not store.check([other]):
-            remaining_s(self._deadline)
-            if self._is_closed.wait(interval_s):
-                raise ConnectionAbortedError("the link was closed before the other end came")
-            interval_s = min(2 * interval_s, _LAST_LOOK_S)
-        other_key = store.get(other).decode().removeprefix("gpu ")
+    def _make_pair(self, connection: LinkConnection) -> LinkPair:
+        own_key = device_key(self._device)
+        connection.send_frame(own_key.encode())
+        other_key = connection.receive_frame().decode()
+        if not own_key or not other_key or own_key == other_key:
+            return TcpPair(connection)
+        logger.debug("NCCL connects the GPUs %s and %s", own_key, other_key)
         limit_s, deadline = self._limit_s(), self._deadline
-        if own_key and other_key and own_key != other_key:
-            logger.debug("link %s uses NCCL", self._address.key)
-            return NcclPair(store, self._member, self._device, limit_s, deadline, self._check_open)
-        return GlooPair(store, self._member, own_address, limit_s, deadline)
-
-    def _connect_store(self) -> tuple[str, Any]:
-        """The address of this end, as the store sees it, and a client of the store."""
-        host, _, port = self._address.store.rpartition(":")
-        client_limit_s = _CLIENT_LIMIT_S
-        while True:
-            # A store that is gone is refused here at once. Its client tries for the whole time.
-            with socket.create_connection((host, int(port)), self._limit_s()) as probe:
-                own_address = str(probe.getsockname()[0])
-            limit = timedelta(seconds=min(self._limit_s(), client_limit_s))
-            try:
-                client = _c10d.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
-            except _c10d.DistError:
-                client_limit_s *= 2
-                continue
-            client.set_timeout(timedelta(seconds=self._limit_s()))
-            return own_address, client
+        return NcclPair(connection, self._member, self._device, limit_s, deadline, self._check_open)
 
     def _limit_s(self) -> float:
         return min(remaining_s(self._deadline), _MEETING_LIMIT_S)
 
 
 class SendingLink(_Link):
-    """A rank's end. `changed` is notified after every bucket and at an error.
+    """A rank's end. A `LinkListener` runs it. `changed` is notified after every bucket and error.
 
     Attributes:
         num_sent: buckets whose runs have been sent, and after the last one have arrived; read it
@@ -210,7 +133,6 @@ class SendingLink(_Link):
 
     def __init__(
         self,
-        address: LinkAddress,
         extents: Sequence[Extent],
         num_buckets: int,
         deadline: float,
@@ -223,7 +145,18 @@ class SendingLink(_Link):
         self._num_buckets = num_buckets
         self._changed = changed
         self._buckets: queue.SimpleQueue[Sequence[Tensor] | None] = queue.SimpleQueue()
-        super().__init__(address, _SENDER, deadline, device)
+        self._has_ended = threading.Event()
+        super().__init__(_SENDER, deadline, device)
+
+    def run(self, connection: LinkConnection) -> None:
+        try:
+            super().run(connection)
+        finally:
+            self._has_ended.set()
+
+    def wait_ended(self) -> None:
+        """Waits a moment for a link that has sent everything, until NCCL's memory is free."""
+        self._has_ended.wait(_END_LIMIT_S)
 
     def put(self, runs: Sequence[Tensor]) -> None:
         """Queues the runs of the next bucket: uint8 [nbytes] each. They must not change until they
@@ -234,10 +167,10 @@ class SendingLink(_Link):
         """Ends the link, even if not everything was sent. Idempotent."""
         with self._changed:
             self.error = self.error or reason
-        self._is_closed.set()
         self._buckets.put(None)
+        self._break()
 
-    def _run(self, pair: LinkPair) -> None:
+    def _exchange(self, pair: LinkPair) -> None:
         rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
         pair.send([torch.tensor([len(rows)])])
         if len(rows):
@@ -265,6 +198,8 @@ class ReceivingLink(_Link):
     """A receiver's end, which fills the ring of its node with what one rank holds.
 
     Args:
+        endpoint: "HOST:PORT" of the rank's `LinkListener`.
+        key: of this link there.
         memories: of the ring's buckets, uint8 [bucket_nbytes] each.
         progress: of the ring.
         on_error: called in the link's thread if the link fails.
@@ -272,7 +207,8 @@ class ReceivingLink(_Link):
 
     def __init__(
         self,
-        address: LinkAddress,
+        endpoint: str,
+        key: str,
         rank: int,
         grid: BucketGrid,
         memories: Sequence[Tensor],
@@ -286,13 +222,29 @@ class ReceivingLink(_Link):
         self._memories = memories
         self._progress = progress
         self._fail = on_error
-        super().__init__(address, _RECEIVER, deadline, device)
+        self._key = key
+        super().__init__(_RECEIVER, deadline, device)
+        args = (endpoint,)
+        threading.Thread(target=self._open, args=args, name="weight-link", daemon=True).start()
 
     def close(self) -> None:
-        """Idempotent."""
-        self._is_closed.set()
+        """Ends the link, unless everything has arrived. Idempotent."""
+        self._break()
 
-    def _run(self, pair: LinkPair) -> None:
+    def _open(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            stream = socket.create_connection((host, int(port)), self._limit_s())
+        except (OSError, DeadlineExceeded) as error:
+            self._on_error(error)
+        else:
+            self.run(LinkConnection(stream, self._deadline))
+
+    def _make_pair(self, connection: LinkConnection) -> LinkPair:
+        connection.send_frame(self._key.encode())
+        return super()._make_pair(connection)
+
+    def _exchange(self, pair: LinkPair) -> None:
         memories, progress = self._memories, self._progress
         for idx, pieces in enumerate(self._grid.cut(self._receive_extents(pair))):
             num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
