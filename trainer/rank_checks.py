@@ -34,7 +34,7 @@ from umbra.runtime.cluster.job_nodes import (
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors, probe_import
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter, probe_import
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.node_checks import NotApplicable, listen
@@ -60,7 +60,7 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
         NotApplicable: the run would not do that.
     """
     tensors = [(gpu, _tensor_on(config, gpu)) for gpu in gpus]
-    exports = export_tensors(tensors)
+    exports = MemoryExporter().export(tensors)
     problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
     names = f"GPU {', '.join(map(str, gpus))}"
     if problem and config.pool.transport == "auto":
@@ -238,7 +238,10 @@ def _read_memory() -> None:
     raw = json.load(sys.stdin)
     print(
         probe_import(
-            [[bytes.fromhex(uuid), bytes.fromhex(handle), nbytes] for uuid, handle, nbytes in raw]
+            [
+                [bytes.fromhex(uuid), bytes.fromhex(handle), *numbers]
+                for uuid, handle, *numbers in raw
+            ]
         )
     )
 

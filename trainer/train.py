@@ -169,6 +169,7 @@ class Trainer:
                     policy.tensors,
                     self._dtype,
                     locate=offload.locate,
+                    keeps_memory=not offload.moves_parameters,
                     on_read=partial(self._send_away, offload, gpu_memory)
                     if config.pool.mode == "hybrid"
                     else None,

@@ -114,6 +114,9 @@ class EchoUpdates(WeightUpdates):
         self.stop()
         self._source = None
 
+    async def abort(self) -> None:
+        await self.end()
+
     async def release(self) -> None:
         await self.end()
         self._mappings.close()

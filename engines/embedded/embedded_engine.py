@@ -184,8 +184,11 @@ class EmbeddedUpdates(WeightUpdates):
     async def end(self) -> None:
         await self._thread.run(lambda worker: worker.receiver.end())
 
+    async def abort(self) -> None:
+        await self._thread.run(lambda worker: worker.receiver.abort())
+
     async def release(self) -> None:
-        await self._thread.run(lambda worker: worker.receiver.close())
+        await self._thread.run(lambda worker: worker.receiver.release())
 
     async def close(self) -> None:
         """Mappings are freed with the process: unmapping them here would wait for a hanging

@@ -343,16 +343,22 @@ class SglangCore(AdapterCore):
         return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        reports = await self._order_between("probe", allocations=allocations)
+        return next((report["problem"] for report in reports if report["problem"]), "")
+
+    async def close_exports(self) -> None:
+        await self._order_between("close")
+
+    async def _order_between(self, action: str, **details: Any) -> list[dict[str, Any]]:
         """Freezes requests meanwhile: SGLang would otherwise wait until all have ended."""
         was_frozen = self._is_frozen
         try:
             if self._live:
                 await self._freeze()
-            reports = await self._order("probe", allocations=allocations)
+            return await self._order(action, **details)
         finally:
             if not was_frozen:
                 await self._unfreeze()
-        return next((report["problem"] for report in reports if report["problem"]), "")
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
         """Makes every worker carry out an action on the model, and returns their reports."""

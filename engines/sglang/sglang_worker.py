@@ -19,8 +19,10 @@ from umbra.engines.shell.planned_loading import PlannedLoading
 from umbra.engines.shell.weight_source import WeightSource, open_weights
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 
 _loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
+_memory: Final = OpenedMemory()
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
 
 
@@ -58,7 +60,8 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
         loader = WatchedLoader(model)
         _loaded[model] = loader, PlannedLoading(model, loader)
     loader, loading = _loaded[model]
-    with open_weights(order["weights"], device, counts=order["counts"]) as source:
+    opened = open_weights(order["weights"], device, counts=order["counts"], memory=_memory)
+    with opened as source:
         way = loading.load(source)
         return {"unread": loader.unread, "regions": source.regions, "way": way}
 
@@ -93,6 +96,12 @@ def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     if device.type != "cuda":
         return {"problem": f"its parameters are in {device} memory, not on a GPU"}
     return {"problem": probe_import(order["allocations"])}
+
+
+def _close(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Closes the ranks' memory."""
+    _memory.close()
+    return {}
 
 
 def _save(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +146,7 @@ _ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, 
     "measure": _measure,
     "load": _load,
     "probe": _probe,
+    "close": _close,
     "save": _save,
     "restore": _restore,
 }

@@ -3,7 +3,8 @@
 recording ──CopyPlan.accept──▶ plan ──replay──▶ the parameters of every later version
 
 A plan refers to the source by names and elements, so it holds for images and exports wherever they
-are. It refers to parameters by views of their memory.
+are. It refers to parameters by views of their memory. The views of both sides are prepared once for
+all versions in the same memory.
 """
 
 from __future__ import annotations
@@ -34,11 +35,25 @@ _POISON: Final = 0xFF  # makes every floating-point number NaN
 
 
 class _Step(NamedTuple):
-    """One copy. Without a piece it reads `view` of the whole entry."""
+    """One copy from an entry. Without a piece it reads `view` of the whole entry."""
 
+    idx: int
     piece: CopyPiece | None
     view: StridedView
     target: Tensor
+
+
+class _Prepared(NamedTuple):
+    """A copy between two views. It goes by memory of `device` in `dtype`, unless that is None."""
+
+    target: Tensor
+    values: Tensor
+    device: torch.device
+    dtype: torch.dtype | None
+
+    def carry_out(self) -> None:
+        values = self.values if self.dtype is None else self.values.to(self.device, self.dtype)
+        self.target.copy_(values)
 
 
 class CopyPlan:
@@ -60,7 +75,9 @@ class CopyPlan:
         self._copies: list[RecordedCopy] = recording.copies
         self._fills: list[RecordedFill] = recording.fills
         self._layout: list[list[ShardBlock]] = []
-        self._steps: dict[int, list[_Step]] = {}  # by entry
+        self._steps: list[_Step] = []
+        self._memory: object | None = None  # of the source for which the copies are prepared
+        self._prepared: list[_Prepared] = []
         self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
         self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
         self._read_otherwise = recording.read_otherwise
@@ -82,7 +99,7 @@ class CopyPlan:
     def num_copies(self) -> int:
         return len(self._copies)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def accept(self, source: WeightSource) -> None:
         """Overwrites each parameter, replays its copies, and keeps them only if they restore every
         byte.
@@ -91,10 +108,9 @@ class CopyPlan:
         memory for the largest parameter.
         """
         self._resolve(source)
-        steps: dict[int, list[tuple[int, _Step]]] = {}
-        for idx, found in self._steps.items():
-            for step in found:
-                steps.setdefault(storage_of(step.target), []).append((idx, step))
+        steps: dict[int, list[_Step]] = {}
+        for step in self._steps:
+            steps.setdefault(storage_of(step.target), []).append(step)
         fills: dict[int, list[RecordedFill]] = {}
         for fill in self._fills:
             fills.setdefault(fill.target.storage, []).append(fill)
@@ -107,31 +123,34 @@ class CopyPlan:
                 continue
             memory.fill_(_POISON)
             self._fill(fills.get(storage, ()))
-            for idx, step in steps.get(storage, ()):
-                self._carry_out(source, idx, step)
+            for step in steps.get(storage, ()):
+                self._carry_out(source, step)
             if not torch.equal(memory, loaded):
                 memory.copy_(loaded)
                 self._refuse(storage, "copies do not give its parameters back")
             elif self._overlaps(storage):
                 self._refuse(storage, "its loader writes to the same elements twice")
         self._leave_to_loader()
-        self._steps = {}
+        self._steps = []
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether it still holds: the same tensors come, and the parameters are where they were."""
         return self._manifest == manifest and self._tensors.moved() <= self._left
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def replay(self, source: WeightSource) -> None:
         """Fills all parameters but those of `layers`. Raises the errors of `WeightSource`.
 
         Copies to a GPU may still be in progress when it returns; closing the source waits.
         """
-        self._resolve(source)
-        self._fill(self._fills)
-        for idx in source.entries():
-            for step in self._steps.get(idx, ()):
-                self._carry_out(source, idx, step)
+        prepared = self._prepare(source)
+        with source.reading():
+            self._fill(self._fills)
+            for copy in prepared:
+                copy.carry_out()
+            for step in self._steps:
+                if step.piece is None:
+                    self._carry_out(source, step)
 
     # -- copies --------------------------------------------------------------------------
 
@@ -140,33 +159,50 @@ class CopyPlan:
         layout = [source.blocks(idx) for idx in range(len(self._manifest.entries))]
         if self._steps and layout == self._layout:
             return
-        self._layout, self._steps = layout, {}
-        for copy in self._copies:
-            idx = self._names[copy.name]
-            self._steps.setdefault(idx, []).extend(self._split(idx, copy))
+        self._layout = layout
+        self._steps = [step for copy in self._copies for step in self._split(copy)]
 
-    def _split(self, idx: int, copy: RecordedCopy) -> list[_Step]:
-        shape, target = self._manifest.entries[idx].shape, self._tensors.view_of(copy.target)
+    def _split(self, copy: RecordedCopy) -> list[_Step]:
+        idx, target = self._names[copy.name], self._tensors.view_of(copy.target)
+        shape = self._manifest.entries[idx].shape
         try:
             pieces = plan_pieces(shape, self._layout[idx], copy.source, copy.target.view)
         except SplitError:
-            return [_Step(None, copy.source, target)]
-        return [_Step(piece, piece.target, _viewed(target, piece.target)) for piece in pieces]
+            return [_Step(idx, None, copy.source, target)]
+        return [_Step(idx, piece, piece.target, _viewed(target, piece.target)) for piece in pieces]
 
-    def _carry_out(self, source: WeightSource, idx: int, step: _Step) -> None:
+    def _prepare(self, source: WeightSource) -> list[_Prepared]:
+        """The copies of pieces; those of an earlier version if the source has the same memory."""
+        if source.memory is None or source.memory is not self._memory:
+            self._resolve(source)
+            self._memory, self._prepared = None, []
+            prepared = [
+                self._prepare_piece(source, step, step.piece)
+                for step in self._steps
+                if step.piece is not None
+            ]
+            if source.memory is None:
+                return prepared
+            self._memory, self._prepared = source.memory, prepared
+        return self._prepared
+
+    def _prepare_piece(self, source: WeightSource, step: _Step, piece: CopyPiece) -> _Prepared:
+        block, target = source.block(step.idx, piece.block), step.target
+        values = _within(block, piece.source(block.stride()))
+        on_wire: torch.dtype = getattr(torch, self._manifest.entries[step.idx].dtype)
+        # torch casts and gathers on the GPU that has the values. It cannot write to parameters in
+        # memory of an engine's sleep allocator, which is mapped for their own GPU only.
+        is_elsewhere = values.is_cuda and values.device != target.device
+        # The loader gets what travels.
+        is_cast_twice = values.dtype != on_wire and target.dtype != on_wire
+        dtype = on_wire if is_elsewhere or is_cast_twice else None
+        return _Prepared(target, values, target.device if is_elsewhere else values.device, dtype)
+
+    def _carry_out(self, source: WeightSource, step: _Step) -> None:
         if step.piece is None:
-            step.target.copy_(_within(source.whole(idx), step.view))
-            return
-        block = source.block(idx, step.piece.block)
-        values = _within(block, step.piece.source(block.stride()))
-        on_wire: torch.dtype = getattr(torch, self._manifest.entries[idx].dtype)
-        if values.is_cuda and values.device != step.target.device:
-            # torch casts and gathers on the GPU that has the values. It cannot write to parameters
-            # in memory of an engine's sleep allocator, which is mapped for their own GPU only.
-            values = values.to(step.target.device, on_wire)
-        elif values.dtype != on_wire and step.target.dtype != on_wire:
-            values = values.to(on_wire)  # the loader gets what travels
-        step.target.copy_(values)
+            step.target.copy_(_within(source.whole(step.idx), step.view))
+        else:
+            self._prepare_piece(source, step, step.piece).carry_out()
 
     def _fill(self, fills: Sequence[RecordedFill]) -> None:
         for fill in fills:

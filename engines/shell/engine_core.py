@@ -195,3 +195,8 @@ class AdapterCore(PolledCore):
         Raises:
             EngineError: they do not fit, or loading failed; the weights are then undefined.
         """
+
+    async def close_exports(self) -> None:
+        """Closes the ranks' memory in every worker, if `load_weights` left it open; see
+        `OpenedMemory`."""
+        return

@@ -251,7 +251,7 @@ class EngineShell(Generic[_Core]):
         await self._changes.make(self._abort_update)
 
     async def _abort_update(self) -> None:
-        await self._weights.end()
+        await self._weights.abort()
         self._gate.abort_update()
 
     def _check_updating(self) -> None:

@@ -31,6 +31,7 @@ class ImageUpdates(WeightUpdates):
         self._image = WeightImage()
         self._import: WeightImport | None = None  # set during an update without an image
         self._is_loaded = False
+        self._may_hold_exports = False  # the core's workers may have memory of ranks open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
     async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
@@ -47,7 +48,9 @@ class ImageUpdates(WeightUpdates):
         if update is None:
             nbytes = await self._in_thread(self._image.load)
             await self._core.load_weights(self._image.describe())
+            self._may_hold_exports = False
         else:
+            self._may_hold_exports = True
             nbytes = update.note(await self._core.load_weights(update.description))
         self._is_loaded = True
         return nbytes
@@ -66,7 +69,14 @@ class ImageUpdates(WeightUpdates):
         self._import = None
         await self._in_thread(self._image.end)
 
+    async def abort(self) -> None:
+        await self.end()
+        if self._may_hold_exports:
+            await self._core.close_exports()
+            self._may_hold_exports = False
+
     async def release(self) -> None:
+        """The ranks' memory is none that the engine could free: it stays open."""
         await self._in_thread(self._image.close)
 
     async def close(self) -> None:

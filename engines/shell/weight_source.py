@@ -6,8 +6,8 @@ to the workers:
     image     path, nbytes, manifest, fd_socket, progress             weight_image
     exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
 
-Both notice while they load that the sync was aborted. An image that came without a sync has neither
-fd_socket nor progress.
+Both notice that the sync was aborted: between tensors, and before and after the copies of a plan.
+An image that came without a sync has neither fd_socket nor progress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Final, Protocol
 
 import torch
@@ -26,8 +26,8 @@ from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import flatten
-from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage, MakeOpener
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -40,6 +40,12 @@ class WeightSource(Protocol):
     """The weights of one update."""
 
     manifest: Manifest
+
+    @property
+    def memory(self) -> object | None:
+        """The same object as in an earlier update if every block is where it was then, so that
+        views of blocks may be used again. None: they are lost at the end of the update."""
+        ...
 
     @property
     def regions(self) -> Regions:
@@ -57,9 +63,9 @@ class WeightSource(Protocol):
         """
         ...
 
-    def entries(self) -> Iterator[int]:
-        """Yields the index of each entry of the manifest once the ranks have it, and reports
-        progress. For an update that reads blocks; errors as in `tensors`."""
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which blocks are read: the ranks have all of them, and at its end they count
+        as loaded. Errors as in `tensors`, at its beginning and end."""
         ...
 
     def blocks(self, idx: int) -> list[ShardBlock]:
@@ -82,36 +88,42 @@ def open_weights(
     device: torch.device,
     *,
     counts: bool = True,
-    make_opener: MakeOpener = CudaOpener,
+    memory: OpenedMemory | None = None,
 ) -> Generator[WeightSource]:
     """Opens the described source; it is closed at the end of the block.
 
     Args:
         device: of the tensors, unless they come from an image.
         counts: whether this worker reports the engine's progress; one worker does.
+        memory: what the worker has open of the ranks' memory. Without it, nothing stays open.
 
     Raises:
         WeightSyncError, ProtocolError: it disagrees with the manifest, or cannot be read.
     """
-    manifest = Manifest.from_wire(description["manifest"])
+    if "exports" not in description and memory is not None:
+        memory.close()
     if "progress" not in description:
-        yield _ImageSource(manifest, description, None)
+        yield _ImageSource(description, None)
         return
     with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)) as end:
         if "exports" not in description:
-            yield _ImageSource(manifest, description, end)
+            yield _ImageSource(description, end)
             return
-        with closing(ExportedImage(manifest, description["exports"], make_opener)) as image:
+        opened = memory or OpenedMemory()
+        try:
+            image = opened.image(description["manifest"], description["exports"])
             yield _ExportSource(
                 image, end, device, has_checksums=bool(description["has_checksums"])
             )
+        finally:
+            opened.leave() if memory is not None else opened.close()
 
 
 class _ImageSource:
-    def __init__(
-        self, manifest: Manifest, description: Mapping[str, Any], end: EngineEnd | None
-    ) -> None:
-        self.manifest = manifest
+    memory = None
+
+    def __init__(self, description: Mapping[str, Any], end: EngineEnd | None) -> None:
+        self.manifest = Manifest.from_wire(description["manifest"])
         self.regions: Regions = []  # the engine's process verifies the image
         self._description = description
         self._end = end
@@ -119,15 +131,16 @@ class _ImageSource:
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         wanted, tensors = _named(self.manifest, names), self._map()
-        for idx in self.entries():
+        for idx, entry in enumerate(self.manifest.entries):
+            self._check_not_aborted()
             for name in wanted[idx]:
-                yield name, tensors[self.manifest.entries[idx].name]
+                yield name, tensors[entry.name]
 
-    def entries(self) -> Iterator[int]:
-        for idx in range(len(self.manifest.entries)):
-            if self._end is not None:
-                self._end.check_not_aborted()
-            yield idx
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        self._check_not_aborted()
+        yield
+        self._check_not_aborted()
 
     def blocks(self, idx: int) -> list[ShardBlock]:
         shape = self.manifest.entries[idx].shape
@@ -139,6 +152,10 @@ class _ImageSource:
     def whole(self, idx: int) -> Tensor:
         self._tensors = self._tensors or self._map()
         return self._tensors[self.manifest.entries[idx].name]
+
+    def _check_not_aborted(self) -> None:
+        if self._end is not None:
+            self._end.check_not_aborted()
 
     def _map(self) -> dict[str, Tensor]:
         """A mapping of its own: a loader may write to its tensors, but others read the image."""
@@ -156,31 +173,50 @@ class _ExportSource:
         self, image: ExportedImage, end: EngineEnd, device: torch.device, *, has_checksums: bool
     ) -> None:
         self.manifest = image.manifest
-        self._regions: dict[int, Regions] = {}  # by entry
         self._image = image
+        self._checksums: dict[int, list[int]] = {}  # by entry
         self._end = end
-        self._buckets = end.buckets(len(image.manifest.entries))
-        self._num_taken = 0
+        self._num_entries = len(image.manifest.entries)
         self._device = device
         self._has_checksums = has_checksums
 
     @property
+    def memory(self) -> ExportedImage:
+        return self._image
+
+    @property
     def regions(self) -> Regions:
-        return [region for regions in self._regions.values() for region in regions]
+        """With checksums of what was read, if there are any."""
+        regions: Regions = []
+        for idx in range(self._num_entries):
+            found = self._image.regions(idx)
+            checksums = self._checksums.get(idx, [None] * len(found))
+            regions += ([*region, each] for region, each in zip(found, checksums, strict=True))
+        return regions
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Reports the progress of each entry the first time that it is taken."""
         wanted = _named(self.manifest, names)
-        for idx in self._in_order():
+        for idx in range(self._num_entries):
+            self._end.check_not_aborted()
+            self._end.wait_filled(idx + 1)
             if wanted[idx]:
                 tensor = self.whole(idx)
                 for name in wanted[idx]:
                     yield name, tensor
+            if self._end.num_loaded == idx:
+                self._end.set_loaded(idx + 1)
 
-    def entries(self) -> Iterator[int]:
-        for idx in self._in_order():
-            if idx not in self._regions:
-                self._note(idx, None)
-            yield idx
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        self._end.wait_filled(self._num_entries)
+        yield
+        if self._has_checksums:
+            for idx in range(self._num_entries):
+                if idx not in self._checksums:
+                    self._checksums[idx] = self._checksums_of_parts(idx)
+        self._end.check_not_aborted()
+        self._end.set_loaded(self._num_entries)
 
     def blocks(self, idx: int) -> list[ShardBlock]:
         return self._image.blocks(idx)
@@ -190,37 +226,22 @@ class _ExportSource:
 
     def whole(self, idx: int) -> Tensor:
         tensor = self._image.assemble(idx, self._device)
-        if idx not in self._regions:
-            self._note(idx, tensor)
+        if self._has_checksums and idx not in self._checksums:
+            start = self.manifest.entries[idx].offset
+            data = flatten(tensor).view(torch.uint8)
+            self._checksums[idx] = [
+                checksum_of(data[offset - start : offset - start + nbytes])
+                for offset, nbytes in self._image.regions(idx)
+            ]
         return tensor
 
-    def _in_order(self) -> Iterator[int]:
-        """Reports the progress of each entry the first time that it is taken."""
-        for idx in range(len(self.manifest.entries)):
-            if idx < self._num_taken:
-                self._end.check_not_aborted()
-            else:
-                next(self._buckets)
-                self._num_taken += 1
-            yield idx
-        next(self._buckets, None)  # the last one is loaded, too
-
-    def _note(self, idx: int, whole: Tensor | None) -> None:
-        """Notes the regions of an entry; checksums are of the assembled tensor, or of each part as
-        its rank holds it, in the dtype in which it travels."""
-        entry = self.manifest.entries[idx]
-        self._regions[idx] = []
-        for number, (offset, nbytes) in enumerate(self._image.regions(idx)):
-            checksum = None
-            if self._has_checksums:
-                start = offset - entry.offset
-                if whole is not None:
-                    data = flatten(whole).view(torch.uint8)[start : start + nbytes]
-                else:
-                    part = self._image.part(idx, number).to(getattr(torch, entry.dtype))
-                    data = flatten(part.contiguous()).view(torch.uint8)
-                checksum = checksum_of(data)
-            self._regions[idx].append([offset, nbytes, checksum])
+    def _checksums_of_parts(self, idx: int) -> list[int]:
+        """As each rank holds its part, in the dtype in which it travels."""
+        on_wire: torch.dtype = getattr(torch, self.manifest.entries[idx].dtype)
+        parts = (self._image.part(idx, n) for n in range(len(self._image.regions(idx))))
+        return [
+            checksum_of(flatten(part.to(on_wire).contiguous()).view(torch.uint8)) for part in parts
+        ]
 
 
 def _named(manifest: Manifest, names: Collection[str] | None) -> list[list[str]]:

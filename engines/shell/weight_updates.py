@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class WeightUpdates(Protocol):
     """Loads new weights. The shell calls one method after the other, except `stop`:
 
-    begin ─▶ load ─▶ finish ─▶ end          only `end` if the update is aborted
+    begin ─▶ load ─▶ finish ─▶ end          `abort` if the update is aborted
     """
 
     async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
@@ -34,7 +34,12 @@ class WeightUpdates(Protocol):
         ...
 
     async def end(self) -> None:
-        """Leaves the update, committed or aborted. Idempotent."""
+        """Leaves the update, which is committed. Idempotent."""
+        ...
+
+    async def abort(self) -> None:
+        """Leaves the update, and lets go of the ranks' memory, because ranks may have ended. Also
+        called without an update, before other ranks come. Idempotent."""
         ...
 
     async def release(self) -> None:

@@ -244,6 +244,9 @@ class VllmCore(AdapterCore):
         self.log_loading(way for _, way in reports)
         return [regions for regions, _ in reports]
 
+    async def close_exports(self) -> None:
+        await self.call(self._llm.collective_rpc("umbra_close_exports"))
+
 
 def _memory_hint(text: str) -> str:
     """Names the settings to lower if vLLM's error may be about memory."""

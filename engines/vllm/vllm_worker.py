@@ -25,6 +25,7 @@ from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
 _factory: Any = importlib.import_module(
@@ -77,6 +78,7 @@ class SourceTransferEngine(_base):
     update_info_cls = UpdateInfo
     report: LoadReport = ([], "")
     _loading: PlannedLoading | None = None
+    _memory: OpenedMemory | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -85,20 +87,27 @@ class SourceTransferEngine(_base):
         if self._loading is None:  # before the first update, which may leave the model half-loaded
             loader = LayerwiseLoader(self.model, self.model_config)
             self._loading = PlannedLoading(self.model, loader)
+            self._memory = OpenedMemory()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
         description = _on_this_node(update_info.description)
-        with open_weights(description, self.device, counts=_is_first()) as source:
+        opened = open_weights(description, self.device, counts=_is_first(), memory=self._memory)
+        with opened as source:
             way = self._loading.load(source)
             self.report = source.regions, way
 
     def finish_weight_update(self) -> None:
         pass
 
+    def close_exports(self) -> None:
+        """Closes the ranks' memory."""
+        if self._memory is not None:
+            self._memory.close()
+
     def shutdown(self) -> None:
-        pass
+        self.close_exports()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
@@ -368,6 +377,9 @@ class UmbraWorkerExtension:
         self.finish_weight_update()
         report: LoadReport = self.weight_transfer_engine.report
         return report
+
+    def umbra_close_exports(self) -> None:
+        self.weight_transfer_engine.close_exports()
 
     def umbra_pid(self) -> int:
         """Pid of the worker's process, which from now on writes its stacks on request."""

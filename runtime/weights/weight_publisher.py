@@ -25,7 +25,7 @@ from umbra.runtime.weights.sync_calls import (
 )
 from umbra.runtime.weights.transports.base import Sender
 from umbra.runtime.weights.transports.cuda_ipc.export_sender import Export, ExportSender
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter
 from umbra.runtime.weights.transports.nccl.link_sender import LinkSender
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardSource
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
@@ -50,7 +50,10 @@ class WeightPublisher:
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
         on_read: called when the tensors of this rank have been read, by itself or by the engines.
             The engines allocate their KV cache only after it has returned on every rank.
-        export: see `Export`.
+        keeps_memory: the tensors have the same memory from one call to the next. Engines on the
+            same GPUs then keep it open in between; it is not given back to the GPU before they
+            close it, with the next sync or when they end. False if `on_read` frees it.
+        export: see `Export`; None for CUDA IPC.
         link_host: address of this node at which receivers on other nodes reach this rank while a
             sync is open, which the transport "nccl" needs; "" for none.
     """
@@ -67,7 +70,8 @@ class WeightPublisher:
         *,
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
-        export: Export = export_tensors,
+        keeps_memory: bool = True,
+        export: Export | None = None,
         link_host: str = "",
     ) -> None:
         self._supervisor = supervisor
@@ -86,7 +90,7 @@ class WeightPublisher:
         shards = RankShards(
             rank=rank, manifest=self.manifest, extents=extents, sources=sources, locate=locate
         )
-        self._exports = ExportSender(shards, export)
+        self._exports = ExportSender(shards, export or MemoryExporter().export, stays=keeps_memory)
         self._links = LinkSender(shards, supervisor, link_host)
         self._senders: dict[str, Sender] = {
             "memfd": RingSender(shards, supervisor.check),

@@ -2,7 +2,7 @@
 
 If the ranks' GPUs can be read, parameters are filled from there, without buckets.
 
-begin -> load -> finish -> end         once for each version; only `end` if it is aborted
+begin -> load -> finish -> end         once for each version; `abort` if it is aborted
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from umbra.runtime.weights.transports.base import Receiver
 from umbra.runtime.weights.transports.bucket_receiver import BucketReceiver
 from umbra.runtime.weights.transports.bucket_sources import open_source
 from umbra.runtime.weights.transports.cuda_ipc.export_receiver import ExportReceiver
-from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage, MakeOpener
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
@@ -33,7 +33,8 @@ class WeightReceiver:
     """Receives versions into one engine's parameters. Lives as long as they do.
 
     Calls block. An engine makes them from the thread that owns the parameters, except `stop`. It
-    owns the mapping of the buckets and what it derived from a layout: the next version reuses both.
+    owns the mappings of the buckets and of the ranks' memory, and what it derived from a layout.
+    The next version reuses them.
 
     Args:
         parameters: name -> parameter or buffer of this engine, any strides. Their storages may move
@@ -50,8 +51,8 @@ class WeightReceiver:
     ) -> None:
         self._parameters = parameters
         self._timeout_s = timeout_s
-        self._make_opener = make_opener
         self._mappings = BucketMappings()
+        self._memory = OpenedMemory(make_opener)
         self._layout: tuple[Mapping[str, Any], int] | None = None
         self._destinations: Destinations | None = None
         self._update: Receiver | None = None
@@ -76,6 +77,8 @@ class WeightReceiver:
             ProtocolError: the manifest is malformed.
         """
         self.end()
+        if buckets["transport"] != "cuda_ipc":
+            self._memory.close()
         destinations = self._destinations_for(manifest, buckets["bucket_nbytes"])
         open_receiver = self._openers[buckets["transport"]]
         self._update = open_receiver(destinations, manifest, buckets)
@@ -95,8 +98,9 @@ class WeightReceiver:
     def _open_exports(
         self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> Receiver:
-        image = ExportedImage(Manifest.from_wire(manifest), buckets["exports"], self._make_opener)
-        return ExportReceiver(destinations, image, EngineEnd(buckets, self._timeout_s))
+        image = self._memory.image(manifest, buckets["exports"])
+        end_of_sync = EngineEnd(buckets, self._timeout_s)
+        return ExportReceiver(destinations, self._memory, image, end_of_sync)
 
     def load(self) -> int:
         """Copies all buckets into the parameters as ranks fill them, once; returns the bytes
@@ -128,14 +132,24 @@ class WeightReceiver:
         return self._open_update().verify(regions)
 
     def end(self) -> None:
-        """Leaves the sync, committed or aborted. Idempotent."""
+        """Leaves the sync. Idempotent."""
         update, self._update = self._update, None
         if update is not None:
             update.close()
 
-    def close(self) -> None:
+    def abort(self) -> None:
+        """Like `end`, and closes the ranks' memory, because they may have ended. Idempotent."""
+        self.end()
+        self._memory.close()
+
+    def release(self) -> None:
         """Like `end`, and unmaps the buckets, which `begin` maps again. Idempotent."""
         self.end()
+        self._mappings.close()
+
+    def close(self) -> None:
+        """Frees everything. Idempotent."""
+        self.abort()
         self._mappings.close()
 
     def _destinations_for(self, manifest: Mapping[str, Any], bucket_nbytes: int) -> Destinations:

@@ -111,7 +111,7 @@ class BenchEngine:
         await self._run(self._receiver.end)
 
     async def abort_update(self) -> None:
-        await self.commit_update()
+        await self._run(self._receiver.abort)
 
     async def _run(self, work: Callable[..., Any], *args: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

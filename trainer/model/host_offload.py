@@ -109,6 +109,11 @@ class HostOffload:
         self.is_away = False
         self._seconds += time.perf_counter() - started
 
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether parameters have other memory after each stay on the host."""
+        return self._mode == "all"
+
     def locate(self, tensor: Tensor) -> Tensor:
         """This rank's part of `tensor`, on device or host; for reading only."""
         local = local_part(tensor)

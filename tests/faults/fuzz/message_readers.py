@@ -17,6 +17,7 @@ from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 
+_NOTHING_TO_OPEN: Final[Any] = None  # there is no GPU, and nothing is read
 _FROM_CALLERS: Final = frozenset({CALL, CANCEL, CREDIT, HELLO})
 _ANSWERS: Final[Sequence[Callable[[Any], object]]] = (
     SyncGrant.from_wire,
@@ -80,12 +81,8 @@ def _read_sync_call(method: str, raw: object) -> None:
         return
     assert isinstance(call.offer, RankExports)
     try:
-        image = ExportedImage(manifest, [call.offer.to_wire()], make_opener=_open_nothing)
+        image = ExportedImage(manifest, [call.offer.to_wire()], _NOTHING_TO_OPEN)
     except WeightSyncError:  # not the tensors of the manifest
         return
     for idx in range(len(manifest.entries)):
         image.regions(idx)
-
-
-def _open_nothing() -> Any:
-    """There is no GPU whose memory could be opened."""

@@ -103,7 +103,7 @@ def _publish_weights(session: Session) -> None:
     publisher.publish("policy", 1, _TIMEOUT_S)
     deadline = time.monotonic() + _TIMEOUT_S
     exports = RankExports(
-        allocations=(Allocation(b"\1" * 16, b"\2" * 64, 1 << 20),),
+        allocations=(Allocation(b"\1" * 16, b"\2" * 64, 1 << 20, 7),),
         parts=(
             TensorPart(0, 0, 512, "float32", (20, 30), (30, 1)),
             TensorPart(2560, 0, 8192, "bfloat16", (30,), (1,)),

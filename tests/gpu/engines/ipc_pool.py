@@ -40,8 +40,8 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
 )
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.cuda_ipc.exported_image import MakeOpener
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, probe_import
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
@@ -93,7 +93,7 @@ class TensorsOnly:
         self._receiver.end()
 
     async def abort_update(self) -> None:
-        self._receiver.end()
+        self._receiver.abort()
 
     def close(self) -> None:
         self._receiver.close()

@@ -31,7 +31,7 @@ from umbra.runtime.weights.sync_coordinator import SyncCoordinator
 from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import (
     CudaOpener,
-    export_tensors,
+    MemoryExporter,
     probe_import,
 )
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Allocation, RankExports
@@ -234,14 +234,14 @@ def test_memory_that_cannot_be_exported_goes_through_the_host(
 
 def test_what_cannot_be_opened_is_named() -> None:
     own = torch.ones(5, device=DEVICE)
-    exported = export_tensors([(0, own)])
+    exported = MemoryExporter().export([(0, own)])
     assert isinstance(exported, RankExports), exported
     here = cuda_driver().device_uuids()[torch.cuda.current_device()]
     assert exported.allocations[0].device == here
     assert exported.allocations[0].nbytes >= exported.parts[0].start + 20
 
-    elsewhere = Allocation(bytes(16), exported.allocations[0].handle, MIB)
-    broken = Allocation(here, bytes(64), MIB)
+    elsewhere = Allocation(bytes(16), exported.allocations[0].handle, MIB, 0)
+    broken = Allocation(here, bytes(64), MIB, 0)
 
     assert "is not among the" in probe_import([elsewhere.to_wire()])
     assert "cuIpcOpenMemHandle_v2 failed" in probe_import([broken.to_wire()])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,7 +35,12 @@ def rows(num_ranks: int) -> Cut:
 
 
 class ShardedSource:
-    """One version. `whole_names` are the tensors that were assembled or given to a loader."""
+    """One version, in memory of its own unless a test sets `memory`.
+
+    Attributes:
+        whole_names: tensors that were assembled or given to a loader.
+        num_blocks: blocks that were looked for.
+    """
 
     def __init__(
         self,
@@ -52,7 +58,9 @@ class ShardedSource:
             aliases or {},
         )
         self.regions: Regions = []
+        self.memory: object | None = None
         self.whole_names: list[str] = []
+        self.num_blocks = 0
         self._blocks = {name: list(cut(name, tuple(t.shape))) for name, t in tensors.items()}
         self._parts = {
             name: [_part(tensors[name], block) for block in blocks]
@@ -68,13 +76,15 @@ class ShardedSource:
                 for name in wanted:
                     yield name, tensor
 
-    def entries(self) -> Iterator[int]:
-        yield from range(len(self.manifest.entries))
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        yield
 
     def blocks(self, idx: int) -> list[ShardBlock]:
         return self._blocks[self.manifest.entries[idx].name]
 
     def block(self, idx: int, number: int) -> Tensor:
+        self.num_blocks += 1
         return self._parts[self.manifest.entries[idx].name][number]
 
     def whole(self, idx: int) -> Tensor:

@@ -241,6 +241,71 @@ def test_it_is_recorded_again_when_other_tensors_come_or_parameters_move() -> No
     assert bytes_of(model) == loaded(Model(), source_of(version(3), wire=torch.float32))
 
 
+def overwrite(source: ShardedSource, weights: dict[str, Tensor]) -> None:
+    """Gives it the next version in the memory that it has, as an optimizer does."""
+    for idx, entry in enumerate(source.manifest.entries):
+        for number, block in enumerate(source.blocks(idx)):
+            part = weights[entry.name]
+            for dim, (start, size) in enumerate(zip(block.starts, block.sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            source.block(idx, number).copy_(part)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_copies_are_prepared_once_for_versions_in_the_same_memory(is_inference: bool) -> None:
+    model = Model()
+    loading, loader = planned(model)
+    kept, other = (source_of(version(seed), rows(3)) for seed in (1, 2))
+    kept.memory, other.memory = object(), object()
+    with torch.inference_mode(is_inference):
+        loading.load(kept)
+        loading.load(kept)  # prepares
+        for seed in (3, 4):
+            overwrite(kept, version(seed))
+            forget(model)
+            kept.num_blocks = 0
+            loading.load(kept)
+            assert bytes_of(model) == loaded(Model(), source_of(version(seed)))
+            assert kept.num_blocks == 0
+
+        loading.load(other)
+        assert bytes_of(model) == loaded(Model(), source_of(version(2)))
+        loading.load(kept)
+
+    assert bytes_of(model) == loaded(Model(), source_of(version(4)))
+    assert loader.loaded == [None]
+
+
+def test_masters_are_cast_each_time_that_prepared_copies_run() -> None:
+    """One parameter is in float32, but gets what travels in bfloat16."""
+    model = Model()
+    loading, _ = planned(model)
+    source = source_of(version(1, torch.float32), rows(2))
+    source.memory = object()
+    for seed in (1, 2, 3):
+        weights = version(seed, torch.float32)
+        overwrite(source, weights)
+        loading.load(source)
+        assert torch.equal(model.norm.weight, weights["norm"].bfloat16().float())
+
+    assert bytes_of(model) == loaded(Model(), source_of(version(3, torch.float32)))
+
+
+def test_prepared_copies_are_not_used_after_parameters_have_moved() -> None:
+    model = Model()
+    loading, loader = planned(model)
+    source = source_of(version(1), rows(2))
+    source.memory = object()
+    for _ in range(3):
+        loading.load(source)
+
+    model.qkv.weight.data = torch.full_like(model.qkv.weight.data, torch.nan)
+    loading.load(source)
+
+    assert bytes_of(model) == loaded(Model(), source_of(version(1)))
+    assert loader.loaded == [None, None]
+
+
 class Doubling(Model):
     """Computes with what it loads into one layer."""
 
@@ -326,6 +391,18 @@ def test_copies_in_another_order_are_made_from_the_whole_tensor() -> None:
     assert bytes_of(model) == loaded(Flattening(), source_of(version(2)))
     assert loader.loaded == [None]
     assert source.whole_names == ["out"]
+
+
+def test_copies_of_whole_tensors_are_made_beside_prepared_ones() -> None:
+    model = Flattening()
+    loading, _ = planned(model)
+    source = source_of(version(1), rows(3))
+    source.memory = object()
+    for _ in range(3):
+        forget(model)
+        loading.load(source)
+
+    assert bytes_of(model) == loaded(Flattening(), source_of(version(1)))
 
 
 class Untied(Model):

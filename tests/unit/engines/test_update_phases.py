@@ -24,6 +24,13 @@ from umbra.runtime.weights.transports.shared_memory.memfd import (
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 WEIGHTS = {"a": torch.randn(300), "b": torch.randn(7, 5)}
+EXPORTS: dict[str, Any] = {
+    "transport": "cuda_ipc",
+    "exports": [],
+    "fd_socket": "",
+    "progress": {},
+    "has_checksums": True,
+}
 
 
 def engine_over(core: ScriptedCore) -> AdapterEngine:
@@ -53,19 +60,12 @@ def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
 
 def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
     regions: list[list[int | None]] = [[0, 1200, 7], [1280, 140, 8]]
-    buckets: dict[str, Any] = {
-        "transport": "cuda_ipc",
-        "exports": [],
-        "fd_socket": "",
-        "progress": {},
-        "has_checksums": True,
-    }
 
     async def body() -> None:
         core = ScriptedCore()
         core.regions = regions
         async with engine_over(core) as engine:
-            await engine.begin_update(1, {}, buckets)
+            await engine.begin_update(1, {}, EXPORTS)
             core.done.clear()
             loaded = await engine.load()
             assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])
@@ -77,6 +77,32 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
             assert report == {"count": 2, "nbytes": 1340, "mismatches": []}
             assert core.done == ["load_weights"]
             await engine.commit_update()
+
+    run_async(body)
+
+
+def test_workers_close_the_ranks_memory_when_an_update_is_aborted_or_ranks_may_have_ended(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        core = ScriptedCore()
+        async with engine_over(core) as engine:
+            await publish(engine, WEIGHTS, 1, tmp_path)
+            await engine.pause("abort")
+            await engine.abort_update()  # as warm engines are brought to rest
+            assert "close_exports" not in core.done
+
+            await engine.begin_update(2, {}, EXPORTS)
+            await engine.load()
+            await engine.finish_update([])
+            await engine.commit_update()
+            await engine.sleep(2)
+            assert "close_exports" not in core.done
+            await engine.abort_update()
+            assert core.done[-1] == "close_exports"
+
+            await engine.abort_update()
+            assert core.done.count("close_exports") == 1
 
     run_async(body)
 

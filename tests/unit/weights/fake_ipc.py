@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -21,42 +21,54 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 
 
 class FakeIpc:
-    """One GPU: `export` takes the place of `export_tensors`, `FakeOpener` of `CudaOpener`.
+    """One GPU: `export` takes the place of `MemoryExporter`, `FakeOpener` of `CudaOpener`.
+
+    What was exported once is never freed, so that no address is used again.
 
     Attributes:
         num_open: allocations that are open now.
         opened: handles in the order in which they were opened.
+        most_open: allocations that were open at once.
         unusable: why nothing can be opened, or "".
     """
 
     def __init__(self) -> None:
         self.num_open = 0
         self.opened: list[bytes] = []
+        self.most_open = 0
         self.unusable = ""
-        self._handles = itertools.count()
+        self._numbers = itertools.count()
+        self._known: dict[int, Allocation] = {}  # by address
         self._exported: dict[bytes, Tensor] = {}
 
     def export(self, tensors: Sequence[tuple[int, Tensor]]) -> Offer:
-        allocations: dict[int, Allocation] = {}
+        allocations: list[Allocation] = []
         parts: list[TensorPart] = []
         for offset, tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in allocations:
-                handle = next(self._handles).to_bytes(HANDLE_NBYTES, "big")
-                self._exported[handle] = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportUnknownMemberType]
-                device = bytes(UUID_NBYTES)
-                allocations[storage.data_ptr()] = Allocation(device, handle, storage.nbytes())
+            allocation = self._allocation_of(storage)
+            if allocation not in allocations:
+                allocations.append(allocation)
             parts.append(
                 TensorPart(
                     offset,
-                    list(allocations).index(storage.data_ptr()),
+                    allocations.index(allocation),
                     tensor.data_ptr() - storage.data_ptr(),
                     dtype_name(tensor.dtype),
                     tuple(tensor.shape),
                     tensor.stride(),
                 )
             )
-        return RankExports(tuple(allocations.values()), tuple(parts))
+        return RankExports(tuple(allocations), tuple(parts))
+
+    def _allocation_of(self, storage: torch.UntypedStorage) -> Allocation:
+        address = storage.data_ptr()
+        if address not in self._known:
+            number = next(self._numbers)
+            handle, device = number.to_bytes(HANDLE_NBYTES, "big"), bytes(UUID_NBYTES)
+            self._exported[handle] = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportUnknownMemberType]
+            self._known[address] = Allocation(device, handle, storage.nbytes(), number)
+        return self._known[address]
 
     def memory(self, handle: bytes) -> Tensor:
         return self._exported[handle]
@@ -72,10 +84,18 @@ class FakeOpener:
             raise WeightSyncError(self._ipc.unusable)
         if allocation not in self._open:
             self._ipc.num_open += 1
+            self._ipc.most_open = max(self._ipc.most_open, self._ipc.num_open)
             self._ipc.opened.append(allocation.handle)
             self._open[allocation] = self._ipc.memory(allocation.handle)
         return self._open[allocation]
 
+    def settle(self) -> None:
+        """Copies on the CPU are done at once."""
+
+    def keep(self, allocations: Collection[Allocation]) -> None:
+        for allocation in self._open.keys() - set(allocations):
+            del self._open[allocation]
+            self._ipc.num_open -= 1
+
     def close(self) -> None:
-        self._ipc.num_open -= len(self._open)
-        self._open = {}
+        self.keep(())

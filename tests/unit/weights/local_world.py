@@ -154,7 +154,7 @@ class ThreadEngine:
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._request("abort_update")
-        self._receiver.end()
+        self._receiver.abort()
         if self.lifecycle.state == EngineState.UPDATING:
             self.apply(AbortUpdate())
 
@@ -165,7 +165,7 @@ class ThreadEngine:
 
     def kill(self, reason: str) -> None:
         self.killed = reason
-        self._receiver.end()
+        self._receiver.close()
         self.apply(Died())
 
     def sleep(self, level: SleepLevel) -> None:

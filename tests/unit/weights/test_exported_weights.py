@@ -72,10 +72,90 @@ def test_tensors_are_cast_on_the_way_and_shared_storages_opened_once(ipc: FakeIp
     for name, tensor in expected.items():
         assert raw_bytes(engine.destinations[name]) == raw_bytes(tensor), name
     assert len(ipc.opened) == len(set(ipc.opened)) == 4
-    assert ipc.num_open == 0
     nbytes = sum(len(raw_bytes(t)) for name, t in expected.items() if name != "tied")
     assert report.engines["engine"]["nbytes"] == nbytes
     assert engine.lifecycle.state == EngineState.SERVING
+
+
+def numbered(version: int) -> dict[str, Tensor]:
+    return {"a": torch.full((7, 3), float(version)), "b": torch.full((5,), -float(version))}
+
+
+def fill(tensors: dict[str, Tensor], version: int) -> None:
+    for name, values in numbered(version).items():
+        tensors[name].copy_(values)
+
+
+def test_memory_that_stays_is_opened_once_for_all_versions(ipc: FakeIpc) -> None:
+    tensors = numbered(0)
+    engine = make_engine(ipc, tensors)
+    with local_pool([engine], SMALL) as supervisor:
+        for version in range(1, 5):
+            fill(tensors, version)
+            publish(supervisor, tensors, version, export=ipc.export)
+            for name, values in numbered(version).items():
+                assert torch.equal(engine.destinations[name], values)
+
+    assert len(ipc.opened) == ipc.num_open == 2
+    engine.unmap()
+    assert ipc.num_open == 0
+
+
+def test_memory_that_moved_is_opened_again_after_the_old_one_was_closed(ipc: FakeIpc) -> None:
+    tensors = numbered(0)
+    engine = make_engine(ipc, tensors)
+    with local_pool([engine], SMALL) as supervisor:
+        for version in range(1, 5):
+            tensors["a"] = torch.empty_like(tensors["a"])
+            fill(tensors, version)
+            publish(supervisor, tensors, version, export=ipc.export)
+            for name, values in numbered(version).items():
+                assert torch.equal(engine.destinations[name], values)
+
+    assert len(ipc.opened) == 2 + 3
+    assert ipc.most_open == 2
+
+
+def test_memory_that_does_not_stay_is_closed_before_ranks_go_on(ipc: FakeIpc) -> None:
+    tensors = numbered(1)
+    engine = make_engine(ipc, tensors)
+    open_when_read: list[int] = []
+    with local_pool([engine], SMALL) as supervisor:
+        for version in (1, 2):
+            publish(
+                *(supervisor, tensors, version),
+                export=ipc.export,
+                keeps_memory=False,
+                on_read=lambda: open_when_read.append(ipc.num_open),
+            )
+
+    assert open_when_read == [0, 0]
+    assert len(ipc.opened) == 4
+
+
+def test_memory_is_closed_when_weights_come_another_way(ipc: FakeIpc) -> None:
+    tensors = numbered(1)
+    engine = make_engine(ipc, tensors)
+    with local_pool([engine], SMALL) as supervisor:
+        publish(supervisor, tensors, 1, export=ipc.export)
+        assert ipc.num_open == 2
+        report = publish(supervisor, tensors, 2)
+
+    assert report.transport == "memfd"
+    assert ipc.num_open == 0
+
+
+def test_an_engine_at_rest_holds_no_memory_of_ranks(ipc: FakeIpc) -> None:
+    tensors = numbered(1)
+    engine = make_engine(ipc, tensors)
+    with local_pool([engine], SMALL) as supervisor:
+        publish(supervisor, tensors, 1, export=ipc.export)
+        engine.sleep(2)
+        assert ipc.num_open == 2
+
+        supervisor._loop.run(engine.abort_update(10.0))  # pyright: ignore[reportPrivateUsage]
+
+    assert ipc.num_open == 0
 
 
 def test_one_rank_without_a_gpu_sends_all_through_host_memory(

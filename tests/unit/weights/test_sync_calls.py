@@ -28,7 +28,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 )
 
 EXPORTS = RankExports(
-    allocations=(Allocation(b"\1" * 16, b"\2" * 64, 4096),),
+    allocations=(Allocation(b"\1" * 16, b"\2" * 64, 4096, 7),),
     parts=(TensorPart(0, 0, 512, "float32", (3, 5), (5, 1)),),
 )
 

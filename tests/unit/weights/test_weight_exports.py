@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from fake_ipc import FakeIpc, FakeOpener
@@ -23,11 +24,8 @@ from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    RankExports,
-    offer_from_wire,
-    offer_to_wire,
-)
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports, offer_from_wire
 from umbra.runtime.weights.transports.shared_memory.memfd import (
     close_fds,
     create_buckets,
@@ -62,12 +60,32 @@ def test_shards_of_several_ranks_make_up_whole_tensors(ipc: FakeIpc, num_ranks: 
     tensors = {"a": torch.randn(10, 3), "b": torch.randn(1, 4), "c": torch.arange(5)}
     wire = [exports.to_wire() for exports in export_rows(ipc, tensors, num_ranks)]
 
-    image = ExportedImage(manifest_of(tensors), wire, lambda: FakeOpener(ipc))
+    image = ExportedImage(manifest_of(tensors), wire, FakeOpener(ipc))
 
     for idx, tensor in enumerate(tensors.values()):
         assert torch.equal(image.assemble(idx, torch.device("cpu")), tensor)
-    image.close()
-    assert ipc.num_open == 0
+
+
+def test_an_image_is_the_same_object_while_the_memory_is_the_same(ipc: FakeIpc) -> None:
+    tensors = {"a": torch.randn(10, 3), "b": torch.randn(1, 4)}
+    manifest = manifest_of(tensors).to_wire()
+    first, second = (
+        [exports.to_wire() for exports in export_rows(ipc, tensors, 2)] for _ in range(2)
+    )
+    memory = OpenedMemory(lambda: FakeOpener(ipc))
+
+    image = memory.image(manifest, first)
+    image.assemble(0, torch.device("cpu"))
+    memory.leave()
+    again = memory.image(dict(manifest), [bytes(bytearray(each)) for each in first])
+    other = memory.image(manifest, second)
+    num_open = ipc.num_open
+    memory.close()
+
+    assert again is image
+    assert other is not image
+    assert num_open == 0  # nothing of the second was read
+    assert memory.image(manifest, second) is not other
 
 
 def without_a_part(exports: list[RankExports]) -> None:
@@ -92,13 +110,19 @@ def test_exports_that_are_not_the_whole_model_are_refused(
     damage(exports)
 
     with pytest.raises(WeightSyncError, match="do not cover tensor"):
-        ExportedImage(manifest_of(tensors), [e.to_wire() for e in exports])
+        ExportedImage(manifest_of(tensors), [e.to_wire() for e in exports], FakeOpener(ipc))
 
 
-def wire_of(ipc: FakeIpc) -> dict[str, Any]:
+def test_exports_that_were_read_are_not_read_again(ipc: FakeIpc) -> None:
     offer = ipc.export([(0, torch.randn(6, 2))])
-    assert offer_from_wire(offer_to_wire(offer)) == offer
-    return offer_to_wire(offer)
+    assert isinstance(offer, RankExports)
+    for exports in (offer, replace(offer, stays=False)):
+        packed = exports.to_wire()
+
+        read = offer_from_wire(packed)
+
+        assert read == exports
+        assert offer_from_wire(bytes(bytearray(packed))) is read
 
 
 @pytest.mark.parametrize(
@@ -109,6 +133,8 @@ def wire_of(ipc: FakeIpc) -> dict[str, Any]:
         ("allocations", 1, "x" * 64),
         ("allocations", 2, 0),
         ("allocations", 2, 1 << 60),
+        ("allocations", 3, -1),
+        ("allocations", 3, 1.5),
         ("parts", 0, -1),
         ("parts", 1, 1),
         ("parts", 2, 2),
@@ -125,15 +151,21 @@ def wire_of(ipc: FakeIpc) -> dict[str, Any]:
 def test_malformed_exports_are_refused_on_the_wire(
     ipc: FakeIpc, what: str, idx: int, value: object
 ) -> None:
-    wire = wire_of(ipc)
-    wire[what][0][idx] = value
+    offer = ipc.export([(0, torch.randn(6, 2))])
+    assert isinstance(offer, RankExports)
+    wire = msgpack.unpackb(offer.to_wire())
+    wire[("allocations", "parts").index(what)][0][idx] = value
 
     with pytest.raises(ProtocolError):
-        offer_from_wire(wire)
+        offer_from_wire(msgpack.packb(wire))
 
 
 @pytest.mark.parametrize(
-    "raw", [{}, [], 3, {"problem": ""}, {"problem": "x" * 1000}, {"parts": []}]
+    "raw",
+    [
+        *({}, [], 3, {"problem": ""}, {"problem": "x" * 1000}),
+        *(b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x93\x90\x90\x01", b"\x93\x90\x90\xc3\xc3"),
+    ],
 )
 def test_an_offer_is_exports_or_a_reason(raw: object) -> None:
     with pytest.raises(ProtocolError):
@@ -205,9 +237,10 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
 
     def read_all(description: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[int | None]]]:
         cpu = torch.device("cpu")
-        with open_weights(description, cpu, make_opener=lambda: FakeOpener(ipc)) as source:
+        with open_weights(description, cpu, memory=memory) as source:
             return dict(source.tensors()), source.regions
 
+    memory = OpenedMemory(lambda: FakeOpener(ipc))
     found, regions, num_loaded = asyncio.run(read())
 
     assert list(found) == ["a", "head", "b"]
@@ -215,6 +248,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     assert torch.equal(found["b"], tensors["b"])
     assert [region[:2] for region in regions] == [[0, 60], [60, 60], [256, 8], [264, 8]]
     assert num_loaded == 2
+    memory.close()
     assert ipc.num_open == 0
     update = WeightImport(
         {}, {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
@@ -236,16 +270,17 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
 
     def read_all(description: dict[str, Any], *, by_blocks: bool) -> tuple[Any, ...]:
         cpu = torch.device("cpu")
-        with open_weights(description, cpu, make_opener=lambda: FakeOpener(ipc)) as source:
+        with open_weights(description, cpu, memory=memory) as source:
             if not by_blocks:
                 return dict(source.tensors()), source.regions
-            found = {
-                manifest.entries[idx].name: [
-                    (block.starts, source.block(idx, number).clone())
-                    for number, block in enumerate(source.blocks(idx))
-                ]
-                for idx in source.entries()
-            }
+            with source.reading():
+                found = {
+                    entry.name: [
+                        (block.starts, source.block(idx, number).clone())
+                        for number, block in enumerate(source.blocks(idx))
+                    ]
+                    for idx, entry in enumerate(manifest.entries)
+                }
             again = list(source.tensors({"b"}))  # what a loader needs besides
             return found, source.regions, again
 
@@ -256,6 +291,7 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
             assert progress.num_loaded(0) == 3
             return found
 
+    memory = OpenedMemory(lambda: FakeOpener(ipc))
     blocks, regions, again = asyncio.run(read(by_blocks=True))
     tensors, regions_of_tensors = asyncio.run(read(by_blocks=False))
 
@@ -266,7 +302,7 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
     assert [name for name, _ in again] == ["b"]
     assert regions == regions_of_tensors
     assert all(checksum is not None for _, _, checksum in regions)
-    assert ipc.num_open == 0
+    assert len(ipc.opened) == ipc.num_open == 3
 
 
 def test_rows_in_another_shape_are_no_blocks(ipc: FakeIpc) -> None:
@@ -274,11 +310,10 @@ def test_rows_in_another_shape_are_no_blocks(ipc: FakeIpc) -> None:
     flat = ipc.export([(0, tensors["a"].reshape(-1))])
     assert isinstance(flat, RankExports)
 
-    image = ExportedImage(manifest_of(tensors), [flat.to_wire()], lambda: FakeOpener(ipc))
+    image = ExportedImage(manifest_of(tensors), [flat.to_wire()], FakeOpener(ipc))
 
     assert image.blocks(0) == []
     assert torch.equal(image.assemble(0, torch.device("cpu")), tensors["a"])
-    image.close()
 
 
 def import_of(wire: Sequence[object]) -> dict[str, Any]:

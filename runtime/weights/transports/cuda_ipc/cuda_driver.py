@@ -15,6 +15,7 @@ from typing import Final
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import HANDLE_NBYTES, UUID_NBYTES
 
+_BUFFER_ID: Final = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
 # Memory of a GPU that another GPU of this process reaches directly is mapped for that one, too.
 
@@ -59,6 +60,15 @@ class CudaDriver:
             *(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer)),
         )
         return base.value, nbytes.value
+
+    def buffer_id(self, pointer: int) -> int:
+        """The number of the allocation that contains `pointer`. A process never uses one again."""
+        number = ctypes.c_uint64()
+        self._call(
+            "cuPointerGetAttribute",
+            *(ctypes.byref(number), ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(pointer)),
+        )
+        return number.value
 
     def export(self, base: int) -> bytes:
         """The handle of an allocation of this process."""

@@ -8,17 +8,28 @@ from typing import Any
 import torch
 
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 
 class ExportReceiver:
-    """One version being loaded. The ranks' memory is open while `load` runs."""
+    """One version being loaded.
+
+    Args:
+        memory: open for this version; its owner keeps it.
+        image: of this version.
+    """
 
     def __init__(
-        self, destinations: Destinations, image: ExportedImage, end_of_sync: EngineEnd
+        self,
+        destinations: Destinations,
+        memory: OpenedMemory,
+        image: ExportedImage,
+        end_of_sync: EngineEnd,
     ) -> None:
         self._destinations = destinations
+        self._memory = memory
         self._image = image
         self._end_of_sync = end_of_sync
         self._num_entries = len(image.manifest.entries)
@@ -31,7 +42,7 @@ class ExportReceiver:
                 for start, values in self._image.read(idx):
                     nbytes += self._destinations.write_values(idx, start, values)
         finally:
-            self._image.close()
+            self._memory.leave()
         self._destinations.settle()
         return nbytes
 
@@ -43,6 +54,5 @@ class ExportReceiver:
         self._end_of_sync.stop()
 
     def close(self) -> None:
-        self._image.close()
         self._destinations.drop_staging()
         self._end_of_sync.close()

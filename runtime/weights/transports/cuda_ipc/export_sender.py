@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.sync_calls import Region, SyncGrant, remaining_s
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, RankExports
 from umbra.runtime.weights.transports.shard_reader import RankShards
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
@@ -19,16 +20,28 @@ cannot."""
 
 
 class ExportSender:
-    """Sends by exporting: the tensors stay in their memory until the engines have loaded."""
+    """Sends by exporting: the tensors stay in their memory until the engines have loaded.
+
+    Args:
+        stays: they also stay there until the next sync, so that engines may keep it open.
+    """
 
     is_read_by_engines = True
 
-    def __init__(self, shards: RankShards, export: Export) -> None:
+    def __init__(self, shards: RankShards, export: Export, *, stays: bool) -> None:
         self._shards = shards
         self._export = export
+        self._stays = stays
+        self._exported: Offer = ""
+        self._offer: Offer = ""
 
     def offer(self) -> Offer:
-        return self._export(self._shards.located())
+        exported = self._export(self._shards.located())
+        if exported is not self._exported:
+            self._exported = self._offer = exported
+            if isinstance(exported, RankExports):
+                self._offer = replace(exported, stays=self._stays)
+        return self._offer
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
@@ -56,4 +69,4 @@ class ExportSender:
             progress.close()
 
     def close(self) -> None:
-        """Does nothing: nothing is kept between syncs."""
+        """Does nothing: handles are only numbers."""

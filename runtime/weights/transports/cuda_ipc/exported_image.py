@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.transports.byte_views import flatten
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import Opener
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
     RankExports,
     TensorPart,
 )
-
-MakeOpener = Callable[[], Opener]
 
 
 class Values(NamedTuple):
@@ -36,29 +34,35 @@ class Values(NamedTuple):
 
 
 class ExportedImage:
-    """One version as the ranks hold it. Owns the memory that it has opened, until `close`.
+    """Versions as the ranks hold them, all of them in the same memory. `OpenedMemory` makes it.
 
     Args:
         exports: of all ranks, by rank, in their wire form.
+        opener: opens memory when it is read.
+
+    Attributes:
+        allocations: everything that the ranks export.
+        stays: all ranks keep their memory after the sync.
 
     Raises:
         ProtocolError: the exports are malformed.
         WeightSyncError: they are not, byte for byte, the tensors of the manifest.
     """
 
-    def __init__(
-        self, manifest: Manifest, exports: Sequence[object], make_opener: MakeOpener = CudaOpener
-    ) -> None:
+    def __init__(self, manifest: Manifest, exports: Sequence[object], opener: Opener) -> None:
+        ranks = [RankExports.from_wire(raw) for raw in exports]
         self.manifest = manifest
-        self._parts = _by_entry(manifest, [RankExports.from_wire(raw) for raw in exports])
-        self._opener = make_opener()
-
-    @classmethod
-    def from_wire(cls, manifest: Mapping[str, Any], exports: Sequence[object]) -> ExportedImage:
-        return cls(Manifest.from_wire(manifest), exports)
+        self.allocations = frozenset(each for rank in ranks for each in rank.allocations)
+        self.stays = all(rank.stays for rank in ranks)
+        self._parts = _by_entry(manifest, ranks)
+        self._regions = [
+            [(part.offset, math.prod(part.shape) * ITEMSIZES[entry.dtype]) for part, _ in parts]
+            for entry, parts in zip(manifest.entries, self._parts, strict=True)
+        ]
+        self._opener = opener
 
     def read(self, idx: int) -> list[Values]:
-        """Entry `idx` in the exported memory; must be copied and released before `close`.
+        """Entry `idx` in the exported memory.
 
         Raises:
             WeightSyncError: memory cannot be opened.
@@ -97,12 +101,7 @@ class ExportedImage:
 
     def regions(self, idx: int) -> list[tuple[int, int]]:
         """Image offset and bytes of every part of entry `idx`."""
-        itemsize = ITEMSIZES[self.manifest.entries[idx].dtype]
-        return [(part.offset, math.prod(part.shape) * itemsize) for part, _ in self._parts[idx]]
-
-    def close(self) -> None:
-        """Waits for copies in progress, and closes the ranks' memory. Idempotent."""
-        self._opener.close()
+        return self._regions[idx]
 
 
 def _by_entry(

@@ -1,13 +1,14 @@
 """Exports GPU memory of one process, and opens it in another.
 
-A rank exports the allocations that contain its tensors. A process that opens one maps it whole and
-closes it before the rank continues. Nothing counts readers: the sync itself determines when all
-have read.
+A rank exports the allocations that contain its tensors, and a process that opens one maps it whole.
+Both keep what they have over syncs: the rank the handles, as long as the allocations exist, and the
+other process the mappings, as long as the rank exports the same memory. Nothing counts readers: the
+sync itself determines when all have read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 
 
 class Opener(Protocol):
-    """Opens exported memory and owns it until `close`."""
+    """Opens exported memory and owns it. One thread at a time."""
 
     def open(self, allocation: Allocation) -> Tensor:
         """The whole allocation: uint8 [nbytes], not to be written to. The same tensor each time.
@@ -36,60 +37,90 @@ class Opener(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Returns when the copies that this thread has begun are done."""
+        ...
+
+    def keep(self, allocations: Collection[Allocation]) -> None:
+        """Waits for readers of all others, and unmaps these."""
+        ...
+
     def close(self) -> None:
-        """Waits for its readers, and unmaps it. Idempotent."""
+        """Keeps none. Idempotent."""
         ...
 
 
-def export_tensors(tensors: Sequence[tuple[int, Tensor]]) -> Offer:
-    """Exports tensors as parts, each with its offset in the image; or returns why it cannot.
+class MemoryExporter:
+    """Exports tensors of this process. Keeps the handles of their allocations for the next time."""
 
-    Work queued on their GPUs is done by then. The tensors must keep their memory and contents until
-    the sync is over.
-    """
-    for _, tensor in tensors:
-        if not tensor.is_cuda:
-            return f"its tensors are in {tensor.device.type} memory, not on a GPU"
-        if tensor.is_conj() or tensor.is_neg():
-            return "one of its tensors is a view that negates or conjugates"
-    try:
-        return _Exporter().export(tensors)
-    except WeightSyncError as error:
-        return f"its memory cannot be exported: {error}"
-
-
-class _Exporter:
     def __init__(self) -> None:
-        self._uuids: list[bytes] = []
-        self._allocations: list[Allocation] = []
-        self._numbers: dict[int, int] = {}  # by first address
+        self._known: dict[int, Allocation] = {}  # by first address
+        self._views: Sequence[tuple[object, ...]] = ()
+        self._exports = RankExports((), ())
 
-    def export(self, tensors: Sequence[tuple[int, Tensor]]) -> RankExports:
-        parts: list[TensorPart] = []
-        if tensors:
-            self._uuids = cuda_driver().device_uuids()
-        for device in sorted({tensor.device.index for _, tensor in tensors}):
+    def export(self, tensors: Sequence[tuple[int, Tensor]]) -> Offer:
+        """Exports tensors as parts, each with its offset in the image; or returns why it cannot.
+
+        Returns the same object as before if they are where they were. Work queued on their GPUs is
+        done by then. The tensors must keep their memory and contents until the sync is over.
+        """
+        for _, tensor in tensors:
+            if not tensor.is_cuda:
+                return f"its tensors are in {tensor.device.type} memory, not on a GPU"
+            if tensor.is_conj() or tensor.is_neg():
+                return "one of its tensors is a view that negates or conjugates"
+        try:
+            return self._export(tensors)
+        except WeightSyncError as error:
+            return f"its memory cannot be exported: {error}"
+
+    def _export(self, tensors: Sequence[tuple[int, Tensor]]) -> RankExports:
+        views = [(offset, t.data_ptr(), t.dtype, t.shape, t.stride()) for offset, t in tensors]
+        is_same = views == self._views
+        devices = sorted({tensor.device.index for _, tensor in tensors})
+        for device in devices:
             with _context_of(device):
                 torch.cuda.synchronize()
-                here = [item for item in tensors if item[1].device.index == device]
-                parts += [self._part(offset, tensor) for offset, tensor in here]
-        return RankExports(tuple(self._allocations), tuple(parts))
+                is_same = is_same and self._still_exist()
+        if not is_same:
+            self._exports = self._export_views(tensors, devices)
+            self._views = views
+        return self._exports
 
-    def _part(self, offset: int, tensor: Tensor) -> TensorPart:
-        pointer = tensor.data_ptr()
-        base, nbytes = cuda_driver().address_range(pointer)
-        if base not in self._numbers:
-            self._numbers[base] = len(self._allocations)
-            handle = cuda_driver().export(base)
-            self._allocations.append(Allocation(self._uuids[tensor.device.index], handle, nbytes))
-        return TensorPart(
-            offset,
-            self._numbers[base],
-            pointer - base,
-            dtype_name(tensor.dtype),
-            tuple(tensor.shape),
-            tensor.stride(),
-        )
+    def _still_exist(self) -> bool:
+        """Whether no known allocation was freed; another one may have its address."""
+        find = cuda_driver().buffer_id
+        return all(find(base) == known.buffer_id for base, known in self._known.items())
+
+    def _export_views(
+        self, tensors: Sequence[tuple[int, Tensor]], devices: Sequence[int]
+    ) -> RankExports:
+        known, self._known, self._views = self._known, {}, ()
+        numbers: dict[int, int] = {}  # by first address
+        parts: list[TensorPart] = []
+        for device in devices:
+            driver = cuda_driver()
+            uuid = driver.device_uuids()[device]
+            with _context_of(device):
+                for offset, tensor in tensors:
+                    if tensor.device.index != device:
+                        continue
+                    pointer = tensor.data_ptr()
+                    base, nbytes = driver.address_range(pointer)
+                    if base not in numbers:
+                        numbers[base] = len(numbers)
+                        buffer_id, found = driver.buffer_id(base), known.get(base)
+                        if found is None or found.buffer_id != buffer_id:
+                            handle = driver.export(base)
+                            found = Allocation(uuid, handle, nbytes, buffer_id)
+                        self._known[base] = found
+                    parts.append(_part(offset, tensor, numbers[base], pointer - base))
+        return RankExports(tuple(self._known.values()), tuple(parts))
+
+
+def _part(offset: int, tensor: Tensor, allocation: int, start: int) -> TensorPart:
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    return TensorPart(offset, allocation, start, dtype, shape, tensor.stride())
 
 
 class CudaOpener:
@@ -99,7 +130,7 @@ class CudaOpener:
     """
 
     def __init__(self) -> None:
-        self._devices: dict[bytes, int] = {}  # GPUs whose context the thread has entered, by UUID
+        self._devices: dict[bytes, int] = {}  # GPUs whose context was entered, by UUID
         self._opened: dict[Allocation, tuple[int, Tensor]] = {}  # address, memory
 
     def open(self, allocation: Allocation) -> Tensor:
@@ -113,18 +144,25 @@ class CudaOpener:
             self._opened[allocation] = pointer, memory
         return self._opened[allocation][1]
 
-    def close(self) -> None:
-        devices, self._devices = self._devices, {}
-        opened, self._opened = self._opened, {}
-        for device in devices.values():
+    def settle(self) -> None:
+        """Copies from other GPUs are ordered into the stream of the target's, too."""
+        if self._opened:
+            torch.cuda.current_stream().synchronize()
+
+    def keep(self, allocations: Collection[Allocation]) -> None:
+        others = self._opened.keys() - set(allocations)
+        if not others:
+            return
+        for device in {torch.cuda.current_device(), *self._devices.values()}:
             torch.cuda.synchronize(device)
-        if opened:
-            torch.cuda.synchronize()  # copies to this process's own GPU
-        for uuid, device in devices.items():
+        for uuid, device in self._devices.items():
             with _context_of(device):
-                for allocation, (pointer, _) in opened.items():
+                for allocation in others:
                     if allocation.device == uuid:
-                        cuda_driver().close(pointer)
+                        cuda_driver().close(self._opened.pop(allocation)[0])
+
+    def close(self) -> None:
+        self.keep(())
 
     def _enter(self, uuid: bytes) -> int:
         """The index of that GPU, whose context is entered the first time."""

@@ -2,14 +2,19 @@
 
     rank ──exports──▶ supervisor ──those of all ranks──▶ engine ──▶ its workers
 
-Plain numbers and bytes: the supervisor checks their bounds and does not interpret them.
+Plain numbers and bytes: the supervisor checks their bounds and does not interpret them. The exports
+of a rank travel packed, because most syncs repeat those of the last one: whoever gets the same
+bytes again need not read them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Final, Self, cast
+
+import msgpack
 
 from umbra.runtime.errors import ProtocolError, brief
 from umbra.runtime.weights.manifest import ITEMSIZES, MAX_DIMS, MAX_IMAGE_NBYTES, MAX_TENSORS
@@ -17,33 +22,41 @@ from umbra.runtime.weights.manifest import ITEMSIZES, MAX_DIMS, MAX_IMAGE_NBYTES
 UUID_NBYTES: Final = 16
 HANDLE_NBYTES: Final = 64  # a CUDA IPC memory handle
 _MAX_PROBLEM_LEN: Final = 500
+_MAX_BUFFER_ID: Final = (1 << 64) - 1
+_NUM_KEPT: Final = 64
+# Exports that were read and are kept, for the ranks of a node and more than one pool. With fewer, a
+# supervisor of many ranks reads them all again in each sync.
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """GPU memory that another process can open, as a whole.
+    """GPU memory that another process can open, as a whole. Equal ones are the same memory.
 
     Attributes:
         device: the GPU's UUID; its index may differ between processes.
         handle: CUDA's handle, valid while the exporter lives and keeps the memory.
+        buffer_id: the driver's number, which no other allocation of the exporter ever gets. Memory
+            that was freed and allocated again may have the same handle.
     """
 
     device: bytes
     handle: bytes
     nbytes: int
+    buffer_id: int
 
     def to_wire(self) -> list[Any]:
-        return [self.device, self.handle, self.nbytes]
+        return [self.device, self.handle, self.nbytes, self.buffer_id]
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
         match raw:
-            case [bytes(device), bytes(handle), int(nbytes)] if (
+            case [bytes(device), bytes(handle), int(nbytes), int(buffer_id)] if (
                 len(device) == UUID_NBYTES
                 and len(handle) == HANDLE_NBYTES
                 and 0 < nbytes <= MAX_IMAGE_NBYTES
+                and 0 <= buffer_id <= _MAX_BUFFER_ID
             ):
-                return cls(device, handle, nbytes)
+                return cls(device, handle, nbytes, buffer_id)
             case _:
                 raise ProtocolError(f"not an allocation of a GPU: {brief(raw)}")
 
@@ -101,37 +114,55 @@ class TensorPart:
         raise ProtocolError(f"not a part of an exported allocation: {brief(raw)}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankExports:
-    """Everything that one rank holds of the published tensors."""
+    """Everything that one rank holds of the published tensors.
+
+    Attributes:
+        stays: the rank keeps this memory after the sync, so that engines may keep it open.
+    """
 
     allocations: tuple[Allocation, ...]
     parts: tuple[TensorPart, ...]
+    stays: bool = True
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "allocations": [allocation.to_wire() for allocation in self.allocations],
-            "parts": [part.to_wire() for part in self.parts],
-        }
+    def to_wire(self) -> bytes:
+        return self._packed
 
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
+    @cached_property
+    def _packed(self) -> bytes:
+        allocations = [allocation.to_wire() for allocation in self.allocations]
+        packed: bytes = msgpack.packb([allocations, [p.to_wire() for p in self.parts], self.stays])
+        return packed
+
+    @staticmethod
+    def from_wire(raw: object) -> RankExports:
         """Raises ProtocolError for anything that `to_wire` could not have made."""
-        match cast("Any", raw):
-            case {"allocations": allocations, "parts": parts}:
-                read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
-                return cls(
-                    read, tuple(TensorPart.from_wire(p, read) for p in _list(parts, MAX_TENSORS))
-                )
-            case _:
-                raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
+        if not isinstance(raw, bytes):
+            raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
+        return _read_exports(raw)
+
+
+@lru_cache(_NUM_KEPT)
+def _read_exports(packed: bytes) -> RankExports:
+    try:
+        raw = msgpack.unpackb(packed)
+    except Exception as error:  # msgpack's errors have no common class
+        raise ProtocolError(f"undecodable exports of a rank: {type(error).__name__}") from error
+    match raw:
+        case [allocations, parts, bool(stays)]:
+            read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
+            found = tuple(TensorPart.from_wire(p, read) for p in _list(parts, MAX_TENSORS))
+            return RankExports(read, found, stays)
+        case _:
+            raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
 
 
 Offer = RankExports | str
 """The exports of a rank, or why it has none."""
 
 
-def offer_to_wire(offer: Offer) -> dict[str, Any]:
+def offer_to_wire(offer: Offer) -> dict[str, str] | bytes:
     return {"problem": offer[:_MAX_PROBLEM_LEN]} if isinstance(offer, str) else offer.to_wire()
 
 

@@ -256,18 +256,28 @@ class EngineEnd:
         if self.num_loaded:
             raise WeightSyncError("the buckets of this update were loaded before")
         for idx in range(num_buckets):
-            try:
-                is_filled = self._progress.wait_filled(idx + 1, self._deadline, self._check_stop)
-            except DeadlineExceeded:
-                raise WeightSyncError(
-                    f"bucket {idx} of {num_buckets} was not filled within the time of the sync"
-                ) from None
-            if not is_filled:
-                raise WeightSyncError(f"the sync was aborted before bucket {idx} was filled")
+            self.wait_filled(idx + 1)
             yield idx
-            self.num_loaded = idx + 1
-            if self._counts:
-                self._progress.set_loaded(self._engine, self.num_loaded)
+            self.set_loaded(idx + 1)
+
+    def wait_filled(self, num_buckets: int) -> None:
+        """Waits until all ranks have filled this many. Raises the errors of `buckets`."""
+        try:
+            is_filled = self._progress.wait_filled(num_buckets, self._deadline, self._check_stop)
+        except DeadlineExceeded:
+            raise WeightSyncError(
+                f"bucket {num_buckets - 1} was not filled within the time of the sync"
+            ) from None
+        if not is_filled:
+            raise WeightSyncError(
+                f"the sync was aborted before bucket {num_buckets - 1} was filled"
+            )
+
+    def set_loaded(self, num_buckets: int) -> None:
+        """Notes that this many were loaded and are not read any more."""
+        self.num_loaded = num_buckets
+        if self._counts:
+            self._progress.set_loaded(self._engine, num_buckets)
 
     def check_not_aborted(self) -> None:
         """Raises WeightSyncError if the sync was aborted."""

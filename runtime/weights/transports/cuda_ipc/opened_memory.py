@@ -1,0 +1,56 @@
+"""The ranks' memory as one process of an engine has it open, over syncs.
+
+    image ─▶ reads, copies ─▶ leave        once for each version
+    close                                  ranks may have ended, or weights come another way
+
+Memory that the ranks export again in the next sync stays open. What they no longer export is closed
+at the beginning of that sync, before anything new is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
+
+MakeOpener = Callable[[], Opener]
+
+
+class OpenedMemory:
+    """Owns what is open, until `close`. One thread at a time."""
+
+    def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
+        self._opener = make_opener()
+        self._described: tuple[Mapping[str, Any], Sequence[object]] | None = None
+        self._image: ExportedImage | None = None
+
+    def image(self, manifest: Mapping[str, Any], exports: Sequence[object]) -> ExportedImage:
+        """What the ranks export in a sync; both arguments are in their wire form.
+
+        The same object as before if the same tensors are in the same memory: then everything that
+        was read from it is still where it was.
+
+        Raises:
+            ProtocolError, WeightSyncError: see `ExportedImage`.
+        """
+        described = manifest, exports
+        if self._image is None or described != self._described:
+            self._image = None
+            image = ExportedImage(Manifest.from_wire(manifest), exports, self._opener)
+            self._opener.keep(image.allocations)
+            self._described, self._image = described, image
+        return self._image
+
+    def leave(self) -> None:
+        """Ends a sync: waits for copies, and closes memory that does not stay. Idempotent."""
+        self._opener.settle()
+        if self._image is not None and not self._image.stays:
+            self.close()
+
+    def close(self) -> None:
+        """Closes all that is open. Idempotent."""
+        self._image = None
+        self._opener.close()
