@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Final
 
 import torch.distributed
@@ -24,13 +25,13 @@ import torch.distributed
 from umbra.runtime.cluster.environment import TorchrunEnvironment, bind_to_agent
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.cluster.placement import Node
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import DataError, UmbraError
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.hub.local_paths import with_local_paths
-from umbra.trainer.node_checks import NodeChecks, Verdict, not_checked, verdict_of
+from umbra.trainer.node_checks import HUB, NodeChecks, Verdict, not_checked, verdict_of
 from umbra.trainer.rank_checks import (
     MEETING_LIMIT_S,
     check_clocks,
@@ -54,15 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the settings are wrong.
-        DataError: a model or data set cannot be downloaded from the hub.
     """
     config = load_config(arguments.config, arguments.overrides)
-    config = with_local_paths(config, TorchrunEnvironment.read({}))
+    config, hub = _downloaded(config, TorchrunEnvironment.read({}))
     gpus = usable_gpus()
     count = num_ranks(config, len(gpus))
     environment = replace(TorchrunEnvironment.read({}), world_size=count, local_world_size=count)
     verdicts: list[Verdict] = []
-    for verdict in _each_cause_once(_alone(config, environment, gpus)):
+    for verdict in _each_cause_once(chain(hub, _alone(config, environment, gpus))):
         _print(verdict)
         verdicts.append(verdict)
     print(
@@ -70,6 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
         "run's own\noptions of torchrun: torchrun ... -m umbra.trainer.doctor CONFIG"
     )
     return _conclude(verdicts)
+
+
+def _downloaded(
+    config: TrainerConfig, environment: TorchrunEnvironment
+) -> tuple[TrainerConfig, list[Verdict]]:
+    """The config with local paths, or as it is, with the verdict on what cannot be downloaded.
+
+    Raises JobFailed: another node does not finish in time.
+    """
+    try:
+        return with_local_paths(config, environment), []
+    except DataError as error:
+        return config, [Verdict(HUB, "FAILED", str(error))]
 
 
 def _alone(
@@ -89,12 +102,12 @@ def main(argv: Sequence[str]) -> int:
     bind_to_agent()
     try:
         environment = TorchrunEnvironment.read()
-        config = with_local_paths(load_config(argv[0], argv[1:]), environment)
+        config, hub = _downloaded(load_config(argv[0], argv[1:]), environment)
     except UmbraError as error:
         print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as meeting:
-        verdicts = list(_checks_of_rank(config, environment, meeting))
+        verdicts = [*hub, *_checks_of_rank(config, environment, meeting)]
         with _ended_after(_NODE_LIMIT_S, "FAILED  the ranks do not meet: see the output of each"):
             _dist.init_process_group("gloo", timeout=timedelta(seconds=_NODE_LIMIT_S))
             verdicts.append(verdict_of("clocks", lambda: check_clocks(environment.world_size)))
@@ -215,8 +228,12 @@ def _print(verdict: Verdict) -> None:
 
 def _conclude(verdicts: Sequence[Verdict]) -> int:
     num_failed = sum(verdict.state == "FAILED" for verdict in verdicts)
-    failed = "1 check failed" if num_failed == 1 else f"{num_failed} checks failed"
-    print(failed if num_failed else "all is well", flush=True)
+    if num_failed:
+        print("1 check failed" if num_failed == 1 else f"{num_failed} checks failed", flush=True)
+    elif any(verdict.state == "warning" for verdict in verdicts):
+        print("no check failed; see the warnings", flush=True)
+    else:
+        print("all is well", flush=True)
     return int(num_failed > 0)
 
 

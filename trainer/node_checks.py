@@ -41,6 +41,7 @@ from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
+from umbra.trainer.hub.local_paths import hub_settings
 from umbra.trainer.memory_needs import ITEMSIZES, job_needs
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.pool_placement import plan_pools
@@ -53,9 +54,16 @@ from umbra.trainer.services import (
     user_folders,
     worker_specs,
 )
-from umbra.trainer.setup_check import check_batch_size, check_models, check_stop_tokens
+from umbra.trainer.setup_check import (
+    check_batch_size,
+    check_models,
+    check_stop_tokens,
+    questionable_settings,
+)
 from umbra.trainer.world import pick_device, usable_gpus
 
+HUB: Final = "hub"
+"""The check of downloads, which `umbra doctor` makes before these."""
 _PACKAGES: Final = ("umbra-rl", "torch", "transformers", "pyzmq")
 _LEAST_NUM_FILES: Final = 4096
 """Files that each process should be allowed to open. A connection between processes takes four, and
@@ -73,7 +81,7 @@ class Verdict:
     why it was left out."""
 
     check: str
-    state: Literal["ok", "FAILED", "-"]
+    state: Literal["ok", "warning", "FAILED", "-"]
     text: str
 
 
@@ -120,15 +128,18 @@ class NodeChecks:
         self._gpu_nbytes = gpu_nbytes
         self._plan: Plan | None = None
         self._failed: set[str] = set()
+        self._not_downloaded = hub_settings(config)  # else they would be local paths
 
     def make(self) -> Iterator[Verdict]:
         """Yields the verdicts as they come; the checks of engines take longest."""
         is_first = self._environment.node_rank == 0
         yield verdict_of("versions", self._versions)
-        yield self._verdict("model", self._model)
+        yield self._verdict("model", self._model, after=self._hub("model", "pools"))
         yield self._verdict("context", self._context, after="model")
-        yield verdict_of("data", self._data)
+        yield self._verdict("data", self._data, after=self._hub("data", "eval"))
         yield verdict_of("loss", self._loss)
+        for text in questionable_settings(self._config):
+            yield Verdict("settings", "warning", text)
         yield verdict_of("batch", self._batch)
         yield verdict_of("loggers", self._loggers)
         yield self._verdict("run directory", self._run_directory)
@@ -154,14 +165,20 @@ class NodeChecks:
             )
 
     def _verdict(self, name: str, check: Callable[[], str], after: str = "") -> Verdict:
-        """Makes a check, unless the one that it builds on has failed: for the same cause, it would
-        fail too."""
-        if after in self._failed:
+        """Makes a check, unless the one that it builds on has failed or was not made: for the same
+        cause, it would fail too."""
+        if after == HUB or after in self._failed:
+            self._failed.add(name)
             return not_checked(name, after)
         verdict = verdict_of(name, check)
         if verdict.state == "FAILED":
             self._failed.add(name)
         return verdict
+
+    def _hub(self, *sections: str) -> str:
+        """The check of downloads, if it has failed for a setting of these sections; else ""."""
+        is_missing = any(key.partition(".")[0] in sections for key in self._not_downloaded)
+        return HUB if is_missing else ""
 
     def _versions(self) -> str:
         versions = [f"Python {platform.python_version()}"]

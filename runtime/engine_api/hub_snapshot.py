@@ -73,10 +73,16 @@ def not_downloaded(what: str, error: Exception) -> DataError:
     """An error of huggingface_hub or datasets, with the remedy."""
     from huggingface_hub import constants
 
-    cause = " ".join(str(error).split()) or type(error).__name__
+    cause = f"{' '.join(str(error).split()) or type(error).__name__:.{_MAX_CAUSE_LEN}}"
+    if constants.HF_HUB_OFFLINE:
+        return DataError(
+            f"{what} is not in the cache {constants.HF_HOME}, and HF_HUB_OFFLINE is set ({cause}). "
+            "Check the name, unset HF_HUB_OFFLINE, or set HF_HOME to a cache that another machine "
+            "has filled"
+        )
     return DataError(
         f"{what} is neither in the cache {constants.HF_HOME} nor at {constants.ENDPOINT} "
-        f"({cause:.{_MAX_CAUSE_LEN}}). Check the name and the network. Where this machine reaches "
+        f"({cause}). Check the name and the network. Where this machine reaches "
         "no hub, set HF_ENDPOINT to a mirror, or set HF_HUB_OFFLINE=1 and HF_HOME to a cache that "
         "another machine has filled"
     )

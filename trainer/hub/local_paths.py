@@ -10,9 +10,11 @@ Local paths that exist are used as they are. Without hub names, nothing is impor
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -110,9 +112,23 @@ def _model(key: str, name: HubName) -> Path:
         return download_model(name.repo, name.revision, with_weights=True)
     except DataError as error:
         raise DataError(
-            f"{key}: no directory {Path(name.repo).absolute()}, and {error}, or {key} to a local "
-            "directory"
+            f"{key}: {_not_here(Path(name.repo))}, and {error}, or {key} to a local directory"
         ) from error
+
+
+def _not_here(path: Path) -> str:
+    """That there is no such directory, and what a mistyped path may have meant."""
+    text, folder = f"no directory {path.absolute()}", path.parent
+    if not folder.is_dir():
+        return text
+    similar = get_close_matches(path.name, os.listdir(folder), n=1)
+    hint = f", did you mean {folder / similar[0]}?" if similar else ""
+    return f"{text} (there is {folder.absolute()}{hint})"
+
+
+def hub_settings(config: TrainerConfig) -> list[str]:
+    """The settings that name models or data sets of the hub."""
+    return [*_models(config), *_data(config)]
 
 
 def _models(config: TrainerConfig | ServeConfig) -> dict[str, HubName]:

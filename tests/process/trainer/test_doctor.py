@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.trainer.node_checks import listen
@@ -90,6 +91,38 @@ def test_what_would_end_a_run_fails_its_check_alone(
     assert text in found[check]
     assert "versions" in found
     assert output.endswith("\n1 check failed\n")
+
+
+def test_a_mistyped_path_that_could_be_a_name_on_the_hub_fails_one_check_and_the_others_go_on(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    Path("models/qwen").mkdir(parents=True)
+
+    status = main(["doctor", str(config), "model.path=models/qwne"])
+
+    output = capsys.readouterr().out
+    found = verdicts(output)
+    here = Path("models").absolute()
+    assert status == 1
+    assert found["hub"].startswith(
+        f"FAILED: model.path: no directory {here}/qwne (there is {here}, did you mean "
+        "models/qwen?), and the model 'models/qwne' is not in the cache"
+    )
+    assert found["model"] == "-: not checked: see hub"
+    assert found["data"] == "ok: train.jsonl"
+    assert output.endswith("\n1 check failed\n")
+
+
+def test_settings_that_work_but_are_probably_not_meant_are_warned_of(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(config), "rollout.max_staleness=1"]) == 0
+
+    output = capsys.readouterr().out
+    for name in ("pool.mode = 'hybrid'", "train.loss = 'clipped'"):
+        assert f"warning settings       rollout.max_staleness = 1 and {name}: " in output
+    assert output.endswith("\nno check failed; see the warnings\n")
 
 
 def test_a_wrong_setting_ends_it_before_any_check(

@@ -125,9 +125,14 @@ def test_without_a_network_the_error_names_what_to_set(
 
     said = errors.strip().splitlines()[-1]
     assert f"model.path: no directory {Path(MODEL).absolute()}, and the model '{MODEL}'" in said
-    assert f"neither in the cache {tmp_path / 'home'} nor at {nobody} (" in said
-    for setting in ("HF_ENDPOINT", "HF_HUB_OFFLINE=1", "HF_HOME", "or model.path to a local"):
-        assert setting in said
+    if offline == "1":
+        assert f"not in the cache {tmp_path / 'home'}, and HF_HUB_OFFLINE is set (" in said
+        remedies = ("unset HF_HUB_OFFLINE", "HF_HOME", "or model.path to a local")
+    else:
+        assert f"neither in the cache {tmp_path / 'home'} nor at {nobody} (" in said
+        remedies = ("HF_ENDPOINT", "HF_HUB_OFFLINE=1", "HF_HOME", "or model.path to a local")
+    for remedy in remedies:
+        assert remedy in said
 
 
 def test_a_machine_that_only_generates_downloads_no_weights(
