@@ -54,6 +54,7 @@ END_LIMIT_S: Final = 12.0
 LEAST_S: Final = 15.0
 # Nothing that is worth its start ends within less.
 MEMORY: Final = "tests/gpu/trainer/test_memory_plan_gpu.py"
+OPEN_MEMORY: Final = "tests/gpu/engines/test_open_memory_gpu.py"
 RETRACTION: Final = "whole or logprobs_are or drain_finishes"
 # Others compare what two runs sampled, or want requests to run side by side.
 
@@ -126,6 +127,8 @@ JOBS: Final = {
     "colocated": tests_of("vllm", "tests/gpu/engines/test_colocated_engines.py"),
     "vllm": tests_of("vllm", "tests/gpu/engines/test_vllm_gpu.py"),
     "recorded-plans": tests_of("vllm", "tests/gpu/engines/test_recorded_plans_gpu.py"),
+    "open-memory": tests_of("", f"{OPEN_MEMORY} -k embedded"),
+    "vllm-open-memory": tests_of("vllm", f"{OPEN_MEMORY} -k vllm"),
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
     "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),

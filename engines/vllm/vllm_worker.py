@@ -107,7 +107,7 @@ class SourceTransferEngine(_base):
             self._memory.close()
 
     def shutdown(self) -> None:
-        self.close_exports()
+        pass
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.engines.shell import engine_core
+from umbra.runtime.weights.sync_coordinator import SyncCoordinator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,50 @@ def test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host(
         assert outputs[2:] == outputs[:2]
 
     with rank_processes(tmp_path, env=rank_variables) as ranks:
+        run_async(body)
+
+
+@pytest.mark.process
+def test_versions_in_the_same_memory_generate_as_those_through_the_host(
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path, rank_variables: dict[str, str]
+) -> None:
+    """The second one prepares copies, which later ones run, also after a sleep that loses the
+    weights. At last a tensor gets other memory."""
+
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        in_pool = EngineInPool(engine)
+        outputs: list[list[list[int]]] = []
+
+        async def publish_next(coordinator: SyncCoordinator, transport: str) -> None:
+            report = await ranks[0].publish(coordinator, len(outputs) + 1)
+            await coordinator.wait_settled()
+            print(report)
+            assert report["transport"] == transport
+            assert not report["failed"]
+            found = await results_of(engine, requests(8, temperature=0.0))
+            outputs.append([found[i].tokens for i in range(8)])
+            ranks[0].call("negate")
+
+        async with running(engine):
+            async with pool_of(in_pool, tmp_path, transport="memfd") as coordinator:
+                for _ in range(2):
+                    await publish_next(coordinator, "memfd")
+            async with pool_of(in_pool, tmp_path, transport="cuda_ipc") as coordinator:
+                for idx in range(6):
+                    if idx == 4:
+                        await in_pool.pause("abort", 10.0)
+                        await engine.sleep(2)
+                        await engine.wake(["weights", "kv_cache"])
+                    if idx == 5:
+                        ranks[0].call("move", "model.embed_tokens.weight")
+                    await publish_next(coordinator, "cuda_ipc")
+
+        assert outputs[0] != outputs[1]
+        assert outputs[2:] == outputs[:2] * 3
+
+    with rank_processes(tmp_path, env=rank_variables) as ranks:
+        ranks[0].call("make", model_kind, 1, None)
         run_async(body)
 
 

@@ -116,10 +116,18 @@ class Rank:
         tensors = mixed_tensors(seed) if kind == "mixed" else model_tensors(kind, seed)
         self._take(tensors, wire, is_sharded)
 
-    def make_uniform(self, shapes: dict[str, tuple[int, ...]], wire: str | None) -> None:
-        self._take(uniform_tensors(shapes), wire, False)
+    def make_uniform(
+        self, shapes: dict[str, tuple[int, ...]], wire: str | None, keeps_memory: bool = True
+    ) -> None:
+        self._take(uniform_tensors(shapes), wire, False, keeps_memory)
 
-    def _take(self, tensors: dict[str, Tensor], wire: str | None, is_sharded: bool) -> None:
+    def _take(
+        self,
+        tensors: dict[str, Tensor],
+        wire: str | None,
+        is_sharded: bool,
+        keeps_memory: bool = True,
+    ) -> None:
         if is_sharded:
             self._tensors = {name: self._shard(tensor) for name, tensor in tensors.items()}
         else:
@@ -131,6 +139,7 @@ class Rank:
             self._world_size,
             self._tensors,
             dtype,
+            keeps_memory=keeps_memory,
             link_host="127.0.0.1",
         )
 
@@ -138,6 +147,17 @@ class Rank:
         """The next version of the weights; left to run on the GPU."""
         for tensor in self._tensors.values():
             tensor.detach().neg_()
+
+    def move(self, name: str) -> bool:
+        """Frees a tensor's memory and gives it new one with the same contents. Returns whether that
+        has the address of the old one."""
+        tensor = self._tensors[name]
+        values, address = tensor.detach().cpu(), tensor.data_ptr()
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=DEVICE)
+        gc.collect()
+        torch.cuda.empty_cache()
+        tensor.data = values.to(DEVICE)
+        return tensor.data_ptr() == address
 
     def publish(self, version: int, error: str | None) -> dict[str, Any]:
         """

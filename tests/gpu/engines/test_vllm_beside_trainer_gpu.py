@@ -11,6 +11,7 @@ from adapter_fixtures import *  # noqa: F403 - the fixtures
 from gpu_suite import (
     cuda_context,
     test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image,
+    test_versions_in_the_same_memory_generate_as_those_through_the_host,
     test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host,
 )
 from vllm_runs import needs_vllm
@@ -21,6 +22,7 @@ from umbra.trainer.world import usable_gpus
 __all__ = [
     "cuda_context",
     "test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image",
+    "test_versions_in_the_same_memory_generate_as_those_through_the_host",
     "test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host",
 ]
 GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
