@@ -95,6 +95,11 @@ def training_run(settings: str, steps: int = 8) -> Job:
     return Job(arguments=f"{script} --steps {steps} {settings} pool.engine=vllm", engine="vllm")
 
 
+def weights_to_vllm(options: str) -> Job:
+    script = "tests/bench/weights.py --device cuda --engine vllm --rounds 1 --json"
+    return Job(arguments=f"{script} {options}", engine="vllm")
+
+
 def tests_of(engine: str, what: str) -> Job:
     return Job(arguments=f"{PYTEST} {what}", engine=engine)
 
@@ -158,6 +163,9 @@ JOBS: Final = {
     "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
     "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
+    "weights-vllm": weights_to_vllm("--shape 0.6B"),
+    "weights-vllm-8b": weights_to_vllm("--shape 8B --dtype bfloat16"),
+    "weights-vllm-8b-masters": weights_to_vllm("--shape 8B --dtype float32"),
     "weights-elsewhere": Job(
         arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200",
         variables=NO_SHORTCUTS,

@@ -19,6 +19,13 @@ measured: the rest would take minutes. The plain copy is the same cast within th
 `verl_protocol.py` measures tensors that are in bfloat16 already: `verl_s` is verl's protocol with
 its own size of bucket, `copy_s` one copy of as many bytes.
 
+`cuda_ipc_first_s` is the first sync. `paused_to_committed_s` is the part of a later one from all
+engines paused and awake to the committed version, by the supervisor's clock. It consists of
+`prepare_s` (the engine gets the description), `transfer_s` (`load_s` is the engine's part of it),
+`verify_s` and `commit_s`. `--engine vllm` takes a vLLM with dummy weights and without CUDA graphs
+in place of an engine that is only parameters. It is paused all the time, so that no phase has its
+pauses.
+
 With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
 by process groups, over the loopback of a network namespace of its own. Of a round's syncs, all but
 the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
@@ -29,7 +36,7 @@ ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
     python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
-    python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32]
+    python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32] [--engine vllm]
 """
 
 from __future__ import annotations
@@ -110,6 +117,12 @@ def main() -> int:
         help="of the rank's tensors on a GPU (default float32)",
     )
     parser.add_argument(
+        "--engine",
+        choices=["parameters", "vllm"],
+        default="parameters",
+        help="on a GPU (default parameters, without a model around them)",
+    )
+    parser.add_argument(
         "--engines-elsewhere",
         type=int,
         default=0,
@@ -130,8 +143,10 @@ def main() -> int:
         "rounds": given.rounds,
     }
     if given.device == "cuda" and not given.engines_elsewhere:
-        result |= {"shape": given.shape, "dtype": given.dtype}
-        result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
+        result |= {"shape": given.shape, "dtype": given.dtype, "engine": given.engine}
+        if given.engine == "vllm":
+            result["versions"]["vllm"] = version("vllm")
+        result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype, given.engine)
     elif given.engines_elsewhere:
         result["engines"] = given.engines_elsewhere
         result["umbra"] = _run_elsewhere(
@@ -146,7 +161,7 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     pools = {"plain": SyncSettings(), "verified": SyncSettings(verify_every=1)}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [runner.run(_round([str(total_nbytes)], pools)) for _ in range(rounds)]
-    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    median = _medians(rows)
     gigabytes = median["nbytes"] / 1e9
     umbra = {
         "gb_per_s": round(gigabytes / median["later_s"], 3),
@@ -172,33 +187,37 @@ def _run_elsewhere(
     arguments = [str(total_nbytes), *devices]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [runner.run(_round(arguments, pools, "far_", names)) for _ in range(rounds)]
-    return {key: round(statistics.median(row[key] for row in rows), 4) for key in rows[0]}
+    return {key: round(value, 4) for key, value in _medians(rows).items()}
 
 
-def _run_on_gpu(rounds: int, shape: str, dtype: str) -> dict[str, Any]:
+def _run_on_gpu(rounds: int, shape: str, dtype: str, engine: str) -> dict[str, Any]:
     pools = {"cuda_ipc": SyncSettings(transport="cuda_ipc", verify_every=_NEVER)}
-    if shape == "0.6B":
+    if (shape, engine) == ("0.6B", "parameters"):
         pools = {
             f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
             for suffix, every in {"": _NEVER, "_verified": 1}.items()
             for transport in ("memfd", "cuda_ipc")
         }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [_gpu_round(runner, pools, shape, dtype) for _ in range(rounds)]
-    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        rows = [_gpu_round(runner, pools, [shape, dtype, engine]) for _ in range(rounds)]
+    median = _medians(rows)
     umbra: dict[str, Any] = {key: round(value, 5) for key, value in median.items()}
     umbra["nbytes"] = int(median["nbytes"])
     umbra["verl_to_cuda_ipc"] = round(median["verl_s"] / median["cuda_ipc_s"], 2)
     return umbra
 
 
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
 def _gpu_round(
-    runner: asyncio.Runner, pools: Mapping[str, SyncSettings], shape: str, dtype: str
+    runner: asyncio.Runner, pools: Mapping[str, SyncSettings], arguments: Sequence[str]
 ) -> dict[str, float]:
     from verl_protocol import DEFAULT_BUCKET_MIB, measure
 
-    row = runner.run(_round([shape, dtype, *pools], pools, "gpu_"))
-    beside = measure(shape, DEFAULT_BUCKET_MIB, "cuda")
+    row = runner.run(_round([*arguments, *pools], pools, "gpu_"))
+    beside = measure(arguments[0], DEFAULT_BUCKET_MIB, "cuda")
     return row | {"verl_s": beside["verl_s"], "copy_s": beside["copy_s"]}
 
 
@@ -219,7 +238,8 @@ async def _round(
                 role = _process(f"{prefix}engine", folder, [*arguments, name])
                 engine = await stack.enter_async_context(role)
                 assert engine.stdout is not None
-                await engine.stdout.readline()
+                while await engine.stdout.readline() not in (b"ready\n", b""):
+                    pass  # a library's own output
             async with _process(f"{prefix}rank", folder, arguments) as rank:
                 output, _ = await rank.communicate()
                 if rank.returncode:

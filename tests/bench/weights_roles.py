@@ -1,8 +1,11 @@
 """The processes of the weights benchmark: `python tests/bench/weights_roles.py ROLE ...`.
 
-`engine` holds parameters and serves the steps of a sync; `rank` publishes and copies. Both talk to
-the supervisor part, which runs in the benchmark's own process, over the real RPC.
+`engine` holds parameters, or is a vLLM, and serves the steps of a sync; `rank` publishes and
+copies. Both talk to the supervisor part, which runs in the benchmark's own process, over the real
+RPC.
 """
+
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _TIMEOUT_S: Final = 60.0
 _SYNCS_A_ROUND: Final = 4
+_SYNCS_WITH_VLLM: Final = 20  # whose start takes longer than all of them
 
 
 def ref(name: str, folder: Path) -> ActorRef:
@@ -215,27 +219,52 @@ def run_far_rank(folder: Path, total_nbytes: int, device: str) -> dict[str, floa
 
 
 def run_gpu_rank(
-    folder: Path, shape: str, dtype: torch.dtype, pools: Sequence[str]
+    folder: Path, shape: str, dtype: torch.dtype, pools: Sequence[str], num_syncs: int
 ) -> dict[str, Any]:
-    """One round on a GPU: each pool has a first sync that does not count, then all in turn."""
+    """One round on a GPU: each pool has a first sync, then all in turn."""
     tensors = qwen3_tensors(shape, dtype)
     copies = {name: torch.empty_like(t, dtype=torch.bfloat16) for name, t in tensors.items()}
     seconds: dict[str, list[float]] = {name: [] for name in [*pools, "plain_copy"]}
+    reports: list[SyncReport] = []
     versions = itertools.count(1)
     with _supervisor(folder) as supervisor:
         publisher = WeightPublisher(supervisor, 0, 1, tensors, torch.bfloat16)
-        for _ in range(1 + _SYNCS_A_ROUND):
+        for _ in range(1 + num_syncs):
             for pool in pools:
                 begun_at = time.perf_counter()
-                publisher.publish(pool, next(versions), _TIMEOUT_S)
+                report = publisher.publish(pool, next(versions), _TIMEOUT_S)
                 seconds[pool].append(time.perf_counter() - begun_at)
+                if pool == "cuda_ipc":
+                    reports.append(report)
             begun_at = time.perf_counter()
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor)
             torch.cuda.synchronize()
             seconds["plain_copy"].append(time.perf_counter() - begun_at)
     medians = {f"{name}_s": statistics.median(taken[1:]) for name, taken in seconds.items()}
-    return {"nbytes": publisher.manifest.payload_nbytes} | medians
+    facts = {
+        "nbytes": publisher.manifest.payload_nbytes,
+        "cuda_ipc_first_s": seconds["cuda_ipc"][0],
+    }
+    return facts | medians | _medians_of(reports[1:])
+
+
+def _medians_of(reports: Sequence[SyncReport]) -> dict[str, float]:
+    rows = [
+        {
+            "prepare_s": report.prepare_s,
+            "transfer_s": report.transfer_s,
+            "load_s": report.engines["engine"]["load_s"],
+            "verify_s": report.verify_s,
+            "commit_s": report.resume_s,  # nothing is resumed
+            "paused_to_committed_s": report.prepare_s
+            + report.transfer_s
+            + report.verify_s
+            + report.resume_s,
+        }
+        for report in reports
+    ]
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 @contextmanager
@@ -257,8 +286,8 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
 
 def main() -> None:
     """Arguments: role, folder, then the bytes of the tensors; or with a GPU their shape, the rank's
-    dtype and the names of the pools, or on two nodes the rank's and the engines' device. At last an
-    engine's name."""
+    dtype, the kind of engine and the names of the pools, or on two nodes the rank's and the
+    engines' device. At last an engine's name."""
     role, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     match role, arguments:
@@ -266,14 +295,17 @@ def main() -> None:
             _run_engine(model_tensors(int(total_nbytes)), folder, name)
         case "far_engine", [total_nbytes, _, device, name]:
             _run_engine(model_tensors(int(total_nbytes), device), folder, name)
+        case "gpu_engine", [shape, _, "vllm", *_, name]:
+            asyncio.run(_run_vllm(shape, folder, name))
         case "gpu_engine", [shape, *_, name]:
             _run_engine(qwen3_tensors(shape, torch.bfloat16), folder, name)
         case "far_rank", [total_nbytes, device, _]:
             print(json.dumps(run_far_rank(folder, int(total_nbytes), device)), flush=True)
         case "rank", [total_nbytes]:
             print(json.dumps(run_rank(folder, int(total_nbytes))), flush=True)
-        case "gpu_rank", [shape, dtype, *pools]:
-            facts = run_gpu_rank(folder, shape, getattr(torch, dtype), pools)
+        case "gpu_rank", [shape, dtype, engine, *pools]:
+            num_syncs = _SYNCS_WITH_VLLM if engine == "vllm" else _SYNCS_A_ROUND
+            facts = run_gpu_rank(folder, shape, getattr(torch, dtype), pools, num_syncs)
             print(json.dumps(facts), flush=True)
         case _:
             sys.exit(f"not a role: {sys.argv[1:]}")
@@ -282,6 +314,36 @@ def main() -> None:
 def _run_engine(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(BenchEngine(tensors), name, folder))
+
+
+async def _run_vllm(shape: str, folder: Path, name: str) -> None:
+    """An engine of vLLM with dummy weights. Its first update pauses it, and nothing resumes it."""
+    from transformers import Qwen3Config
+
+    from umbra.engines.vllm.vllm_engine import VllmEngine
+
+    model = folder / "model"
+    sizes = SHAPES[shape]
+    Qwen3Config(
+        **sizes,
+        tie_word_embeddings="lm_head.weight" not in parameter_shapes(sizes),
+        max_position_embeddings=4096,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    ).save_pretrained(model)
+    engine = VllmEngine(
+        model_path=str(model),
+        dtype="bfloat16",
+        device="cuda",
+        max_num_seqs=16,
+        max_context_len=512,
+        kv_cache_num_tokens=1 << 14,
+        load_weights=False,
+        engine_args={"enforce_eager": True},
+    )
+    async with engine, asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.run())
+        await serve(engine, name, folder)
 
 
 if __name__ == "__main__":
