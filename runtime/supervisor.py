@@ -1000,12 +1000,12 @@ class Supervisor:
         a job again that was stopped for good."""
         if self._is_lead:
             await self._set_lead(True)
-        looking = None
+        looking = [self._tasks.create_task(self._ranks.watch_stops(self.note), name="stopped")]
         if self._requests is not None:
-            looking = self._tasks.create_task(self._requests.look(), name="requests")
+            looking.append(self._tasks.create_task(self._requests.look(), name="requests"))
         await self.over.wait()
-        if looking is not None:
-            looking.cancel()
+        for task in looking:
+            task.cancel()
         if self._is_stopped_for_good and self._may_restart and self._torchrun_pid:
             logger.info("the job was stopped: ending torchrun (pid %d)", self._torchrun_pid)
             try:

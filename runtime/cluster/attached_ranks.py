@@ -1,4 +1,5 @@
-"""The ranks attached to a supervisor, and the events that all of them receive."""
+"""The ranks attached to a supervisor, the events that all of them receive, and ranks that a signal
+has stopped."""
 
 from __future__ import annotations
 
@@ -10,12 +11,19 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from umbra.runtime.cluster.gpu_shortage import RankMemory
+from umbra.runtime.cluster.run_events import Notify
+from umbra.runtime.process.descendants import process_stat
 
 logger = logging.getLogger(__name__)
 
 # Events that a rank has not read yet. A rank reads on a thread of its own, so only a stopped one
 # falls behind; then it loses notes, but never failures.
 _MAX_UNREAD_EVENTS: Final = 1000
+# Between two looks at whether a signal has stopped a rank, which only its parent hears of, and the
+# looks in a row until that is reported. More report it later; fewer report a rank that a debugging
+# tool stops for a moment.
+_LOOK_INTERVAL_S: Final = 1.0
+_NUM_LOOKS: Final = 2
 
 
 class AttachedRank:
@@ -25,6 +33,7 @@ class AttachedRank:
         self.rank = rank
         self.pid = pid
         self.gpu_memory: RankMemory | None = None
+        self.num_stopped = 0  # looks in a row that found it stopped
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     @property
@@ -188,8 +197,32 @@ class AttachedRanks:
         """Called when the ranks were restarted and their nodes will meet again."""
         self._nodes = None
 
+    async def watch_stops(self, notify: Notify) -> None:
+        """Reports each rank that a signal stops, and that continues. Runs until cancelled.
+
+        A stopped rank is not lost: the job waits for it, as long as its deadlines allow.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            for rank in self.all():
+                _look_whether_stopped(rank, notify)
+
     def note(self, text: str) -> None:
         """Shows one line to the person who runs the job."""
         logger.info("%s", text)
         for rank in self._ranks.values():
             rank.put({"kind": "note", "text": text})
+
+
+def _look_whether_stopped(rank: AttachedRank, notify: Notify) -> None:
+    stat, who = process_stat(rank.pid), f"rank {rank.rank}"
+    if stat is not None and stat.state == "T":
+        rank.num_stopped += 1
+        if rank.num_stopped == _NUM_LOOKS:
+            text = f"is stopped by a signal: kill -CONT {rank.pid} lets it continue"
+            notify(f"{rank.name} {text}", "fault", who)
+        return
+    if rank.num_stopped >= _NUM_LOOKS:
+        stopped_s = rank.num_stopped * _LOOK_INTERVAL_S
+        notify(f"{rank.name} continues, after {stopped_s:.0f} s", "note", who)
+    rank.num_stopped = 0

@@ -25,6 +25,11 @@ _DRAIN_LIMIT: Final = 256
 # Largest single ZMQ frame taken from a peer; a weight tensor never travels here.
 _MAX_FRAME_NBYTES: Final = 1 << 31
 
+# A tcp connection is probed this often, and is lost after that silence. More often wakes idle
+# processes; a shorter silence loses connections that a busy network delays.
+_PROBE_INTERVAL_S: Final = 2.0
+SILENCE_LIMIT_S: Final = 10.0
+
 _SEND_MORE: Final = zmq.NOBLOCK | zmq.SNDMORE
 
 OnMessage = Callable[[list[Frame]], None]
@@ -72,6 +77,17 @@ class LoopSocket:
     def raw(self) -> zmq.Socket[bytes]:
         """The ZMQ socket, for bind, connect and options."""
         return self._socket
+
+    def notice_lost_hosts(self, endpoint: str) -> None:
+        """Called before the socket is bound or connected.
+
+        Only a tcp connection is probed: its other host may be gone without a word. The kernel
+        closes a local one when the process at its other end ends, and no earlier; one that is
+        stopped by a signal is not lost, and answers once it continues.
+        """
+        if endpoint.startswith("tcp://"):
+            self._socket.heartbeat_ivl = int(_PROBE_INTERVAL_S * 1000)
+            self._socket.heartbeat_timeout = int(SILENCE_LIMIT_S * 1000)
 
     def deliver(self) -> None:
         """Begins to deliver messages; until then they wait in the socket."""

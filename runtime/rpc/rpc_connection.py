@@ -39,7 +39,7 @@ from umbra.runtime.rpc.envelopes import (
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.rpc.loop_socket import LoopSocket
+from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S, LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
 from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
@@ -81,6 +81,7 @@ class Connection:
         awaits_start: bool,
     ) -> None:
         self.ref = ref
+        self._endpoint = endpoint
         self.is_open = False
         self.lost = False
         self.ended = asyncio.Event()  # set when it is lost
@@ -98,13 +99,12 @@ class Connection:
         # Not IMMEDIATE: with it libzmq 4.3.5 drops answers that have arrived but were not read when
         # the peer disconnects. Nothing but HELLO is sent before the peer is connected.
         socket.reconnect_ivl = _RECONNECT_INTERVAL_MS
-        socket.heartbeat_ivl = 2000
-        socket.heartbeat_timeout = 10_000
         if keys is not None and endpoint.startswith("tcp://"):
             keys.secure_client(socket)
         monitor = socket.get_monitor_socket(_MONITORED)
         self._monitor = LoopSocket(monitor, self._on_monitor_event, sender="the socket's monitor")
         self._socket = LoopSocket(socket, self._on_message, sender=str(ref))
+        self._socket.notice_lost_hosts(endpoint)
         self.outbox = Outbox(self._socket.send, Encoder())
         socket.connect(endpoint)
         self.outbox.put((HELLO,))
@@ -193,7 +193,10 @@ class Connection:
         elif event & zmq.EVENT_DISCONNECTED:
             # It may have answered before it disconnected.
             self._socket.drain_remaining()
-            self.close(ConnectionLost(f"{self.ref} went away before it answered"))
+            how = f"{self.ref} went away before it answered"
+            if self._endpoint.startswith("tcp://"):
+                how += f", or its host was silent for {SILENCE_LIMIT_S:g} s"
+            self.close(ConnectionLost(how))
         elif event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.close(ConnectionLost(f"{self.ref} refused this job's key"))
 

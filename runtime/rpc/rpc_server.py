@@ -145,14 +145,13 @@ class ActorServer:
         decoder = Decoder()
         idx = len(self._sockets)
         socket.router_mandatory = True
-        socket.heartbeat_ivl = 2000
-        socket.heartbeat_timeout = 10_000
         loop_socket = LoopSocket(
             socket,
             lambda frames: self._on_message(idx, decoder, frames),
             sender="a caller",
             delivers=False,
         )
+        loop_socket.notice_lost_hosts(endpoint)
         self._sockets.append(loop_socket)
         socket.bind(endpoint)
         bound = socket.last_endpoint

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from whole_runs import Run, start_run
 
+from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S
+
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS = 4000
@@ -117,6 +119,20 @@ def test_a_stopped_engine_counts_as_hung_and_is_replaced(folder: Path) -> None:
         check_goes_on(run)
 
     assert _says(run, r"policy-0#1 was killed: no heartbeat for"), run.output
+
+
+def test_a_run_waits_for_a_stopped_rank_and_continues_with_it(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        pid = run.pid_of("rank 1")
+        os.kill(pid, signal.SIGSTOP)
+        stopped = rf"rank 1 \(pid {pid}\) is stopped by a signal: kill -CONT {pid} lets it"
+        run.wait_for("news of it", lambda: _says(run, stopped), timeout_s=10.0)
+        time.sleep(SILENCE_LIMIT_S + 2.0)
+        os.kill(pid, signal.SIGCONT)
+        continues = rf"rank 1 \(pid {pid}\) continues, after \d+ s"
+        run.wait_for("news of it", lambda: _says(run, continues), timeout_s=10.0)
+        check_goes_on(run)
 
 
 def test_a_killed_worker_comes_back_and_what_its_reward_forked_is_gone(folder: Path) -> None:

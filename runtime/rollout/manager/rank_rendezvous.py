@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from umbra.runtime.errors import RolloutError
+from umbra.runtime.errors import DeadlineExceeded, RolloutError
 from umbra.runtime.rollout.alarm import Alarm
 
 _LACKING_S: Final = 1.0
@@ -138,7 +138,7 @@ class RankRendezvous:
     def _on_missing(self) -> None:
         missing = sorted(set(range(self._world_size)) - self._slots.keys())
         self.fail(
-            RolloutError(
+            DeadlineExceeded(
                 f"rank {', '.join(map(str, missing))} did not call {self._call} within "
                 f"{self._timeout_s:.3g} s of the others: it hangs, died, or took another path"
             )

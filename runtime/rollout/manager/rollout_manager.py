@@ -213,8 +213,9 @@ class RolloutManager:
         Raises:
             RewardError: the reward function failed for too many groups, see `RewardFunction`.
             DataError: a prompt is too long for the context.
-            RolloutError: a rank is missing, ranks disagree, no engine serves for too long, an
-                engine refused a request, agent loops failed for too many groups.
+            DeadlineExceeded: a rank is missing.
+            RolloutError: ranks disagree, no engine serves for too long, an engine refused a
+                request, agent loops failed for too many groups.
         """
         return await self._join(
             rank, CollectiveCall("next_batch", step, self._config.settings.temperature, version)

@@ -23,7 +23,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import RolloutError
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
@@ -229,13 +229,13 @@ class LiveRollouts:
         self.signal("rollouts", signal.SIGKILL)
         self.session.supervisor_call("resolve", "rollouts", 20.0, lost, timeout_s=21.0)
 
-    def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
+    def failure_of_next_batch(self, rank: int, step: int) -> UmbraError:
         """The error that a rank gets instead of a batch."""
         try:
             answer = self.manager.call(
                 "next_batch", rank, step, max(0, self.version), timeout_s=60.0
             )
-        except RolloutError as error:
+        except UmbraError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
 

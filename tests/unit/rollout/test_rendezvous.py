@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.errors import RolloutError
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.manager.catch_up import SyncRequests
@@ -21,7 +21,7 @@ async def call(ranks: RankRendezvous, rank: int, wanted: CollectiveCall) -> dict
 
 
 async def failure_of(ranks: RankRendezvous, rank: int, wanted: CollectiveCall) -> str:
-    with pytest.raises(RolloutError) as caught:
+    with pytest.raises(UmbraError) as caught:
         await call(ranks, rank, wanted)
     return str(caught.value)
 
