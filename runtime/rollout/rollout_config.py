@@ -136,7 +136,7 @@ class RolloutConfig(Settings):
             wait for auxiliary pools: the workers do not count that.
         accuracy_threshold: in `evaluate`, a sample counts as right from this reward on.
         rank_timeout_s: how long ranks may be apart when they call `next_batch`.
-        reward_timeout_s: deadline of one call of the reward function.
+        reward_timeout_s: deadline of one call of the reward function, from its beginning.
         score_concurrency: calls of the reward function in progress per rollout worker.
         max_worker_deaths: how many deaths of rollout workers one piece of work may see. From the
             second on it runs alone; the one after the last shows that it is the cause.

@@ -205,7 +205,10 @@ class RewardSection(Settings):
         function: "module:function", called as function(prompts, completions, **columns) with
             lists of equal length. It returns one finite number per completion. It may be async, and
             then take an argument `ctx`, by which it calls auxiliary pools: ctx.pool("judge").
-        timeout_s: Limit per call, excluding time spent waiting for auxiliary pools.
+        timeout_s: Limit for one call of the function. It excludes the time that the call waits for
+            its turn and for auxiliary pools. Exceeding it drops the prompt. An async function may
+            block its process for half of it, at most for `rollout.block_limit_s`; a call that
+            blocks it longer is dropped, and the process is replaced.
         accuracy_threshold: Reward from which on a held-out answer counts as right.
         python_path: Folders searched for the module, before the current directory.
     """

@@ -178,6 +178,7 @@ class AgentLoop:
         """
         try:
             async with deadline:
+                deadline.start()
                 result = await self._thread.run_async(
                     lambda: self._function(context, context.sample), sample_id
                 )

@@ -1,4 +1,4 @@
-"""A deadline that is paused during waits that have a deadline of their own."""
+"""A deadline that leaves out the wait for a turn, and waits that have a deadline of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Self
 
 
 class ExtendableDeadline:
-    """`asyncio.timeout(limit_s)` with pauses. Belongs to one loop; entered once."""
+    """`asyncio.timeout(limit_s)` from `start()` on, with pauses. Entered once, on its own loop."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._timeout = asyncio.timeout(limit_s)
+        self._timeout = asyncio.timeout(None)
         self._remaining_s = limit_s
         self._num_pauses = 0
         self._runs = False
@@ -37,9 +37,15 @@ class ExtendableDeadline:
         self._runs = False
         await self._timeout.__aexit__(kind, error, trace)
 
+    def start(self) -> None:
+        """Lets the time run. Called once, in the block; after the block it does nothing."""
+        if self._can_move:
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self.limit_s)
+
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Excludes the time in the block. Of several at a time, the last one ends the pause."""
+        """Excludes the time in the block, after `start()`. Of several at a time, the last one ends
+        the pause."""
         loop = asyncio.get_running_loop()
         if not self._num_pauses and self._can_move:
             self._remaining_s = (self._timeout.when() or loop.time()) - loop.time()

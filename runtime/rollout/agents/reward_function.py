@@ -35,7 +35,8 @@ class RewardFunction:
 
     Args:
         target: `module:function`.
-        timeout_s: deadline of one call, excluding the time that other models take to answer.
+        timeout_s: deadline of one call from the moment that the function begins, excluding the time
+            that other models take to answer.
         pools: the auxiliary pools that it may call.
 
     Raises:
@@ -63,9 +64,9 @@ class RewardFunction:
             positional=[],
             keywords=[*given, *sorted(self._required.difference(given))],
         )
-        self._is_async = is_async(self._function)
+        self.is_async = is_async(self._function)
         self._takes_context = _CONTEXT in self._accepted
-        if self._takes_context and not self._is_async:
+        if self._takes_context and not self.is_async:
             raise ConfigError(
                 f"reward function {target} takes {_CONTEXT}, whose answers must be awaited: make "
                 "it an async def"
@@ -89,12 +90,12 @@ class RewardFunction:
             columns[_CONTEXT] = RewardContext(self._pools, deadline)
         try:
             async with deadline:
-                result = await self._call(prompts, completions, columns, sample_ids[0])
+                result = await self._call(prompts, completions, columns, sample_ids[0], deadline)
         except (Exception, SystemExit) as error:  # user code may raise anything
             if deadline.expired:
                 raise RewardError(
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
-                    f"{samples}; make it faster or raise timeout_s of [reward]"
+                    f"{samples}; make it faster or raise reward.timeout_s"
                 ) from None
             raise RewardError(
                 f"reward function {self.target} raised {describe(error)} for {samples}"
@@ -108,13 +109,15 @@ class RewardFunction:
         completions: list[str],
         columns: dict[str, Any],
         label: str,
+        deadline: ExtendableDeadline,
     ) -> Any:
         def call() -> Any:
             return self._function(prompts=prompts, completions=completions, **columns)
 
-        if self._is_async:
-            return await self._thread.run_async(call, label)
-        return await self._thread.run_sync(call)
+        # The time that a call waits for others to return is theirs.
+        if self.is_async:
+            return await self._thread.run_async(call, label, deadline.start)
+        return await self._thread.run_sync(call, deadline.start)
 
     def _columns(self, rows: Sequence[Mapping[str, Any]], samples: str) -> dict[str, Any]:
         """The data set's columns that the function takes, each as a list."""

@@ -31,9 +31,11 @@ class RolloutWorker:
             reward themselves.
         sys_path: folders of user code, put in front of the import path.
         agent: `module:function`, see `umbra.runtime.rollout.agents.agent_loop`.
-        reward_timeout_s: deadline of one call of the reward function.
+        reward_timeout_s: deadline of one call of the reward function, from its beginning.
         block_limit_s: how long asynchronous user code may block the process's event loop. After
-            that the process reports the sample to the manager, and ends.
+            that the process reports the sample to the manager, and ends. With an asynchronous
+            reward function it is at most half of `reward_timeout_s`, so that a call that blocks is
+            found before those beside it exceed theirs.
         pools: `AuxiliaryPoolConfig` as plain values, by name: the auxiliary pools.
     """
 
@@ -58,7 +60,12 @@ class RolloutWorker:
         self._agent = AgentLoop(agent, self._thread) if agent else None
         if self._reward is None and self._agent is None:
             raise ConfigError("a rollout worker needs a reward function or an agent loop")
-        self._block_limit_s = block_limit_s
+        self._block_limit_s, self._block_setting = block_limit_s, "rollout.block_limit_s"
+        if self._reward is not None and self._reward.is_async:
+            by_reward = (reward_timeout_s / 2, "reward.timeout_s, twice the limit")
+            self._block_limit_s, self._block_setting = min(
+                (self._block_limit_s, self._block_setting), by_reward
+            )
         self._managers: dict[str, Handle] = {}
 
     async def __aenter__(self) -> Self:
@@ -81,7 +88,7 @@ class RolloutWorker:
             f"user code for sample {blocked.label or 'unknown'} did not yield for "
             f"{self._block_limit_s:.3g} s, at {blocked.location}; all user code of a process "
             "shares one event loop: await asynchronous calls, put blocking ones into "
-            "asyncio.to_thread, or raise rollout.block_limit_s"
+            f"asyncio.to_thread, or raise {self._block_setting}"
         )
         context = actor_context()
         for manager in list(self._managers.values()):

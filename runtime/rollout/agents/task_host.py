@@ -141,10 +141,22 @@ class UserThread:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 await asyncio.wrap_future(self._ended)
 
-    async def run_async(self, function: Callable[[], Coroutine[Any, Any, T]], label: str) -> T:
-        """Awaits `function()` on the user loop; `label` is for `blocked`."""
+    async def run_async(
+        self,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        label: str,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Awaits `function()` on the user loop.
+
+        Args:
+            label: for `blocked`.
+            on_begin: called here when `function` is about to run: the loop may be blocked before.
+        """
+        caller = asyncio.get_running_loop()
 
         async def call() -> T:
+            caller.call_soon_threadsafe(on_begin)
             task = asyncio.current_task()
             assert task is not None
             self._calls[task] = me = _Call(label)
@@ -178,9 +190,14 @@ class UserThread:
         location = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
         return Blocked(None if call is None else call.label, location)
 
-    async def run_sync(self, function: Callable[[], T]) -> T:
-        """Calls `function()` on a thread of its own. Cancelling stops the wait, not the call."""
+    async def run_sync(self, function: Callable[[], T], on_begin: Callable[[], None]) -> T:
+        """Calls `function()` on a thread of its own. Cancelling stops the wait, not the call.
+
+        Args:
+            on_begin: called when it is this call's turn.
+        """
         async with self._one_at_a_time:
+            on_begin()
             result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
             def work() -> None:

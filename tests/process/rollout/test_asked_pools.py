@@ -181,9 +181,11 @@ def test_a_plain_function_cannot_take_the_context() -> None:
     asyncio.run(load())
 
 
-def test_a_pause_does_not_count_against_the_deadline() -> None:
+def test_time_before_the_start_and_in_a_pause_does_not_count_against_the_deadline() -> None:
     async def wait() -> None:
         async with ExtendableDeadline(0.05) as deadline:
+            await asyncio.sleep(0.06)
+            deadline.start()
             with deadline.paused():
                 with deadline.paused():
                     await asyncio.sleep(0.06)
@@ -191,6 +193,7 @@ def test_a_pause_does_not_count_against_the_deadline() -> None:
         assert not deadline.expired
 
         async with ExtendableDeadline(0.02) as deadline:
+            deadline.start()
             with deadline.paused():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(5.0)

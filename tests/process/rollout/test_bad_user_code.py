@@ -142,6 +142,33 @@ def test_a_loop_that_blocks_the_others_is_found_and_named(
     assert f"in {function}" in cause
 
 
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [
+        ("hangs_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
+        ("waits_too_long_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
+        ("blocks_for_t3", "user code for sample e0/p2/0 did not yield for 1 s"),
+    ],
+)
+def test_the_groups_that_wait_for_a_reward_that_hangs_are_scored_afterwards(
+    umbra_session: Session, tmp_path: Path, reward: str, cause: str
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        reward=reward,
+        config=CONFIG | {"reward_timeout_s": 2.0},
+        worker={"reward_timeout_s": 2.0},
+        num_prompts=NUM_PROMPTS,
+    )
+    live.publish(4)
+
+    groups = groups_of_next_batch(live)
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
+    assert cause in cause_of_the_drop(tmp_path, "reward failed")
+
+
 def test_each_evaluation_has_all_the_retries_of_a_prompt(
     umbra_session: Session, tmp_path: Path
 ) -> None:

@@ -52,6 +52,24 @@ async def always_blocks(prompts: list[str], completions: list[str], **_: Any) ->
     return [1] * len(completions)
 
 
+def hangs_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Takes its time for the others."""
+    time.sleep(60.0 if prompts[0] == "t3" else 0.6)
+    return [1.0] * len(completions)
+
+
+async def waits_too_long_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
+    if prompts[0] == "t3":
+        await asyncio.sleep(60.0)
+    return [1] * len(completions)
+
+
+async def blocks_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
+    if prompts[0] == "t3":
+        time.sleep(60.0)  # noqa: ASYNC251
+    return [1] * len(completions)
+
+
 def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise KeyError("no such answer")
 
