@@ -52,6 +52,12 @@ class CudaDriver:
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return [self._device_uuid(idx) for idx in range(count.value)]
 
+    def has_context(self) -> bool:
+        """Whether this thread has one."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        return context.value is not None
+
     def address_range(self, pointer: int) -> tuple[int, int]:
         """First address and bytes of the allocation that contains `pointer`."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()

@@ -124,19 +124,16 @@ def _part(offset: int, tensor: Tensor, allocation: int, start: int) -> TensorPar
 
 
 class CudaOpener:
-    """Maps each allocation once, on the GPU that holds it.
-
-    One thread opens, and may copy from what is open while it opens more.
-    """
+    """Maps each allocation once, on the GPU that holds it."""
 
     def __init__(self) -> None:
-        self._devices: dict[bytes, int] = {}  # GPUs whose context was entered, by UUID
+        self._devices: dict[bytes, int] = {}  # of opened memory, by UUID
         self._opened: dict[Allocation, tuple[int, Tensor]] = {}  # address, memory
 
     def open(self, allocation: Allocation) -> Tensor:
         if allocation not in self._opened:
-            device = self._enter(allocation.device)
-            with torch.cuda.device(device):
+            device = self._device_of(allocation)
+            with _context_of(device):
                 pointer = cuda_driver().open(allocation.handle)
                 memory = torch.as_tensor(
                     _DeviceMemory(pointer, allocation.nbytes), device=f"cuda:{device}"
@@ -164,12 +161,10 @@ class CudaOpener:
     def close(self) -> None:
         self.keep(())
 
-    def _enter(self, uuid: bytes) -> int:
-        """The index of that GPU, whose context is entered the first time."""
+    def _device_of(self, allocation: Allocation) -> int:
+        uuid = allocation.device
         if uuid not in self._devices:
-            device = _index_of(uuid)
-            with _context_of(device):
-                self._devices[uuid] = device
+            self._devices[uuid] = _index_of(uuid)
         return self._devices[uuid]
 
 
@@ -214,7 +209,9 @@ def _index_of(uuid: bytes) -> int:
 
 @contextmanager
 def _context_of(device: int) -> Generator[None]:
-    """Makes the driver's calls work on that GPU: torch enters its context with the first call."""
+    """Makes the driver's calls work on that GPU. Another GPU's context is entered with the device,
+    the current one's with the first call of this thread that needs it."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()
+        if not cuda_driver().has_context():
+            torch.cuda.current_stream().synchronize()
         yield
