@@ -44,16 +44,14 @@ class _Step(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A copy between two views. It goes by memory of `device` in `dtype`, unless that is None."""
+    """A copy between two views. Values are first cast to `dtype`, unless that is None."""
 
     target: Tensor
     values: Tensor
-    device: torch.device
     dtype: torch.dtype | None
 
     def carry_out(self) -> None:
-        values = self.values if self.dtype is None else self.values.to(self.device, self.dtype)
-        self.target.copy_(values)
+        self.target.copy_(self.values if self.dtype is None else self.values.to(self.dtype))
 
 
 class CopyPlan:
@@ -190,13 +188,8 @@ class CopyPlan:
         block, target = source.block(step.idx, piece.block), step.target
         values = _within(block, piece.source(block.stride()))
         on_wire: torch.dtype = getattr(torch, self._manifest.entries[step.idx].dtype)
-        # torch casts and gathers on the GPU that has the values. It cannot write to parameters in
-        # memory of an engine's sleep allocator, which is mapped for their own GPU only.
-        is_elsewhere = values.is_cuda and values.device != target.device
-        # The loader gets what travels.
-        is_cast_twice = values.dtype != on_wire and target.dtype != on_wire
-        dtype = on_wire if is_elsewhere or is_cast_twice else None
-        return _Prepared(target, values, target.device if is_elsewhere else values.device, dtype)
+        is_cast_twice = values.dtype != on_wire and target.dtype != on_wire  # as for the loader
+        return _Prepared(target, values, on_wire if is_cast_twice else None)
 
     def _carry_out(self, source: WeightSource, step: _Step) -> None:
         if step.piece is None:

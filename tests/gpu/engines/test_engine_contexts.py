@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from model_factory import make_model
 from process_runs import greedy
 
 from umbra.runtime.cluster.placement import EngineGpus
+from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.session import Session
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.world import usable_gpus
 
 GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
@@ -70,3 +74,45 @@ def test_engines_have_no_context_on_each_others_gpus_before_they_read_weights_th
         pytest.skip("NVML lists no processes here")
     assert [len(pids) for pids in new] == [1, 1]
     assert new[0].isdisjoint(new[1])
+
+
+def test_an_engine_reads_another_gpus_memory_without_a_context_there(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    first, second = GPUS
+    weights = {
+        name: parameter.detach().to("cuda:1")
+        for name, parameter in make_model("qwen3").named_parameters()
+    }
+    pool = umbra_session.create_pool(
+        PoolSpec(
+            name="policy",
+            engine="embedded",
+            count=1,
+            mode="standalone",
+            transport="cuda_ipc",
+            kwargs={
+                "model_path": str(model_folder("qwen3")),
+                "device": "cuda",
+                "dtype": "float32",
+                "max_context_len": 512,
+                "kv_cache_num_tokens": 1 << 14,
+            },
+            engine_gpus=(EngineGpus(own=(first,), others=(second,)),),
+        )
+    )
+    deadline = time.monotonic() + 60.0
+    while pool.states()[0]["state"] != "PENDING_WEIGHTS":
+        assert time.monotonic() < deadline, pool.states()
+        time.sleep(0.1)
+    before = pids_by_gpu()
+    publisher = WeightPublisher(SessionSync(umbra_session), 0, 1, weights)
+
+    for version in range(1, 4):  # the first one with checksums
+        report = publisher.publish("policy", version, 60.0)
+        assert (report.transport, report.failed) == ("cuda_ipc", {})
+
+    now = pids_by_gpu()
+    if not any(now):
+        pytest.skip("NVML lists no processes here")
+    assert now[1] == before[1]

@@ -17,7 +17,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import HANDLE_NBYTES
 
 _BUFFER_ID: Final = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
-# Memory of a GPU that another GPU of this process reaches directly is mapped for that one, too.
+# Memory of another GPU is mapped for the one whose context is current, if that reaches it directly.
 
 
 class _Handle(ctypes.Structure):

@@ -124,61 +124,50 @@ def _part(offset: int, tensor: Tensor, allocation: int, start: int) -> TensorPar
 
 
 class CudaOpener:
-    """Maps each allocation once, on the GPU that holds it."""
+    """Maps each allocation once for torch's current device, whichever GPU holds it.
+
+    A GPU then reads the memory of another one directly, and the process needs no context there.
+    """
 
     def __init__(self) -> None:
-        self._devices: dict[bytes, int] = {}  # of opened memory, by UUID
+        self._device = -1
         self._opened: dict[Allocation, tuple[int, Tensor]] = {}  # address, memory
 
     def open(self, allocation: Allocation) -> Tensor:
         if allocation not in self._opened:
-            device = self._device_of(allocation)
-            with _context_of(device):
+            _check_visible(allocation.device)
+            self._device = torch.cuda.current_device()
+            with _context_of(self._device):
                 pointer = cuda_driver().open(allocation.handle)
-                memory = torch.as_tensor(
-                    _DeviceMemory(pointer, allocation.nbytes), device=f"cuda:{device}"
-                )
+                memory = _memory_at(pointer, allocation.nbytes, self._device)
             self._opened[allocation] = pointer, memory
         return self._opened[allocation][1]
 
     def settle(self) -> None:
-        """Copies from other GPUs are ordered into the stream of the target's, too."""
         if self._opened:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
 
     def keep(self, allocations: Collection[Allocation]) -> None:
         others = self._opened.keys() - set(allocations)
         if not others:
             return
-        for device in {torch.cuda.current_device(), *self._devices.values()}:
-            torch.cuda.synchronize(device)
-        for uuid, device in self._devices.items():
-            with _context_of(device):
-                for allocation in others:
-                    if allocation.device == uuid:
-                        cuda_driver().close(self._opened.pop(allocation)[0])
+        with _context_of(self._device):
+            torch.cuda.synchronize()
+            for allocation in others:
+                cuda_driver().close(self._opened.pop(allocation)[0])
 
     def close(self) -> None:
         self.keep(())
 
-    def _device_of(self, allocation: Allocation) -> int:
-        uuid = allocation.device
-        if uuid not in self._devices:
-            self._devices[uuid] = _index_of(uuid)
-        return self._devices[uuid]
 
+def _memory_at(pointer: int, nbytes: int, device: int) -> Tensor:
+    """Bytes at an address that a GPU can read, as memory of this GPU: uint8 [nbytes].
 
-class _DeviceMemory:
-    """Bytes on a GPU, in the form that torch accepts without a copy."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),  # torch refuses memory that is marked as read-only
-            "strides": None,
-            "version": 2,
-        }
+    torch's public ways (2.11) ask the driver which GPU holds them.
+    """
+    make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+    empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
+    return empty.set_(make(pointer, empty.device, nbytes))  # pyright: ignore[reportUnknownMemberType]
 
 
 def probe_import(raw: Sequence[object]) -> str:
@@ -197,14 +186,13 @@ def probe_import(raw: Sequence[object]) -> str:
     return ""
 
 
-def _index_of(uuid: bytes) -> int:
+def _check_visible(uuid: bytes) -> None:
     uuids = cuda_driver().device_uuids()
     if uuid not in uuids:
         raise WeightSyncError(
             f"the rank's GPU {uuid.hex()} is not among the {len(uuids)} that this process may use "
             "(CUDA_VISIBLE_DEVICES)"
         )
-    return uuids.index(uuid)
 
 
 @contextmanager
