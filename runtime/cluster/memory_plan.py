@@ -27,7 +27,8 @@ GIB: Final = 1 << 30
 _RESERVE: Final = 0.04
 # Share of a GPU that KV caches leave free, for the driver and for allocators, which round up.
 _FOREIGN_CONTEXT_NBYTES: Final = 640 << 20
-# An engine that reads weights on another GPU creates a CUDA context there, of 610 MiB on an H100.
+# An engine that read weights on another GPU had a CUDA context there, of 610 MiB on an H100. To be
+# measured again: it opens the memory for its own GPU now.
 _Cell = tuple[int, int]
 """A GPU: the indices of its node and of itself in the node."""
 
