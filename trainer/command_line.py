@@ -109,7 +109,7 @@ def _run(
     with (
         fatal_errors,
         _run_lock(config, environment),
-        StopSignals(grace_s) as stop,
+        StopSignals(grace_s, fatal_errors.stopped) as stop,
         Session.from_torchrun(
             settings, on_note=notes.put, on_failed=fatal_errors.job_failed, on_signal=stop.pass_in
         ) as session,
@@ -122,7 +122,8 @@ def _run(
                 starter = stack.enter_context(ServiceStarter.open(session, config))
             # Imports torch, while the supervisor and the rollout workers start.
             gc.disable()  # looking for garbage among torch's modules takes a sixth of the time
-            from umbra.trainer.train import Trainer
+            with stop.importing():
+                from umbra.trainer.train import Trainer
 
             gc.freeze()  # they never become garbage
             gc.enable()

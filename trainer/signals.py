@@ -35,6 +35,7 @@ from types import FrameType
 from typing import Final, Self
 
 from umbra.runtime.cluster.run_notice import stop_status
+from umbra.runtime.errors import JobFailed
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_REQUEST_S: Final = 1.0
@@ -58,12 +59,19 @@ class StopRequested(Exception):
 class StopNow(SystemExit):
     """Raised in the main thread, wherever it is; carries the signal's exit status."""
 
-    def __init__(self, number: signal.Signals) -> None:
+    def __init__(self, number: signal.Signals, *, is_training: bool) -> None:
         super().__init__(stop_status(number))
-        self._name = number.name
+        self._text = f"stopped by {number.name} before the first step; nothing was saved"
+        if is_training:
+            self._text = f"stopped by {number.name}; what came after the last checkpoint is lost"
 
     def __str__(self) -> str:
-        return f"stopped by a signal ({self._name})"
+        return self._text
+
+    @staticmethod
+    def is_cause_of(failure: JobFailed) -> bool:
+        """Whether another rank ended so, and the session reported that as its failure."""
+        return f" failed: {StopNow.__name__}: " in str(failure)
 
 
 class StopSignals:
@@ -71,13 +79,20 @@ class StopSignals:
 
     Until `defer()` is called there is nothing to save, and a signal ends the process at once.
     Owns the thread that ends the process as a last resort.
+
+    Args:
+        on_last_resort: reports that, on that thread.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(
+        self, grace_s: float, on_last_resort: Callable[[StopNow], None] | None = None
+    ) -> None:
         self.received: signal.Signals | None = None
         self._grace_s = grace_s
+        self._on_last_resort = on_last_resort
         self._is_deferring = False
         self._is_interruptible = False
+        self._is_importing = False
         self._received_at = 0.0
         self._passed_in: signal.Signals | None = None
         self._pass_on: Callable[[signal.Signals], None] | None = None
@@ -143,6 +158,8 @@ class StopSignals:
                 return
             if not self.requested:
                 signal.pthread_kill(self._main_thread, signal.SIGALRM)
+        if self._on_last_resort is not None:
+            self._on_last_resort(self._stop_of(signal.Signals(number)))
         os._exit(stop_status(number))
 
     @property
@@ -245,6 +262,23 @@ class StopSignals:
         if self._is_interruptible:
             raise StopRequested
 
+    @contextmanager
+    def importing(self) -> Generator[None]:
+        """A block that imports torch, whose modules in C++ abort the process if an exception comes
+        from a signal's handler. The signal is acted on afterwards, or by the last resort."""
+        self._is_importing = True
+        try:
+            yield
+        finally:
+            self._is_importing = False
+        if self.requested:
+            self._stop_now()
+
     def _stop_now(self) -> None:
+        if self._is_importing:
+            return
         signal.setitimer(signal.ITIMER_REAL, 0)  # cleaning up must not be interrupted
-        raise StopNow(self.received or signal.SIGTERM)
+        raise self._stop_of(self.received or signal.SIGTERM)
+
+    def _stop_of(self, number: signal.Signals) -> StopNow:
+        return StopNow(number, is_training=self._is_deferring)

@@ -104,9 +104,10 @@ def test_sigint_in_the_middle_of_the_first_step_ends_it(folder: Path) -> None:
 def test_sigterm_while_processes_start_ends_them(folder: Path) -> None:
     with start_run(folder, LONG) as run:
         run.wait_for("the first actor", lambda: run.actors() or None, timeout_s=60.0)
-        stop(run, signal.SIGTERM, "torchrun")
+        ended = stop(run, signal.SIGTERM, "torchrun")
 
     assert run.num_steps() == 0
+    assert "  stopped by SIGTERM before the first step; nothing was saved\n" in ended.output
 
 
 def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:

@@ -25,6 +25,7 @@ from typing import Self
 
 from umbra.runtime.errors import JobFailed, RemoteError, UmbraError
 from umbra.runtime.escaping import escape_unprintable
+from umbra.trainer.signals import StopNow
 
 
 class FatalErrorReporter:
@@ -55,10 +56,13 @@ class FatalErrorReporter:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if error is not None and self._failure is not None:
-            is_its_own = str(self._failure).startswith(f"rank {self._rank} failed")
+        failure = self._failure
+        if isinstance(error, StopNow) and (failure is None or StopNow.is_cause_of(failure)):
+            self.stopped(error)
+        elif error is not None and failure is not None:
+            is_its_own = str(failure).startswith(f"rank {self._rank} failed")
             if not (is_its_own and isinstance(error, SystemExit)):
-                self.report(self._failure)
+                self.report(failure)
 
     def report(self, error: UmbraError) -> None:
         """Prints the error to stderr and writes it for torchrun, unless one was reported before."""
@@ -73,6 +77,12 @@ class FatalErrorReporter:
             _leave_for_torchrun(message)
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             traceback.print_exception(error)
+
+    def stopped(self, stop: StopNow) -> None:
+        """Reports a stop at once. A signal mostly comes to all ranks, and one line is enough."""
+        if self._rank == 0:
+            sys.stderr.write(f"  {stop}\n")
+            sys.stderr.flush()
 
     def job_failed(self, failure: JobFailed) -> None:
         """Starts the deadline for the end of this process: the job is lost."""

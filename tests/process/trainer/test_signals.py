@@ -64,6 +64,23 @@ def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) 
         assert process.returncode == 0
 
 
+def test_a_signal_while_torch_is_imported_ends_the_rank_after_it() -> None:
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            with stop.importing():
+                say("ready")
+                while not stop.requested:
+                    time.sleep(0.01)
+                say("imported")
+            say("not reached")
+    """
+    with rank(code) as process:
+        process.send_signal(signal.SIGINT)
+
+        assert rest_of(process) == "imported\n"
+        assert process.returncode == 128 + signal.SIGINT
+
+
 def test_a_hangup_stays_ignored_where_it_was_before() -> None:
     """Ignores SIGHUP like nohup, and handles the other signals."""
     code = """
