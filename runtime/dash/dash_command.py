@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import logging
 import signal
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(run_dir: Path, host: str, port: int) -> None:
+    # The server logs its own failures; aiohttp would log a traceback for each malformed request.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -29,17 +29,20 @@ _LIMIT_MS = 60_000.0  # on a busy machine an engine takes long to start
 
 @contextmanager
 def dash(run_dir: Path) -> Generator[str]:
-    """The address of a server about a run; it must end in order."""
+    """The address of a server about a run; it must end in order, and report nothing."""
     command = [sys.executable, "-c", _PROGRAM, "dash", str(run_dir), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
         try:
-            assert server.stdout is not None
             found = re.search(r"http://\S+", server.stdout.readline())
             assert found is not None
             yield found[0]
         finally:
             server.send_signal(signal.SIGINT)
             assert server.wait(10.0) == 0
+        assert server.stderr.read() == ""
 
 
 @contextmanager
@@ -131,6 +134,13 @@ def answer_of(url: str, path: str, *, method: str = "GET", host: str = "") -> tu
         connection.close()
 
 
+def _status_of(url: str, request: bytes) -> bytes:
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20.0) as connection:
+        connection.sendall(request)
+        return connection.recv(100).split()[1]
+
+
 def test_ctrl_c_does_not_wait_for_what_is_being_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")  # opening it waits for a writer
 
@@ -150,6 +160,7 @@ def test_only_reads_of_its_own_files_under_its_own_name_are_answered(tmp_path: P
             for path in ("/../secret", "/%2e%2e/secret", "/..%2fsecret", "/static/dash.js", "/x")
         }
         assert answer_of(url, "/")[0] == 200
+        assert _status_of(url, b"GET " + b"/a" * 9000 + b" HTTP/1.1\r\n\r\n") == b"400"
         assert answer_of(url, "/", method="POST")[0] == 405
         assert answer_of(url, "/api/samples?step=-1")[0] == 400
         assert answer_of(url, "/api/samples?order=any")[0] == 400
