@@ -195,5 +195,8 @@ def _read(kind: type[T], path: Path) -> T | None:
         return from_wire(kind, json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    except (ConfigError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot read {path}, which another version of umbra may have written: use the one "
+            f"that runs the job ({error})"
+        ) from error

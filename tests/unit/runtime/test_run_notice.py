@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
+from umbra.runtime.errors import ConfigError
 
 ADDRESS = SupervisorAddress(job="a", node_id="node", pid=1, socket_dir="/tmp/none")
 REQUEST = JobRequest(job="a", kind="preempt", grace_s=3.0)
@@ -30,6 +31,14 @@ def test_an_answer_is_for_one_request(tmp_path: Path) -> None:
 
     assert notice.take_answer(another) is None
     assert [notice.take_answer(REQUEST) for _ in range(2)] == [answer, None]
+
+
+def test_a_file_of_another_version_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "supervisor.json"
+    path.write_text('{"job": "a", "node_id": "n", "pid": 1, "socket_dir": "/s", "later": 1}')
+
+    with pytest.raises(ConfigError, match=f"cannot read {path}, which another version of umbra"):
+        RunNotice(tmp_path).address()
 
 
 @pytest.mark.parametrize(
