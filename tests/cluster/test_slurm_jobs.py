@@ -165,6 +165,27 @@ def test_a_job_of_two_nodes_that_gets_usr1_is_requeued_and_finishes(
     submission.check_nothing_is_left()
 
 
+def test_each_node_of_a_job_that_is_requeued_has_an_output_file_of_its_own(
+    submission: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_OUTPUT", "%x-%j-%n.log")  # not %N: these nodes share a host's name
+    job = submission.submit("train.steps=12", options=("--nodes=2",))
+    submission.wait_for_step(job, 1)
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
+    submission.wait_for_state(job, "COMPLETED")
+
+    of_nodes = [submission.folder / f"umbra-{job}-{idx}.log" for idx in range(2)]
+    texts = "".join(path.read_text() for path in of_nodes)
+    of_job = submission.output(job).read_text()
+    assert submission.slurm.field(job, "Restarts") == "1", of_job
+    for part in (" 1/12 ", "stopped by SIGUSR1", "resuming after step", " 12/12 "):
+        assert part in texts, texts  # of rank 0, which may be on the other node after the restart
+    assert "USR1: preempting job" in of_job
+    assert " 1/12 " not in of_job
+    submission.check_nothing_is_left()
+
+
 @pytest.mark.umbra_allow_leaks("the cluster, which other tests share, starts a node again")
 def test_a_job_that_loses_a_node_is_requeued_and_finishes_on_others(
     submission: Submission,
