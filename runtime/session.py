@@ -230,7 +230,6 @@ class Session:
             stack.enter_context(answering_stack_requests())
             stack.enter_context(recording(self._trace_dir, self._node_id, f"rank-{self.rank}"))
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
-                stack.callback(self._forget_keys)
                 self._guardian = self._start_supervisor()
                 stack.enter_context(self._guardian)
             stack.enter_context(self._loop)
@@ -271,9 +270,12 @@ class Session:
     def _start_supervisor(self) -> GuardianProcess:
         config, environment = self._config, self._environment
         log_path = self._log_dir / "supervisor.log"
-        secret = ""
+        secret = keys_to_remove = ""
         if self._tcp_host:
             secret = str(self._job_keys())
+            # Where the nodes may change, the last supervisor removes the file.
+            if not is_secret_file_named() and not environment.nodes_may_change:
+                keys_to_remove = secret
         run_dir = str(config.run_dir.absolute())
         settings = SupervisorConfig(
             node_id=self._node_id,
@@ -282,6 +284,7 @@ class Session:
             socket_dir=str(self._socket_dir),
             tcp_host=self._tcp_host,
             secret_file=secret,
+            keys_to_remove=keys_to_remove,
             log_level=log_level(),
             trace_dir=self._trace_dir,
             is_lead=environment.node_rank == 0 and not environment.nodes_may_change,
@@ -290,7 +293,9 @@ class Session:
             torchrun_pid=0 if self._agent is None else self._agent.pid,
         )
         program = [sys.executable, "-m", "umbra.runtime.supervisor_host"]
-        with self._owner_pidfd() as owner_pidfd:
+        with self._owner_pidfd() as owner_pidfd, contextlib.ExitStack() as until_started:
+            if keys_to_remove:
+                until_started.callback(os.unlink, keys_to_remove)
             guardian = start_guardian(
                 [*program, run_dir],
                 config=settings.to_json(),
@@ -298,7 +303,9 @@ class Session:
                 log_path=log_path,
                 grace_s=config.shutdown_grace_s,
                 owner_pidfd=owner_pidfd,
+                keys_to_remove=keys_to_remove,
             )
+            until_started.pop_all()
         with contextlib.ExitStack() as stack:
             stack.enter_context(guardian)
             stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)
@@ -325,13 +332,6 @@ class Session:
             with contextlib.suppress(FileExistsError):  # another node was faster
                 CurveKeys.generate().save(self._secret_file)
         return self._secret_file
-
-    def _forget_keys(self) -> None:
-        """Removes the secret file if only this job used it. Where the nodes may change, the last
-        supervisor does."""
-        is_own = self._tcp_host and not is_secret_file_named()
-        if is_own and not self._is_outlived and not self._environment.nodes_may_change:
-            self._secret_file.unlink(missing_ok=True)
 
     @property
     def _is_outlived(self) -> bool:

@@ -64,6 +64,8 @@ class SupervisorConfig:
         is_lead, nodes_may_change, owns_keys, torchrun_pid: see `Supervisor`.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
+        keys_to_remove: the same, if the file ends with this node's part of the job. The supervisor
+            removes it if the guardian, which would, is lost.
     """
 
     node_id: str
@@ -77,6 +79,7 @@ class SupervisorConfig:
     is_lead: bool = False
     nodes_may_change: bool = False
     owns_keys: bool = False
+    keys_to_remove: str = ""
     torchrun_pid: int = 0
 
     def to_json(self) -> bytes:
@@ -203,6 +206,8 @@ def main() -> None:
         kill_all_descendants(deadline_s=30.0)
         if os.getppid() != arguments.guardian_pid:
             shutil.rmtree(config.socket_dir, ignore_errors=True)
+            if config.keys_to_remove:
+                Path(config.keys_to_remove).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def start_guardian(
     log_path: Path,
     grace_s: float,
     owner_pidfd: int,
+    keys_to_remove: str = "",
     env: Mapping[str, str] | None = None,
 ) -> GuardianProcess:
     """Starts the guardian, which starts `supervisor_argv --ready-fd N --guardian-pid PID`.
@@ -111,6 +112,7 @@ def start_guardian(
     environment. `owner_pidfd`: the process whose end is the job's end; the caller closes it.
     `grace_s`: the supervisor's time to stop once the owner has ended. The guardian takes over
     `socket_dir` and removes it at the end; it is removed, too, if the guardian cannot be started.
+    `keys_to_remove`: a file of keys that the guardian removes as well, "" for none.
 
     Raises ConfigError if the log cannot be written.
     """
@@ -127,6 +129,7 @@ def start_guardian(
                     *interpreter,
                     *map(str, fds),
                     str(socket_dir.path),
+                    keys_to_remove,
                     str(grace_s),
                     *supervisor_argv,
                 ],

@@ -1,6 +1,6 @@
 """The guardian: parent of the supervisor; it ends everything below it.
 
-    python -I -S guardian.py OWNER_PIDFD READY_FD LOCK_FD SOCKET_DIR GRACE_S program [argument ...]
+    python -I -S guardian.py OWNER_PIDFD READY_FD LOCK_FD SOCKET_DIR KEYS GRACE_S program [arg ...]
 
 A node's local rank 0 starts it (`start_guardian`) in a session of its own. It uses the standard
 library only, about 10 MB resident, because it must outlive whatever kills the supervisor.
@@ -11,7 +11,7 @@ stdin, stdout and stderr, and then only waits:
     owner ended                     ──> SIGTERM to the supervisor, GRACE_S seconds for it
     SIGTERM, SIGINT or SIGHUP       ──> the same to the supervisor, which stops the ranks first:
                                         twice GRACE_S for it
-    supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR, exit
+    supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR and KEYS, exit
 
 While the supervisor lives, it adopts the orphans below it (it is a subreaper too); once it has
 ended, they all come here. If the guardian alone is killed, the supervisor notices by a pidfd and
@@ -20,7 +20,8 @@ ends everything itself.
 Descriptors, all inherited: OWNER_PIDFD watches the process whose end is the job's end (torchrun's
 agent). READY_FD is a pipe's write end that only the supervisor keeps, so that its reader gets
 either the supervisor's line or an end of file. LOCK_FD holds the socket directory's lock as long as
-guardian or supervisor lives. Exit status: the supervisor's (128 + N for signal N).
+guardian or supervisor lives. KEYS is the path of the file of keys that ends with the job, or empty.
+Exit status: the supervisor's (128 + N for signal N).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ else:
 def main() -> int:
     """Guards one supervisor until its end; returns the exit status."""
     owner_pidfd, ready_fd, lock_fd = (int(field) for field in sys.argv[1:4])
-    socket_dir, grace_s, program = sys.argv[4], float(sys.argv[5]), sys.argv[6:]
+    socket_dir, keys, grace_s, program = *sys.argv[4:6], float(sys.argv[6]), sys.argv[7:]
     os.set_inheritable(owner_pidfd, False)
     os.set_inheritable(lock_fd, True)
     prctl.become_subreaper()
@@ -72,6 +73,8 @@ def main() -> int:
     finally:
         _end_descendants()
         remove_dir(socket_dir)
+        if keys:
+            _remove(os.unlink, keys)
 
 
 def _guard(

@@ -80,6 +80,21 @@ def test_a_rank_that_is_killed_is_named_on_every_node(hosts: Hosts, home: Path) 
     assert_nothing_left(home)
 
 
+def test_no_key_is_left_if_all_ranks_and_torchruns_are_killed_at_once(
+    hosts: Hosts, home: Path
+) -> None:
+    with NodeJob(hosts, home, 2, ranks(home, "block")) as job:
+        wait_for(job, "met")
+        (keys,) = (home / "home").rglob("jobs/*")
+        started = [event["pid"] for event in read_events(job.outputs, "started").values()]
+        with all_end([pid for node in (0, 1) for pid in job.tree(node)]):
+            for pid in (*(agent.pid for agent in job.agents), *started):
+                os.kill(pid, signal.SIGKILL)
+
+    assert not keys.exists()
+    assert_nothing_left(home)
+
+
 def test_a_node_that_dies_ends_the_job_on_the_others(hosts: Hosts, home: Path) -> None:
     """Each of the two takes the other one for dead: the lead loses a member, and that the lead."""
     with NodeJob(hosts, home, 2, ranks(home, "block")) as job:
