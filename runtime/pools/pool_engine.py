@@ -122,6 +122,8 @@ class PoolEngine:
         """Updates the lifecycle after a change of the process."""
         if self.actor.state == ActorState.RUNNING and self.actor.ref is not None:
             self._handle = self._client.handle(self.actor.ref)
+            # Opened here, one by one. The first call to a whole pool would open all at once.
+            self._client.connection(self.actor.ref)
             if self.state == EngineState.DEAD:
                 self.apply(Restart())
             self.apply(EngineStarted(_OWN_VERSION if self._loads_weights else None))

@@ -9,7 +9,7 @@ the ranks, there is no rollout manager, and the network is the loopback of a nam
 - `engines_s`: from creating a pool with an engine on each node until all serve
 - `pause_ms`, `pause_max_ms`: from the call that pauses the pool at the lead until all engines have
   acknowledged it: median and maximum; `pause_cpu_s` of the lead's processor. `pause_first_ms`: of
-  the pool's first pause, which is not among them, because the lead connects to the engines in it
+  the pool's first pause, which is not among them
 - `rest_kb_per_s`: all bytes through the loopback at rest, both directions and the headers of IP and
   tcp included, for each node but the lead; `lead_kb_per_s` is their sum
 - `lead_core`: the lead's processor seconds per second at rest; `lead_mb` its resident memory, and

@@ -41,7 +41,7 @@ def measure(num_links: int) -> dict[str, float]:
     }
     endpoint, receivers = listener.endpoint, list[ReceivingLink]()
     for idx, key in enumerate(senders):
-        link = ReceivingLink(endpoint, key, idx, grid, memories, progress, deadline, _report_error)
+        link = ReceivingLink(endpoint, key, idx, grid, memories, progress, deadline, _ignore)
         receivers.append(link)
     listener.serve(senders, deadline)
     chunk = torch.zeros(_NBYTES, dtype=torch.uint8)
@@ -66,8 +66,8 @@ def measure(num_links: int) -> dict[str, float]:
     return facts
 
 
-def _report_error(rank: int, error: Exception) -> None:
-    print(f"link {rank}: {error}", file=sys.stderr)
+def _ignore(rank: int, error: Exception) -> None:
+    """Links are closed before everything has arrived."""
 
 
 def _count(kind: str) -> int:
