@@ -43,6 +43,7 @@ from umbra.runtime.process.descendants import is_dying, process_stat
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
+from umbra.runtime.process.process_tree import ProcessTree
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.settings import to_wire
 from umbra.runtime.tracing.spans import instant, span
@@ -189,13 +190,16 @@ class SupervisedActor:
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows.
 
+        What the kernel says of the process now, such as that a signal has stopped it, comes before
+        the reason, which may be only a consequence.
+
         Does nothing if it has ended or was asked to, and ignores the reason if it is ending by
         itself, because a broken call is then not the cause. The first of several reasons counts.
         """
         if self._child is not None and not self._child.has_ended():
             stat = process_stat(self._child.pid)
             if stat is not None and not stat.is_ending:
-                self._kill_reason = self._kill_reason or reason
+                self._kill_reason = self._kill_reason or _with_state(self._child.pid, reason)
             self._child.kill()
 
     def wait_for(self, may_start: asyncio.Event) -> None:
@@ -398,6 +402,7 @@ class SupervisedActor:
             late = f"not ready within start_timeout_s = {self.spec.start_timeout_s:g}"
             if self.spec.role == "engine":
                 late += " (pool.sync_timeout_s)"
+            late = _with_state(child.pid, late)
             text = f"{late}; last output:\n{child.log_tail() or '(none)'}"
             if self._explain_late is not None and not self.has_run:
                 text += await self._explain_late(f"{self.spec.name}: {late}")
@@ -513,6 +518,14 @@ class SupervisedActor:
         }
         packed: bytes = msgpack.packb(config)
         return packed
+
+
+def _with_state(pid: int, reason: str) -> str:
+    """The reason to give up a process, behind what the kernel says of it and those below it."""
+    tree = ProcessTree(pid)
+    tree.look()
+    state = tree.why_stuck()
+    return f"{state}: {reason}" if state else reason
 
 
 async def await_end_of_lost(

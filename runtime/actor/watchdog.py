@@ -1,4 +1,7 @@
-"""Watches one actor's processes from the supervisor: hung, blocked, stalled, or too large."""
+"""Watches one actor's processes from the supervisor: hung, blocked, stalled, or too large.
+
+Whoever kills a process adds what the kernel says of it (`SupervisedActor.kill`).
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ class Watchdog:
     def _hung(self) -> str:
         silent_s = self._num_missed * self._interval_s
         if silent_s > self._spec.hung_limit_s:
-            return f"no heartbeat for {silent_s:.3g} s: stopped, or wedged in native code"
+            return f"no heartbeat for {silent_s:.3g} s"
         if self._loop_age_s > self._spec.busy_limit_s:
             return (
                 f"its event loop has been blocked for {self._loop_age_s:.0f} s "
@@ -102,11 +105,10 @@ class Watchdog:
                 f"(pool.stall_limit_s = {limit_s:g}): its model's process hangs; if a first "
                 "token may take longer, raise the limit"
             )
-        stopped = self.tree.stopped_pids()
-        self._num_stopped = self._num_stopped + 1 if stopped else 0
+        self._num_stopped = self._num_stopped + 1 if self.tree.stopped_pids() else 0
         stopped_s = (self._num_stopped - 1) * self._interval_s
         if stopped_s >= min(_STOPPED_LIMIT_S, self._spec.hung_limit_s):
-            return f"its process {stopped[0]} was stopped by a signal, {stopped_s:.3g} s ago"
+            return f"it did not continue within {stopped_s:.3g} s"
         return ""
 
     def _too_large(self) -> str:

@@ -216,10 +216,10 @@ class AttachedRanks:
 
 def _look_whether_stopped(rank: AttachedRank, notify: Notify) -> None:
     stat, who = process_stat(rank.pid), f"rank {rank.rank}"
-    if stat is not None and stat.state == "T":
+    if stat is not None and stat.is_stopped:
         rank.num_stopped += 1
         if rank.num_stopped == _NUM_LOOKS:
-            text = f"is stopped by a signal: kill -CONT {rank.pid} lets it continue"
+            text = f"is {stat.why_stuck}: kill -CONT {rank.pid} lets it continue"
             notify(f"{rank.name} {text}", "fault", who)
         return
     if rank.num_stopped >= _NUM_LOOKS:

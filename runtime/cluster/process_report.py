@@ -21,14 +21,7 @@ _NUM_LOG_LINES: Final = 200
 _MAX_COMMAND_LEN: Final = 120
 _NUM_FRAMES: Final = 3
 """Innermost frames of a thread that the summary shows; the file of stacks has all."""
-_STATES: Final = {
-    "R": "running",
-    "S": "waiting",
-    "D": "in a system call that cannot be interrupted",
-    "T": "STOPPED by a signal",
-    "t": "stopped by a debugger",
-    "Z": "ended",
-}
+_STATES: Final = {"R": "running", "S": "waiting"}
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LOOP: Final = re.compile(r"/(selectors|asyncio/\w+)\.py$")
 """The innermost file of a thread whose event loop has nothing to do."""
@@ -91,7 +84,7 @@ def _name(pid: int, names: Mapping[int, str]) -> str:
 
 def _summary(process: _Process, stacks: str) -> list[str]:
     stat = process_stat(process.pid)
-    state = "ended" if stat is None else _STATES.get(stat.state, stat.state)
+    state = "ended" if stat is None else stat.why_stuck or _STATES.get(stat.state, stat.state)
     memory = resident_nbytes(process.pid) / 2**20
     title = f"{process.name} (pid {process.pid}): {state}, {memory:.0f} MiB"
     if process.name.endswith("'s"):

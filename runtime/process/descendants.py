@@ -34,6 +34,16 @@ between scans.
 _PENDING = ("SigPnd:", "ShdPnd:")
 """Fields of /proc/PID/status: masks of the signals that are pending for the process."""
 
+_STUCK = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "in a system call that cannot be interrupted",
+    "Z": "ended",
+    "X": "ended",
+}
+"""States in which a process does not answer; see proc(5). In the others it runs, or waits for
+something."""
+
 _PF_EXITING = 0x4
 """From include/linux/sched.h."""
 
@@ -46,6 +56,16 @@ class ProcessStat(NamedTuple):
     flags: int
     num_threads: int
     start_ticks: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal; SIGCONT lets it continue."""
+        return self.state == "T"
+
+    @property
+    def why_stuck(self) -> str:
+        """What it is, if it cannot answer: such as "stopped by a signal"; else ""."""
+        return _STUCK.get(self.state, "")
 
     @property
     def is_ending(self) -> bool:

@@ -1,4 +1,4 @@
-"""A process and all below it: their pids, whether one is stopped, and the memory they hold."""
+"""A process and all below it: their pids, why they may be stuck, and the memory they hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ class ProcessTree:
     def stopped_pids(self) -> list[int]:
         """Processes below the root that a signal has stopped. (A debugger uses another state.)"""
         stats = ((pid, process_stat(pid)) for pid in self.pids[1:])
-        return [pid for pid, stat in stats if stat is not None and stat.state == "T"]
+        return [pid for pid, stat in stats if stat is not None and stat.is_stopped]
+
+    def why_stuck(self) -> str:
+        """Why the root may not answer, as far as the kernel knows; "" if it may."""
+        stat = process_stat(self._root_pid)
+        if stat is not None and stat.why_stuck:
+            return f"it was {stat.why_stuck}"
+        stopped = self.stopped_pids()
+        return f"its process {stopped[0]} was stopped by a signal" if stopped else ""
 
     def resident_nbytes(self) -> int:
         """Resident memory. Pages that may be shared count as the most that one process has.

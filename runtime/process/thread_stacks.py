@@ -105,8 +105,8 @@ def _read(pid: int) -> str:
     stat = process_stat(pid)
     if stat is None:
         return "[it has ended]"
-    if stat.state == "T":
-        return "[it is stopped by a signal]"
+    if stat.is_stopped:
+        return f"[it is {stat.why_stuck}]"
     descriptors = _find_descriptors(pid)
     if descriptors is None:
         return "[its stacks are unknown: it does not run umbra]"

@@ -84,7 +84,7 @@ def test_a_stopped_engine_is_reported_and_left_alone(folder: Path) -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         run.wait()
 
-    assert f"policy-0 (pid {pid}): STOPPED by a signal" in summary
+    assert f"policy-0 (pid {pid}): stopped by a signal" in summary
     assert "it is stopped by a signal" in part_about("policy-0", summary)
     assert "\npolicy-0#1: " in summary  # the state of the engine
     assert "no answer: policy-0#1" in summary
@@ -117,7 +117,7 @@ def test_a_stopped_supervisor_is_reported_from_outside(folder: Path) -> None:
         run.wait()
 
     assert "the supervisor does not answer" in summary
-    assert f"supervisor (pid {pid}): STOPPED by a signal" in summary
+    assert f"supervisor (pid {pid}): stopped by a signal" in summary
     assert "umbra.trainer" in summary  # a rank's command line
     assert "rollouts#1" in summary
 

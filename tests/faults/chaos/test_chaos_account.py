@@ -390,7 +390,7 @@ def test_sizes_that_make_no_whole_batches_are_refused() -> None:
     [
         ("policy-0#3 (pid 7) killed by SIGKILL (9); restarting it in 0.05 s", "policy-0#3", False),
         (
-            "policy-1#2 was killed: no heartbeat for 2.5 s: stopped, or wedged in native code; "
+            "policy-1#2 was killed: it was stopped by a signal: no heartbeat for 2.5 s; "
             "restarting it in 0.2 s",
             "policy-1#2",
             False,

@@ -193,7 +193,7 @@ def test_the_batch_is_that_of_an_undisturbed_run(
         note for note in umbra_session_factory.notes if note.startswith("policy-0#1 was killed")
     ]
     assert bool(notes) == (name == "stop"), umbra_session_factory.notes
-    assert all("no heartbeat for" in note for note in notes)
+    assert all("it was stopped by a signal: no heartbeat for" in note for note in notes)
 
 
 @pytest.mark.slow

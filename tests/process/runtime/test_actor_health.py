@@ -30,7 +30,7 @@ def test_a_stopped_actor_counts_as_hung_and_is_replaced(
         kill(pid, signal.SIGSTOP)
 
     assert wait_for_incarnation(session, 2, echo.ref.name) != pid
-    assert was_reported(shared, echo, "no heartbeat for")
+    assert was_reported(shared, echo, "was killed: it was stopped by a signal: no heartbeat for")
 
 
 @pytest.mark.slow
@@ -112,7 +112,8 @@ def test_an_engine_with_a_stopped_process_is_replaced_and_other_actors_are_not(
 
     with all_end(children[:1], within_s=10.0):
         wait_for_incarnation(session, 2, engine.ref.name)
-    assert was_reported(shared, engine, f"its process {children[0]} was stopped by a signal")
+    stopped = f"its process {children[0]} was stopped by a signal: it did not continue within 1 s"
+    assert was_reported(shared, engine, stopped)
     assert other.call("who")["incarnation"] == 1
 
 

@@ -36,3 +36,18 @@ def test_an_engine_killed_as_it_is_paused_was_not_killed_for_that(
     ends = [line for line in log.read_text().splitlines() if "restarting it in" in line]
     assert len(ends) == NUM_KILLS
     assert [line for line in ends if "killed by SIGKILL (9)" not in line] == []
+
+
+def test_an_engine_killed_because_it_did_not_answer_is_said_to_have_been_stopped(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    pool = umbra_session.create_pool(spec("policy"))
+    (engine,) = umbra_session.supervisor_call("list_actors")
+    os.kill(engine["pid"], signal.SIGSTOP)
+
+    pool.pause("abort", timeout_s=1.0)
+
+    wait_until(lambda: pool.states()[0]["incarnation"] > 1)
+    (log,) = tmp_path.rglob("supervisor.log")
+    (end,) = [line for line in log.read_text().splitlines() if "restarting it in" in line]
+    assert "policy-0#1 was killed: it was stopped by a signal: policy-0#1 failed at pause: " in end
