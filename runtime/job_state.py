@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from umbra.runtime.durations import format_duration
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
@@ -22,10 +24,12 @@ class RankStatus:
         waits_for: the call that it waits in; "" if it waits for nothing that umbra knows of: it
             computes, or is in a collective of its own.
         waits_s: age of that call.
+        is_stopped: whether a signal has stopped it (SIGSTOP).
     """
 
     rank: int
     pid: int
+    is_stopped: bool = False
     waits_for: str = ""
     waits_s: float = 0.0
 
@@ -38,6 +42,7 @@ class ActorStatus:
         role: "engine", "manager", "rollout" (a worker) or "actor".
         state: "STARTING", "RUNNING", "STOPPED" or "FAILED".
         pid: of its last process.
+        is_stopped: whether a signal has stopped that (SIGSTOP).
     """
 
     name: str
@@ -46,6 +51,7 @@ class ActorStatus:
     pid: int
     incarnation: int
     num_restarts: int
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +138,7 @@ class RolloutStatus:
         groups_admitted, groups_trained, groups_dropped: since the run began.
         trajectories_open: completions that are not finished.
         turns_waiting: requests that wait for an engine.
+        groups_scoring: groups that wait for the reward function; the first of them for `scoring_s`.
         tokens: generated so far for open groups.
         problem: why nothing is known of it now; "" if it answered.
     """
@@ -150,6 +157,8 @@ class RolloutStatus:
     groups_dropped: int = 0
     trajectories_open: int = 0
     turns_waiting: int = 0
+    groups_scoring: int = 0
+    scoring_s: float = 0.0
     tokens: int = 0
     problem: str = ""
 
@@ -184,6 +193,24 @@ class JobState:
         """All ranks in their order."""
         found = [rank for node in self.nodes for rank in node.ranks]
         return sorted(found, key=lambda rank: rank.rank)
+
+    @property
+    def stopped(self) -> list[str]:
+        """A line for each process that a signal has stopped."""
+        found = [
+            (node, name, pid)
+            for node in self.nodes
+            for name, pid, is_stopped in (
+                *((f"rank {rank.rank}", rank.pid, rank.is_stopped) for rank in node.ranks),
+                *((actor.name, actor.pid, actor.is_stopped) for actor in node.actors),
+            )
+            if is_stopped
+        ]
+        return [
+            f"{name} (pid {pid}{f' on {node.node_id}' if len(self.nodes) > 1 else ''}) is stopped "
+            f"by a signal: kill -CONT {pid} lets it continue"
+            for node, name, pid in found
+        ]
 
 
 def describe_phase(
@@ -221,6 +248,9 @@ def _progress(rollouts: RolloutStatus) -> str:
         parts.append(f"{rollouts.trajectories_open} trajectories in flight")
     if rollouts.turns_waiting:
         parts.append(f"{rollouts.turns_waiting} wait for an engine")
+    if rollouts.groups_scoring:
+        age = format_duration(rollouts.scoring_s)
+        parts.append(f"{rollouts.groups_scoring} wait for the reward function, for {age}")
     return ", ".join(parts)
 
 

@@ -17,7 +17,7 @@ from umbra.runtime.step_metrics import Row
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _NO_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
-_GROUPS: Final = ("open", "ready", "leased")
+_GROUPS: Final = ("open", "scoring", "ready", "leased")
 _OUTCOMES: Final = ("admitted", "trained", "dropped")
 
 
@@ -93,7 +93,7 @@ def _pools(state: JobState) -> Iterable[_Family]:
 def _rollouts(rollouts: RolloutStatus | None) -> Iterable[_Family]:
     if rollouts is None or rollouts.problem:
         return ()
-    held = _Family("umbra_groups", "Groups that are held, by state; ready ones are open, too.")
+    held = _Family("umbra_groups", "Groups that are held, by state; all but leased are open.")
     for name in _GROUPS:
         held.add(getattr(rollouts, f"groups_{name}"), state=name)
     done = _Family("umbra_groups_total", "Groups since the run began, by outcome.", "counter")

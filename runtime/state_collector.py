@@ -28,6 +28,7 @@ from umbra.runtime.job_state import (
     RolloutStatus,
     describe_phase,
 )
+from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
 
@@ -69,8 +70,14 @@ class StateCollector:
         return NodeStatus(
             name="node-0",
             node_id=self._node_id,
-            ranks=tuple(RankStatus(rank=rank.rank, pid=rank.pid) for rank in self._ranks.all()),
-            actors=tuple(ActorStatus(**row) for row in self._actors.describe()),
+            ranks=tuple(
+                RankStatus(rank=rank.rank, pid=rank.pid, is_stopped=_is_stopped(rank.pid))
+                for rank in self._ranks.all()
+            ),
+            actors=tuple(
+                ActorStatus(**row, is_stopped=_is_stopped(row["pid"]))
+                for row in self._actors.describe()
+            ),
         )
 
     async def job(self, job: str) -> JobState:
@@ -125,15 +132,23 @@ class StateCollector:
         return None
 
 
+def _is_stopped(pid: int) -> bool:
+    stat = process_stat(pid)
+    return stat is not None and stat.is_stopped
+
+
 def _rollout_status(name: str, stats: Mapping[str, Any]) -> RolloutStatus:
     """Args: `RolloutManager.stats`."""
     waiting = stats["waiting_ranks"]
+    groups_scoring, scoring_s = stats["scoring"]
     return RolloutStatus(
         name=name,
         call=stats["call"] or "",
         waiting_ranks=tuple(int(rank) for rank, _ in waiting),
         waiting_ages_s=tuple(float(age_s) for _, age_s in waiting),
         turns_waiting=stats["waiting_turns"],
+        groups_scoring=int(groups_scoring),
+        scoring_s=float(scoring_s),
         **stats["training"],
     )
 

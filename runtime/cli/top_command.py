@@ -54,6 +54,7 @@ def look(run_dir: Path) -> RunSnapshot:
     return RunSnapshot(
         name=run_dir.absolute().name,  # a path could push the rest out of the line
         state=state,
+        run_dir=str(run_dir),
         problem=problem,
         steps=last_steps(run_dir),
         total_steps=total_steps(run_dir),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,12 +13,17 @@ from typing import Final
 from umbra.runtime.cluster.run_events import RunEvent
 from umbra.runtime.durations import format_duration
 from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.job_state import EngineStatus, JobState
+from umbra.runtime.job_state import EngineStatus, JobState, RankStatus
 from umbra.runtime.step_metrics import Row, seconds_left
 
 _NUMBER: Final = re.compile(r"[\d.]+(:\d\d)?|-|")
 _BAR_LEN: Final = 20
 _NUM_EVENTS: Final = 5
+_NUM_PIDS: Final = 4
+"""Of ranks that wait for the same; `umbra dump` has all."""
+_LONG_S: Final = 30.0
+"""From when on a wait or a step may be a hang, if it is also three times as long as the last step.
+Sooner alarms for nothing; later leaves a person without the hint."""
 _FIXED_HEIGHT: Final = 20
 """Lines of a frame beside the table of engines, with some ranks and actors."""
 _PARTS: Final = ("rollout", "train", "sync", "sleep")
@@ -35,10 +41,12 @@ class RunSnapshot:
         steps: metrics of the last steps, the oldest first.
         total_steps: 0 if it is not known.
         events: the oldest first.
+        run_dir: as the person wrote it.
     """
 
     name: str
     state: JobState | None
+    run_dir: str = "RUN_DIR"
     problem: str = ""
     steps: Sequence[Row] = ()
     total_steps: int = 0
@@ -57,6 +65,10 @@ def frame(view: RunSnapshot, now: float, *, width: int, height: int | None = Non
     if view.state is None:
         lines.append(view.problem or "no job of this run is running on this machine")
     else:
+        lines += _wrapped(f"now: {view.state.phase}", width)
+        lines += [part for line in view.state.stopped for part in _wrapped(line, width)]
+        if _may_hang(view.state, view.steps, now):
+            lines += _wrapped(f"`umbra dump {view.run_dir}` shows where every process is", width)
         lines += _state_lines(view.state, height)
     if view.events:
         lines += ["", *_event_lines(view.events[-_NUM_EVENTS:])]
@@ -102,14 +114,14 @@ def _time_line(row: Row) -> str:
 def _state_lines(state: JobState, height: int | None) -> list[str]:
     engines = state.engines
     limit = len(engines) if height is None else max(1, height - _FIXED_HEIGHT)
-    lines = [f"now: {state.phase}"]
+    lines: list[str] = []
     if state.failure:
         lines.append(f"FAILED: {state.failure.splitlines()[0]}")
     lines += [
         f"{node.name} does not answer: {node.problem}" for node in state.nodes if node.problem
     ]
-    lines += ["", *_table(["RANKS", "WAIT FOR", "SECONDS"], _rank_rows(state))]
-    lines += ["", *_table(_ENGINE_HEADINGS, _engine_rows(engines, limit))]
+    lines += ["", *_table(["RANKS", "WAIT FOR", "SECONDS", "PIDS"], _rank_rows(state))]
+    lines += ["", *_table(_ENGINE_HEADINGS, _engine_rows(state, limit))]
     if len(engines) > limit:
         rest = Counter(engine.state for _, engine in _by_interest(engines)[limit:])
         counts = ", ".join(f"{count} {name}" for name, count in rest.items())
@@ -130,17 +142,36 @@ def _state_lines(state: JobState, height: int | None) -> list[str]:
 
 def _rank_rows(state: JobState) -> list[list[str]]:
     """One row for all ranks that wait for the same."""
-    waiting: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    waiting: defaultdict[tuple[str, bool], list[RankStatus]] = defaultdict(list)
     for rank in state.ranks:
-        waiting[rank.waits_for].append((rank.rank, rank.waits_s))
+        waiting[rank.waits_for, rank.is_stopped].append(rank)
     return [
         [
-            ",".join(str(rank) for rank, _ in ranks),
-            what or "nothing: they compute",
-            f"{max(age_s for _, age_s in ranks):.1f}" if what else "",
+            ",".join(str(rank.rank) for rank in ranks),
+            f"STOPPED{', in ' * bool(what)}{what}"
+            if is_stopped
+            else what or "no call: they compute, or wait for each other",
+            f"{max(rank.waits_s for rank in ranks):.1f}" if what else "",
+            ",".join(str(rank.pid) for rank in ranks[:_NUM_PIDS]) + ",…" * (len(ranks) > _NUM_PIDS),
         ]
-        for what, ranks in waiting.items()
+        for (what, is_stopped), ranks in waiting.items()
     ]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _may_hang(state: JobState, steps: Sequence[Row], now: float) -> bool:
+    """Whether something waits for so long that a person should look at where it is."""
+    waits_s = [rank.waits_s for rank in state.ranks]
+    if state.rollouts:
+        waits_s.append(state.rollouts.scoring_s)
+    limit_s = _LONG_S
+    if steps:
+        waits_s.append(now - steps[-1]["time"])
+        limit_s = max(limit_s, 3 * steps[-1]["time/step_s"])
+    return bool(state.stopped) or max(waits_s, default=0.0) > limit_s
 
 
 _ENGINE_HEADINGS: Final = [
@@ -153,7 +184,9 @@ def _by_interest(engines: Iterable[tuple[str, EngineStatus]]) -> list[tuple[str,
     return sorted(engines, key=lambda item: item[1].state == "SERVING")
 
 
-def _engine_rows(engines: Sequence[tuple[str, EngineStatus]], limit: int) -> list[list[str]]:
+def _engine_rows(state: JobState, limit: int) -> list[list[str]]:
+    engines = state.engines
+    stopped = {actor.name for node in state.nodes for actor in node.actors if actor.is_stopped}
     shown = engines if len(engines) <= limit else _by_interest(engines)[:limit]
     return [
         [
@@ -161,7 +194,7 @@ def _engine_rows(engines: Sequence[tuple[str, EngineStatus]], limit: int) -> lis
             engine.node_id or "-",
             ",".join(engine.gpus) or "-",
             str(engine.pid),
-            engine.state,
+            "STOPPED" if engine.name in stopped else engine.state,
             format_duration(engine.state_age_s),
             _number(engine.version),
             _number(engine.running),
@@ -175,7 +208,7 @@ def _engine_rows(engines: Sequence[tuple[str, EngineStatus]], limit: int) -> lis
 def _other_actors(state: JobState) -> str:
     actors = [actor for node in state.nodes for actor in node.actors if actor.role != "engine"]
     return ", ".join(
-        f"{actor.name} {actor.state}"
+        f"{actor.name} {'stopped by a signal' if actor.is_stopped else actor.state}"
         + (f" ({actor.num_restarts} restarts)" if actor.num_restarts else "")
         for actor in actors
     )

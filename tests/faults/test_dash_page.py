@@ -101,6 +101,17 @@ def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
         expect(page.locator("#sample-text pre.policy")).to_have_count(1)
         page.locator("#sample button").click()
 
+        worker = run.pid_of("worker-0")
+        os.kill(worker, signal.SIGSTOP)
+        stopped = page.locator("#waiting li", has_text=f"worker-0 (pid {worker}) is stopped")
+        expect(stopped).to_have_count(1)
+        expect(page.locator("#waiting li", has_text="umbra dump")).to_have_count(1)
+        os.kill(worker, signal.SIGCONT)
+        expect(stopped).to_have_count(0)
+        kl = "charts.find((chart) => chart?.key.startsWith('KL ')).plot.scales.y"
+        assert page.evaluate(f"{kl}.min") == 0
+        assert page.evaluate(f"{kl}.max") >= 1e-3
+
         seen = step_of(page)
         os.kill(run.pid_of("policy-0"), signal.SIGKILL)
         expect(page.locator("#engines > div").first).to_contain_text("restarted 1 time")

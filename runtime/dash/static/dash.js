@@ -3,6 +3,7 @@
 "use strict";
 
 const POLL_MS = 2000;
+const LONG_S = 30; // a wait or step may be a hang if it is also three times as long as the last step
 const CHARTS = [
   { title: "Reward", series: { "rollout/reward_mean": "training", "eval/accuracy": "held-out accuracy" } },
   { title: "Seconds per step", series: { "time/rollout_s": "waiting for rollouts", "time/train_s": "training",
@@ -13,7 +14,7 @@ const CHARTS = [
   { title: "Idle share", series: { "time/rank_idle_share": "trainer", "rollout/engine_idle_share": "engines" } },
   { title: "Staleness in steps", series: { "rollout/staleness_mean": "mean", "rollout/staleness_max": "largest" }, ifAny: true },
   { title: "KL", series: { "train/behaviour_kl": "from the policy that sampled",
-      "train/reference_kl": "from the starting model" } },
+      "train/reference_kl": "from the starting model" }, lowestTop: 1e-3 }, // less is rounding, as in the plots
   { title: "Gradient norm", series: { "train/grad_norm": "before clipping" } },
 ];
 const NUMBERS = [["Reward", "rollout/reward_mean"], ["Held-out accuracy", "eval/accuracy"],
@@ -151,6 +152,7 @@ function showJob() {
   $("queues-section").hidden = !work;
   if (work) {
     showCells($("queues"), [["Requests waiting for an engine", number(work.turns_waiting)],
+      ["Prompts waiting for the reward", work.groups_scoring ? `${number(work.groups_scoring)}, ${duration(work.scoring_s)}` : "0"],
       ["Trajectories being generated", number(work.trajectories_open)], ["Prompts in flight", number(work.groups_open)],
       ["Prompts scored, of a batch", `${number(work.groups_ready)} of ${number(work.groups_per_step)}`],
       ["Prompts being trained on", number(work.groups_leased)], ["Prompts trained on", number(work.groups_trained)],
@@ -159,7 +161,8 @@ function showJob() {
   const engines = job.pools.flatMap((pool) => pool.engines);
   const states = Map.groupBy(engines, (engine) => engine.state);
   $("engines-note").textContent = [...states].map(([state, those]) => `${those.length} ${words(state)}`).join(", ");
-  $("engines").replaceChildren(...engines.map(engineTile));
+  const stopped = new Set(stoppedProcesses(job).map(([name]) => name));
+  $("engines").replaceChildren(...engines.map((engine) => engineTile(engine, stopped.has(engine.name))));
 }
 
 function waits(job) {
@@ -169,7 +172,23 @@ function waits(job) {
       duration(Math.max(...those.map((rank) => rank.waits_s)))} in ${call}`);
   const nodes = job.nodes.filter((node) => node.problem).map((node) => `${node.name}: ${node.problem}`);
   const upper = job.phase.charAt(0).toUpperCase() + job.phase.slice(1);
-  return [job.failure, upper, ...calls, ...nodes].filter(Boolean);
+  const stopped = stoppedProcesses(job).map(([name, pid]) =>
+    `${name} (pid ${pid}) is stopped by a signal: kill -CONT ${pid} lets it continue`);
+  const hint = stopped.length || mayHang(job) ? "umbra dump RUN_DIR shows where every process is" : "";
+  return [job.failure, upper, ...stopped, hint, ...calls, ...nodes].filter(Boolean);
+}
+
+function stoppedProcesses(job) {
+  const ranks = job.nodes.flatMap((node) => node.ranks).map((rank) => ({ ...rank, name: `rank ${rank.rank}` }));
+  const processes = [...ranks, ...job.nodes.flatMap((node) => node.actors)];
+  return processes.filter((one) => one.is_stopped).map((one) => [one.name, one.pid]);
+}
+
+function mayHang(job) {
+  const ages = job.nodes.flatMap((node) => node.ranks).map((rank) => rank.waits_s);
+  const done = lastOf("time");
+  if (done) ages.push(run.time - done);
+  return Math.max(0, ...ages, job.rollouts?.scoring_s ?? 0) > Math.max(LONG_S, 3 * (lastOf("time/step_s") ?? 0));
 }
 
 function ranges(numbers) {
@@ -179,12 +198,12 @@ function ranges(numbers) {
 
 const words = (state) => state.toLowerCase().replaceAll("_", " ");
 
-function engineTile(engine) {
-  const lines = [`${words(engine.state)} for ${duration(engine.state_age_s)}`,
+function engineTile(engine, isStopped) {
+  const lines = [isStopped ? "stopped by a signal" : "", `${words(engine.state)} for ${duration(engine.state_age_s)}`,
     engine.version === null ? "no weights" : `version ${engine.version}`,
     engine.running === null ? "" : `${engine.running} running, ${engine.waiting} waiting`,
     engine.num_restarts ? `restarted ${count(engine.num_restarts, "time")}` : ""];
-  return el("div", {}, el("strong", {}, el("i", { className: `dot ${STATES[engine.state] ?? "busy"}` }), engine.name),
+  return el("div", {}, el("strong", {}, el("i", { className: `dot ${isStopped ? "bad" : STATES[engine.state] ?? "busy"}` }), engine.name),
     ...lines.filter(Boolean).map((line) => el("p", { textContent: line })));
 }
 
@@ -264,6 +283,8 @@ function showChart(chart, idx, steps) {
 }
 
 function newPlot(chart, labels, drawn) {
+  const fromZero = chart.stacked || chart.lowestTop !== undefined;
+  const range = (_, __, top) => [0, Math.max(top * 1.05, chart.lowestTop ?? 0) || 1];
   const size = () => ({ width: Math.max(200, drawn.figure.clientWidth - 28), height: 180 });
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false },
     font: "11px system-ui" };
@@ -274,7 +295,7 @@ function newPlot(chart, labels, drawn) {
       points: { show: (u) => u.data[0].length < 40 && !chart.stacked } };
   });
   const plot = new uPlot({
-    ...size(), scales: { x: { time: false }, y: chart.stacked ? { range: (_, __, top) => [0, top * 1.05 || 1] } : {} },
+    ...size(), scales: { x: { time: false }, y: fromZero ? { range } : {} },
     axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map(number) }],
     series: [{ label: "step", value: (u, v) => v ?? u.data[0].at(-1) }, ...(chart.stacked ? series.toReversed() : series)],
     cursor: { y: false, sync: { key: "steps" }, points: { show: !chart.stacked } },

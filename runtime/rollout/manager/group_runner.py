@@ -42,6 +42,7 @@ class _Run:
         "on_failed",
         "on_scored",
         "retries",
+        "scoring_since",
         "shares_prompt",
         "temperature",
     )
@@ -61,6 +62,7 @@ class _Run:
         self.on_failed = on_failed
         self.is_active = True
         self.began_s = time.monotonic()
+        self.scoring_since: float | None = None  # while it waits for the reward function
         self.shares_prompt = len({s.prompt.prompt_id for s in group.trajectories}) == 1
 
     def record(self, end: str) -> None:
@@ -139,6 +141,11 @@ class GroupRunner:
         for group in list(self._runs):
             self.abandon(group)
 
+    def scoring(self) -> tuple[int, float]:
+        """How many groups wait for the reward function, and for how many seconds the first has."""
+        begins = [run.scoring_since for run in self._runs.values() if run.scoring_since is not None]
+        return len(begins), time.monotonic() - min(begins) if begins else 0.0
+
     def _submit(self, sample: Trajectory, run: _Run) -> None:
         def on_end(turn: Turn, reason: str) -> None:
             del self._turns[sample]
@@ -166,6 +173,7 @@ class GroupRunner:
 
     def _score(self, run: _Run) -> None:
         if run.group.unscored:
+            run.scoring_since = time.monotonic()
             self._workers.put(self._score_job(run))
         else:
             self._end(run)

@@ -324,6 +324,7 @@ class RolloutManager:
             **self._rendezvous.progress(),
             "training": self._flow.progress(),
             "waiting_turns": self._dispatcher.num_waiting,
+            "scoring": self._runner.scoring(),
             "engines": self._fleet.describe(),
             "version": self._fleet.current_version,
             "counters": dict(self._dispatcher.counters),

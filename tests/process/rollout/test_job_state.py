@@ -56,7 +56,11 @@ def test_the_state_shows_engines_queues_and_who_waits(
         second = ranks.submit(live.manager.call, "next_batch", 1, 0, 3, timeout_s=60.0)
         full = wait_for(
             run_dir,
-            lambda s: s.rollouts is not None and len(s.rollouts.waiting_ranks) == 2,
+            lambda s: (
+                s.rollouts is not None
+                and len(s.rollouts.waiting_ranks) == 2
+                and s.rollouts.groups_scoring > 0
+            ),
         )
         live.signal("rewards-0", signal.SIGCONT)
         first.result()
@@ -75,6 +79,14 @@ def test_the_state_shows_engines_queues_and_who_waits(
     assert early.rollouts.waiting_ranks == (0,)
     assert full.rollouts.waiting_ranks == (0, 1)
     assert full.rollouts.step == 1
+    assert full.rollouts.scoring_s > 0
+    assert f"{full.rollouts.groups_scoring} wait for the reward function, for 0:0" in full.phase
+    pid = live.processes()["rewards-0"]["pid"]
+    assert full.stopped == [
+        f"rewards-0 (pid {pid}) is stopped by a signal: kill -CONT {pid} lets it continue"
+    ]
+    assert done.rollouts.groups_scoring == 0
+    assert done.stopped == []
     assert "the ranks wait for next_batch for step 1: " in full.phase
     assert full.rollouts.waiting_ages_s[0] > full.rollouts.waiting_ages_s[1] >= 0
     (rank,) = full.ranks

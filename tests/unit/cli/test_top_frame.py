@@ -78,10 +78,54 @@ def test_a_frame_shows_progress_engines_waits_and_events() -> None:
         "now: the ranks wait for next_batch for step 3: 1 of 4 groups ready, "
         "12 trajectories in flight, 5 wait for an engine"
     )
-    assert "0,1    rollouts: next_batch for step 3      2.5" in lines
+    assert "0,1    rollouts: next_batch for step 3      2.5  0,1" in lines
     assert "policy-0  host     0   40  DEAD      1:03        7        8        0         0" in lines
     assert "other processes: worker-0 RUNNING (1 restarts)" in lines
     assert lines[-1].split() == [lines[-1][:8], "restart", "policy-0", "it", "died\\x1b[2J"]
+
+
+def test_a_stopped_rank_and_a_slow_reward_are_shown_within_80_columns() -> None:
+    state = job(1)
+    stuck = replace(ROLLOUTS, groups_ready=3, groups_scoring=4, scoring_s=13.0)
+    ranks = (
+        RankStatus(rank=0, pid=3547),
+        RankStatus(rank=1, pid=3548, is_stopped=True),
+    )
+    worker = replace(state.nodes[0].actors[0], is_stopped=True)
+    engine_process = replace(worker, name="policy-0", role="engine", pid=40)
+    node = replace(state.nodes[0], ranks=ranks, actors=(worker, engine_process))
+    phase = describe_phase([0, 1], state.pools, stuck)
+    state = replace(state, nodes=(node,), rollouts=stuck, phase=phase)
+
+    lines = frame(RunSnapshot(name="r", run_dir="runs/r", state=state), 0.0, width=80)
+
+    text = " ".join(line.strip() for line in lines)
+    assert "3 of 4 groups ready" in text
+    assert "4 wait for the reward function, for 0:13" in text
+    assert "rank 1 (pid 3548) is stopped by a signal: kill -CONT 3548 lets it continue" in lines
+    assert "`umbra dump runs/r` shows where every process is" in lines
+    table = [" ".join(line.split()) for line in lines]
+    assert "0 no call: they compute, or wait for each other 3547" in table
+    assert "1 STOPPED 3548" in table
+    (row,) = [line for line in lines if line.startswith("policy-0  ")]
+    assert row.split()[4] == "STOPPED"
+    assert "other processes: worker-0 stopped by a signal (1 restarts)" in lines
+
+
+def test_a_long_wait_or_step_is_a_reason_to_look_at_a_dump() -> None:
+    def has_hint(age_s: float, step_s: float, waits_s: float = 0.0) -> bool:
+        rows = [ROW | {"step": 1, "time": 100.0, "time/step_s": step_s}]
+        state = job(1)
+        ranks = (RankStatus(rank=0, pid=1, waits_for="x", waits_s=waits_s),)
+        state = replace(state, nodes=(replace(state.nodes[0], ranks=ranks),))
+        lines = frame(RunSnapshot(name="r", state=state, steps=rows), 100.0 + age_s, width=80)
+        return any("umbra dump RUN_DIR" in line for line in lines)
+
+    assert not has_hint(age_s=29.0, step_s=1.0)
+    assert has_hint(age_s=31.0, step_s=1.0)
+    assert not has_hint(age_s=299.0, step_s=100.0)
+    assert has_hint(age_s=301.0, step_s=100.0)
+    assert has_hint(age_s=0.0, step_s=1.0, waits_s=31.0)
 
 
 def test_engines_that_do_not_fit_are_summed_up_and_those_that_do_not_serve_come_first() -> None:
