@@ -1,10 +1,11 @@
 """What all processes of a job are doing, in one file, for a person who wonders why it hangs.
 
-    who asks ──▶ lead: every node's report, and the states of the pools ──▶ RUN_DIR/bundles/NAME.tar
+    who asks ──▶ lead: every node's report, and the state of the job ──▶ RUN_DIR/bundles/NAME.tar
                   └▶ supervisors of the other nodes: their report
 
-The file has a `summary.txt`, and for each node a folder with stacks, calls and logs. Nothing is
-stopped or killed, and what does not answer is named.
+The file has a `summary.txt`, which begins with what was found (see `hang_verdicts`), and for each
+node a folder with stacks, calls and logs. Nothing is stopped or killed, and what does not answer is
+named.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +25,15 @@ from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.job_links import JobLinks
-from umbra.runtime.cluster.process_report import report_processes
+from umbra.runtime.cluster.process_report import SeenProcess, is_of_user, report_processes
 from umbra.runtime.disk import replacing
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.hang_verdicts import SeenNode, verdicts
+from umbra.runtime.job_state import EngineStatus, JobState
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.pending_calls import DESCRIBE
 from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +49,13 @@ _NODE_LIMIT_S: Final = 6.0
 time after which a silent node counts as lost, when the job may end."""
 _NUM_LINES: Final = 8
 """The summary shows that many calls of an actor, the oldest first. The other files have all."""
+_NUM_VERDICTS: Final = 5
+"""That an error about a missed deadline repeats; the summary has all."""
+_OWN_CALLS: Final = (DESCRIBE, ".stats")
+"""That the report itself has made."""
 _WAITING: Final = "waiting.txt"
-_LIBRARIES: Final = ("/umbra/", "/lib/python", "/site-packages/")
+_CALLS: Final = "calls.json"
+_PROCESSES: Final = "processes.json"
 
 Files = Mapping[str, str]
 
@@ -83,7 +92,7 @@ class NodeReport:
             _WAITING: "\n".join(
                 line for name, found in calls.items() for line in _call_lines(name, found)
             ),
-            "calls.json": json.dumps(calls, indent=1),
+            _CALLS: json.dumps(calls, indent=1),
             "actors.json": json.dumps(self._actors.describe(), indent=2),
         }
 
@@ -92,8 +101,9 @@ class NodeReport:
             found: dict[str, Any] = await self._client.handle(ref).call(
                 DESCRIBE, timeout_s=_CALLS_LIMIT_S
             )
-        except UmbraError as error:
-            return {"calls": [], "tasks": [f"no answer: {error}"]}
+        except UmbraError:
+            problem = f"it did not answer within {_CALLS_LIMIT_S:g} s"
+            return {"calls": [], "tasks": [], "problem": problem}
         return found
 
 
@@ -104,7 +114,7 @@ class JobBundles:
         run_dir: None on a node that only generates.
         report: of this node.
         links: to the other nodes, in this epoch.
-        engines: the states of all engines (`PoolEngine.describe`).
+        state: reads the state of the job, on rank 0's node.
     """
 
     def __init__(
@@ -113,12 +123,12 @@ class JobBundles:
         report: NodeReport,
         *,
         links: Callable[[], JobLinks],
-        engines: Callable[[], Sequence[Mapping[str, Any]]],
+        state: Callable[[], Awaitable[JobState]],
     ) -> None:
         self._run_dir = run_dir
         self._report = report
         self._links = links
-        self._engines = engines
+        self._state = state
         self._writing: asyncio.Task[str] | None = None  # the last one about a missed deadline
         self._begun_at = 0.0
 
@@ -127,8 +137,8 @@ class JobBundles:
         return await self._report.make()
 
     async def late(self, why: str, tasks: asyncio.TaskGroup) -> str:
-        """Writes a bundle, once for all that miss a deadline together; returns its path, or "" if
-        there is none.
+        """Writes a bundle, once for all that miss a deadline together. Returns lines that end the
+        error: what was found, and the path; or "" if there is none.
 
         Args:
             tasks: where it is written on, also if the caller waits no longer.
@@ -145,24 +155,27 @@ class JobBundles:
         if lead is None:
             return await self.write(time.strftime("%Y%m%d-%H%M%S"), why)
         try:
-            path: str = await lead.call("bundle_late", why, timeout_s=_BUNDLE_LIMIT_S)
+            found: str = await lead.call("bundle_late", why, timeout_s=_BUNDLE_LIMIT_S)
         except UmbraError as error:
             logger.warning("rank 0's node wrote no bundle: %s", error)
             return ""
-        return path
+        return found
 
     async def write(self, name: str, why: str) -> str:
-        """Returns the path, or "" if there is no file. Called on rank 0's node."""
+        """Returns what `late` does. Called on rank 0's node."""
         if self._run_dir is None:
             return ""
         path = bundle_path(self._run_dir, name)
         try:
-            nodes = await _report_nodes(self._report, self._links())
-            await asyncio.to_thread(write_bundle, path, why, self._engines(), nodes)
+            nodes, state = await asyncio.gather(
+                _report_nodes(self._report, self._links()), self._state()
+            )
+            found = await asyncio.to_thread(write_bundle, path, why, state, nodes)
         except Exception:  # looking at a job must not end it
             logger.exception("cannot write %s", path)
             return ""
-        return str(path)
+        shown = [f"  {line}" for line in found[:_NUM_VERDICTS]]
+        return "\n".join([*shown, f"what all processes were doing is in {path}"])
 
 
 def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
@@ -170,11 +183,13 @@ def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     calls = [
         f"for {age_s:.1f} s: {label}"
         for age_s, label in found["calls"]
-        if label.startswith(("answers", "waits")) and DESCRIBE not in label
+        if label.startswith(("answers", "waits")) and not any(own in label for own in _OWN_CALLS)
     ]
     places = [place for task in found["tasks"] for place in task.split(" > ")]
-    by_user = [place for place in places if not any(path in place for path in _LIBRARIES)]
+    by_user = [place for place in places if is_of_user(place)]
     lines = [*calls[:_NUM_LINES], *by_user[:_NUM_LINES]]
+    if problem := found.get("problem"):
+        lines.append(problem)
     return [f"{name}:", *(f"    {line}" for line in lines)] if lines else []
 
 
@@ -192,35 +207,50 @@ async def _report_nodes(own: NodeReport, links: JobLinks) -> dict[str, Files]:
 
 
 def write_bundle(
-    path: Path, why: str, engines: Sequence[Mapping[str, Any]], nodes: Mapping[str, Files]
-) -> None:
+    path: Path, why: str, state: JobState | None, nodes: Mapping[str, Files]
+) -> list[str]:
     """Writes the file at once, so that whoever waits for it finds it complete.
 
     Args:
-        engines: their states (`PoolEngine.describe`).
+        state: of the job; None if it is not known.
+
+    Returns:
+        What was found, see `verdicts`.
 
     Raises:
         OSError.
     """
-    parts = [time.strftime("%Y-%m-%d %H:%M:%S"), why, "", "==== engines"]
-    parts += [
-        f"{engine['engine']}#{engine['incarnation']}: {engine['state']}, version "
-        f"{engine['version']}, {engine['num_restarts']} restarts"
-        for engine in engines
-    ]
+    found = verdicts([_seen(name, files, len(nodes) > 1) for name, files in nodes.items()], state)
+    parts = [time.strftime("%Y-%m-%d %H:%M:%S"), why, "", *found]
+    if state is not None and state.engines:
+        parts += ["", "==== engines", *(_engine_line(engine) for _, engine in state.engines)]
     for name, files in nodes.items():
-        parts += [
-            "",
-            f"==== {name}: processes, and where their threads are",
-            files["processes.txt"],
-        ]
-        parts += [f"==== {name}: calls that wait", files.get(_WAITING, "")]
+        title = f"==== {name}: processes, and where their threads are"
+        parts += ["", title, files["processes.txt"]]
+        if files.get(_WAITING):
+            parts += [f"==== {name}: calls that wait", files[_WAITING]]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, tarfile.open(fileobj=file, mode="w") as bundle:
         _add(bundle, f"{path.stem}/summary.txt", "\n".join(parts))
         for name, files in nodes.items():
             for file_name, text in files.items():
                 _add(bundle, f"{path.stem}/{name}/{file_name}", text)
+    return found
+
+
+def _seen(name: str, files: Files, is_one_of_several: bool) -> SeenNode:
+    processes = json.loads(files.get(_PROCESSES, "[]"))
+    return SeenNode(
+        name=name if is_one_of_several else "",
+        processes=[from_wire(SeenProcess, process) for process in processes],
+        calls=json.loads(files.get(_CALLS, "{}")),
+    )
+
+
+def _engine_line(engine: EngineStatus) -> str:
+    weights = "no weights" if engine.version is None else f"version {engine.version}"
+    restarts = f"{engine.num_restarts} restart{'s' * (engine.num_restarts != 1)}"
+    return f"{engine.name}#{engine.incarnation}: {engine.state}, {weights}, {restarts}"
 
 
 def read_summary(path: Path) -> str:
@@ -229,11 +259,6 @@ def read_summary(path: Path) -> str:
         member = bundle.extractfile(f"{path.stem}/summary.txt")
         assert member is not None
         return member.read().decode()
-
-
-def seen_in(path: str) -> str:
-    """The end of an error about a missed deadline."""
-    return f"what all processes were doing is in {path}"
 
 
 def bundle_path(run_dir: Path, name: str) -> Path:

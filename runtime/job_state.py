@@ -224,18 +224,18 @@ def describe_phase(
     for pool in pools:
         if pool.sync_version is not None:
             what = f"weights of version {pool.sync_version} to pool {pool.name}"
-            late = _names(set(ranks) - set(pool.sync_ranks))
+            late = name_ranks(set(ranks) - set(pool.sync_ranks))
             if late:
-                return f"{_names(pool.sync_ranks)} would sync {what}, and waits for {late}"
+                return f"{name_ranks(pool.sync_ranks)} would sync {what}, and waits for {late}"
             return f"the ranks sync {what}: {pool.sync_phase}"
     if rollouts is None:
         return "the run is starting"
     if rollouts.problem:
         return f"{rollouts.name} does not answer: {rollouts.problem}"
     if rollouts.call:
-        late = _names(set(ranks) - set(rollouts.waiting_ranks))
+        late = name_ranks(set(ranks) - set(rollouts.waiting_ranks))
         if late and rollouts.waiting_ranks:
-            return f"{_names(rollouts.waiting_ranks)} waits for {late} to call {rollouts.call}"
+            return f"{name_ranks(rollouts.waiting_ranks)} waits for {late} to call {rollouts.call}"
         return f"the ranks wait for {rollouts.call}: {_progress(rollouts)}"
     if rollouts.waiting_ranks:
         return "the ranks wait for the ledger, which writes what they get"
@@ -254,7 +254,7 @@ def _progress(rollouts: RolloutStatus) -> str:
     return ", ".join(parts)
 
 
-def _names(ranks: Sequence[int] | set[int]) -> str:
+def name_ranks(ranks: Sequence[int] | set[int]) -> str:
     """`rank 0` or `ranks 0, 2`; empty for none."""
     numbers = ", ".join(map(str, sorted(ranks)))
     return f"rank{'s' * (len(ranks) > 1)} {numbers}" if ranks else ""

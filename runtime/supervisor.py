@@ -40,7 +40,7 @@ from umbra.runtime.errors import (
     JobFailed,
 )
 from umbra.runtime.first_of import first_of
-from umbra.runtime.hang_bundle import JobBundles, NodeReport, seen_in
+from umbra.runtime.hang_bundle import JobBundles, NodeReport
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
@@ -158,7 +158,7 @@ class Supervisor:
             run_dir,
             NodeReport(node, client, self._actors, self._ranks),
             links=lambda: self._links,
-            engines=lambda: [state for pool in self._all_pools() for state in pool.states()],
+            state=self._read_state,
         )
 
     # -- ranks ---------------------------------------------------------------------------
@@ -280,22 +280,22 @@ class Supervisor:
                 they end.
 
         Returns:
-            The bundle's path; "" if there is none.
+            What the bundle shows, and where it is, for the end of the error; "" if there is none.
         """
         await self._ranks.await_failure(_DEATH_NEWS_LIMIT_S)
-        path = ""
+        found = ""
         if missed_deadline and not self._ranks.has_failed:
-            path = await self.bundle_late(f"{who} failed: {message}")
-        self._ranks.fail(who, f"{message}\n{seen_in(path)}" if path else message)
-        return path
+            found = await self.bundle_late(f"{who} failed: {message}")
+        self._ranks.fail(who, f"{message}\n{found}" if found else message)
+        return found
 
     async def bundle_late(self, why: str) -> str:
         """See `JobBundles.late`. Another node's supervisor calls it, too."""
         return await self._bundles.late(why, self._tasks)
 
     async def _explain_late(self, why: str) -> str:
-        path = await self.bundle_late(why)
-        return f"\n{seen_in(path)}" if path else ""
+        found = await self.bundle_late(why)
+        return f"\n{found}" if found else ""
 
     async def report_node(self) -> dict[str, str]:
         """Called by the supervisor of rank 0's node: what this node's processes are doing."""

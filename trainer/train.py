@@ -25,7 +25,6 @@ from umbra.runtime.errors import (
     TransportError,
     UmbraError,
 )
-from umbra.runtime.hang_bundle import seen_in
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session import Session
 from umbra.runtime.settings import to_wire
@@ -260,15 +259,15 @@ class Trainer:
             self._fatal_errors.report(error)
         if isinstance(error, Exception) and not isinstance(error, JobFailed):
             with contextlib.suppress(UmbraError):
-                bundle: str = self._session.supervisor_call(
+                found: str = self._session.supervisor_call(
                     "fail_job",
                     f"rank {self._session.rank}",
                     f"{type(error).__name__}: {error}",
                     is_late,
                     timeout_s=_BUNDLE_LIMIT_S if is_late else 2.0,
                 )
-                if bundle:
-                    error.add_note(seen_in(bundle))
+                if found:
+                    error.add_note(found)
         if isinstance(error, UmbraError):
             self._fatal_errors.report(error)
 

@@ -61,7 +61,7 @@ def _make_bundle(run_dir: Path) -> Path:
         request_job(notice, address, request)
     elif not run_interruptibly(call_supervisor(address, request)):
         files = report_processes(_roots(address), run_dir / "logs")
-        write_bundle(path, "the supervisor does not answer", [], {"node-0": files})
+        write_bundle(path, "the supervisor does not answer", None, {"node-0": files})
         return path
     wait_until(
         lambda: path.exists() or has_ended(notice, address),

@@ -4,16 +4,19 @@ killed, and no process has to cooperate."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+import umbra
 from umbra.runtime.process.child_log import ChildLog
 from umbra.runtime.process.child_process import resident_nbytes
-from umbra.runtime.process.descendants import living_descendants, process_stat
+from umbra.runtime.process.descendants import STOPPED, living_descendants, process_stat
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.process.thread_stacks import read_stacks
 
@@ -22,55 +25,125 @@ _MAX_COMMAND_LEN: Final = 120
 _NUM_FRAMES: Final = 3
 """Innermost frames of a thread that the summary shows; the file of stacks has all."""
 _STATES: Final = {"R": "running", "S": "waiting"}
+_THREAD: Final = re.compile(r"Thread 0x[0-9a-f]+ (.*) \(most recent call first\):")
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LOOP: Final = re.compile(r"/(selectors|asyncio/\w+)\.py$")
 """The innermost file of a thread whose event loop has nothing to do."""
 _WAITING: Final = re.compile(
     r"/(threading|queue|selectors|asyncio/\w+|zmq/.*|concurrent/futures/\w+"
-    r"|umbra/runtime/actor/heartbeat|umbra/trainer/signals|umbra/runtime/process/thread_stacks"
-    r"|umbra/runtime/cluster/process_report|umbra/runtime/tracing/trace_writer"
+    r"|umbra/runtime/actor/heartbeat|umbra/trainer/signals|umbra/runtime/tracing/trace_writer"
+    r"|umbra/engines/embedded/compute_thread|umbra/runtime/rpc/(loop_thread|sync_handle)"
     r"|torch/_inductor/.*)\.py$"
 )
 """Files that a thread is in while it waits for work, or for what its caller waits for."""
+_REPORTING: Final = re.compile(
+    r"/umbra/runtime/(process/thread_stacks|cluster/process_report)\.py$"
+)
+_COLLECTIVE: Final = "/torch/distributed/"
+_NUM_INNERMOST: Final = 3
+"""Frames in which a collective is looked for. With fewer, the frames that torch.ops adds hide it;
+with more, a hook of FSDP around the model counts as one."""
+_LIBRARIES: Final = (
+    f"{Path(umbra.__file__).parent}/",
+    f"{sysconfig.get_path('stdlib')}/",
+    "/site-packages/",
+    "/dist-packages/",
+    "<frozen ",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    pid: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenThread:
+    """A thread that does not just wait for work.
+
+    Attributes:
+        name: "MainThread" is the main one.
+        places: `function (file:line)`, the innermost first, without those that only wait.
+        user_place: the innermost in code that belongs neither to umbra nor to a library, or "".
+    """
+
     name: str
+    places: tuple[str, ...]
+    user_place: str
+    is_in_collective: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenProcess:
+    """A process at the time of the report.
+
+    Attributes:
+        name: `NAME's` is one that NAME has started.
+        why_stuck: see `ProcessStat.why_stuck`.
+        problem: why nothing is known of its threads, or "".
+    """
+
+    name: str
+    pid: int
     command: str
+    state: str
+    why_stuck: str
+    nbytes: int
+    threads: tuple[SeenThread, ...]
+    problem: str
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.why_stuck == STOPPED
+
+    @property
+    def rank(self) -> int | None:
+        """None if it is no rank."""
+        word, _, number = self.name.partition(" ")
+        return int(number) if word == "rank" and number.isdigit() else None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        title = f"{self.name} (pid {self.pid}): {self.state}, {self.nbytes / 2**20:.0f} MiB"
+        if self.name.endswith("'s"):
+            title += f", {self.command[:_MAX_COMMAND_LEN]}"
+        threads = [", called by ".join(thread.places[:_NUM_FRAMES]) for thread in self.threads]
+        return [title, *(f"    {line}" for line in (self.problem, *threads) if line)]
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file of code belongs neither to umbra nor to a library."""
+    return not any(path in file for path in _LIBRARIES)
 
 
 def report_processes(roots: Mapping[str, int], log_dir: Path) -> dict[str, str]:
-    """Files by name: `processes.txt`, the summary, and one for each process and log. Blocks for
-    some seconds at most.
+    """Files by name: `processes.txt` for people, `processes.json` with a `SeenProcess` for each,
+    and one for each process and log. Blocks for some seconds at most.
 
     Args:
         roots: pids by name; processes below one that have no name of their own get its name.
         log_dir: of this node.
     """
-    processes = _find(roots)
-    stacks = read_stacks([process.pid for process in processes])
+    names = _find(roots)
+    stacks = read_stacks(list(names))
+    processes = [_see(pid, name, stacks[pid]) for pid, name in names.items()]
     files = {
-        f"stacks/{process.name}-{process.pid}.txt": (
+        f"stacks/{process.name.replace(' ', '-')}-{process.pid}.txt": (
             f"{process.command}\n\n{stacks[process.pid]}\n\n{_kernel_threads(process.pid)}\n"
         )
         for process in processes
     }
-    lines = [line for process in processes for line in _summary(process, stacks[process.pid])]
+    lines = [line for process in processes for line in process.lines()]
     files["processes.txt"] = "\n".join(lines) + "\n"
+    files["processes.json"] = json.dumps([asdict(process) for process in processes], indent=1)
     files["gpus.txt"] = _describe_gpus()
     for path in sorted(log_dir.glob("*.log")):
         files[f"logs/{path.name}"] = ChildLog(path, 0).tail(_NUM_LOG_LINES) + "\n"
     return files
 
 
-def _find(roots: Mapping[str, int]) -> list[_Process]:
+def _find(roots: Mapping[str, int]) -> dict[int, str]:
+    """Names of all processes by pid."""
     names = {pid: name for name, pid in roots.items() if process_stat(pid) is not None}
     pids = dict.fromkeys(names)
     for root in names:
         pids |= dict.fromkeys(pid for pid, _ in living_descendants(root))
-    return [_Process(pid, _name(pid, names), _command(pid)) for pid in pids]
+    return {pid: _name(pid, names) for pid in pids}
 
 
 def _name(pid: int, names: Mapping[int, str]) -> str:
@@ -82,26 +155,47 @@ def _name(pid: int, names: Mapping[int, str]) -> str:
     return name if above == pid else f"{name}'s"
 
 
-def _summary(process: _Process, stacks: str) -> list[str]:
-    stat = process_stat(process.pid)
+def _see(pid: int, name: str, stacks: str) -> SeenProcess:
+    stat = process_stat(pid)
     state = "ended" if stat is None else stat.why_stuck or _STATES.get(stat.state, stat.state)
-    memory = resident_nbytes(process.pid) / 2**20
-    title = f"{process.name} (pid {process.pid}): {state}, {memory:.0f} MiB"
-    if process.name.endswith("'s"):
-        title += f", {process.command[:_MAX_COMMAND_LEN]}"
-    if stacks.startswith("["):
-        return [title, f"    {stacks[1:-1]}"]
-    places = filter(None, map(_place, stacks.split("\n\n")))
-    return [title, *(f"    {place}" for place in places)]
+    is_known = not stacks.startswith("[")
+    threads = map(_see_thread, stacks.split("\n\n")) if is_known else ()
+    return SeenProcess(
+        name=name,
+        pid=pid,
+        command=_command(pid),
+        state=state,
+        why_stuck="" if stat is None else stat.why_stuck,
+        nbytes=resident_nbytes(pid),
+        threads=tuple(thread for thread in threads if thread is not None),
+        problem="" if is_known or (stat is not None and stat.is_stopped) else stacks[1:-1],
+    )
 
 
-def _place(stack: str) -> str:
-    """Where a thread is; empty if it waits for work."""
+def _see_thread(stack: str) -> SeenThread | None:
+    """None if it waits for work, or reports."""
+    title = _THREAD.match(stack.lstrip())
     frames: list[tuple[str, str, str]] = _FRAME.findall(stack)
-    if not frames or _LOOP.search(frames[0][0]):
-        return ""
-    shown = [f"{name} ({file}:{line})" for file, line, name in frames if not _WAITING.search(file)]
-    return ", called by ".join(shown[:_NUM_FRAMES])
+    files = [file for file, _, _ in frames]
+    name = title[1] if title else ""
+    if not frames or _LOOP.search(files[0]) or any(map(_REPORTING.search, files)):
+        return None
+    has_users = any(map(is_of_user, files))
+    if name != "MainThread" and _WAITING.search(files[0]) and not has_users:
+        return None  # a service of umbra or of a library
+    busy = [frame for frame in frames if not _WAITING.search(frame[0])]
+    if not busy:
+        return None
+    return SeenThread(
+        name=name,
+        places=_places(busy),
+        user_place=next(iter(_places([frame for frame in busy if is_of_user(frame[0])])), ""),
+        is_in_collective=any(_COLLECTIVE in file for file in files[:_NUM_INNERMOST]),
+    )
+
+
+def _places(frames: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
+    return tuple(f"{function} ({file}:{line})" for file, line, function in frames)
 
 
 def _command(pid: int) -> str:

@@ -34,8 +34,9 @@ between scans.
 _PENDING = ("SigPnd:", "ShdPnd:")
 """Fields of /proc/PID/status: masks of the signals that are pending for the process."""
 
+STOPPED = "stopped by a signal"
 _STUCK = {
-    "T": "stopped by a signal",
+    "T": STOPPED,
     "t": "stopped by a debugger",
     "D": "in a system call that cannot be interrupted",
     "Z": "ended",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import tarfile
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from whole_runs import END_LIMIT_S, Run, start_run
 
+from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.hang_bundle import read_summary
 
@@ -36,8 +39,8 @@ def newest_bundle(run: Run) -> Path:
 
 def part_about(name: str, summary: str) -> str:
     """The lines of one process."""
-    begin = summary.index(f"\n{name} (pid ")
-    lines = summary[begin + 1 :].splitlines()
+    (begin,) = re.finditer(rf"^{name} \(pid \d+\): ", summary, re.M)
+    lines = summary[begin.start() :].splitlines()
     end = next(idx for idx, line in enumerate(lines) if idx and not line.startswith(" "))
     return "\n".join(lines[:end])
 
@@ -62,7 +65,11 @@ def test_a_reward_that_never_returns_is_named_when_the_deadline_ends_the_run(
 
     path = newest_bundle(run)
     summary = read_summary(path)
-    ended.check_failed("rollout.timeout_s = 3 s", f"what all processes were doing is in {path}")
+    place = rf"{reward} \(.*/failing_rewards\.py:\d+\)"
+    call = r"its oldest call began \d s ago"
+    (cause,) = re.findall(rf"^worker-0 \(pid \d+\) is in {place}; {call}", summary, re.M)
+    ended.check_failed("rollout.timeout_s = 3 s", cause)
+    ended.check_failed(f"what all processes were doing is in {path}")
     assert f"{reward} (" in summary
     assert "failing_rewards.py:" in summary
     assert "waits for worker-0#1" in summary
@@ -70,7 +77,7 @@ def test_a_reward_that_never_returns_is_named_when_the_deadline_ends_the_run(
         names = {Path(*Path(name).parts[1:]) for name in bundle.getnames()}
     assert Path("summary.txt") in names
     assert Path("node-0/logs/rollouts.log") in names
-    assert any(name.match("node-0/stacks/rank 1-*.txt") for name in names)
+    assert any(name.match("node-0/stacks/rank-1-*.txt") for name in names)
 
 
 def test_a_stopped_engine_is_reported_and_left_alone(folder: Path) -> None:
@@ -85,9 +92,10 @@ def test_a_stopped_engine_is_reported_and_left_alone(folder: Path) -> None:
         run.wait()
 
     assert f"policy-0 (pid {pid}): stopped by a signal" in summary
-    assert "it is stopped by a signal" in part_about("policy-0", summary)
     assert "\npolicy-0#1: " in summary  # the state of the engine
-    assert "no answer: policy-0#1" in summary
+    assert f"policy-0 (pid {pid}) is stopped by a signal: kill -CONT {pid} lets it" in summary
+    assert "it did not answer within 3 s" in summary
+    assert "_describe_calls" not in summary
 
 
 def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(
@@ -104,6 +112,28 @@ def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(
     assert "waiting_loss (" in part_about("rank 1", summary)
     assert "torch/distributed" in part_about("rank 0", summary)
     assert "waiting_loss" not in part_about("rank 0", summary)
+    place = r"waiting_loss \(.*/long_steps\.py:\d+\)"
+    assert re.search(rf"^rank 1 \(pid \d+\) is in {place}\nrank 0 waits in a coll", summary, re.M)
+
+
+def test_a_rank_that_stays_stopped_is_named_when_a_deadline_ends_the_run(folder: Path) -> None:
+    def do_both_wait() -> bool | None:
+        state = asyncio.run(job_state(run.run_dir))
+        rollouts = None if state is None else state.rollouts
+        return (rollouts is not None and len(rollouts.waiting_ranks) == 2) or None
+
+    settings = ["reward.function=failing_rewards:never_returns", "rollout.timeout_s=8"]
+    with start_run(folder, LONG, *settings) as run:
+        run.wait_for("ranks that wait", do_both_wait, timeout_s=60.0)
+        pid = run.pid_of("rank 1")
+        os.kill(pid, signal.SIGSTOP)
+        run.wait_for("the error", lambda: "rank 0: Dead" in run.output or None, timeout_s=30.0)
+        os.kill(pid, signal.SIGCONT)
+        ended = run.wait()
+
+    cause = f"rank 1 (pid {pid}) is stopped by a signal: kill -CONT {pid} lets it continue"
+    ended.check_failed("rollout.timeout_s = 8 s", cause, "failing_rewards.py:", ranks=[0])
+    assert cause in read_summary(newest_bundle(run))
 
 
 def test_a_stopped_supervisor_is_reported_from_outside(folder: Path) -> None:

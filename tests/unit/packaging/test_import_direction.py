@@ -36,6 +36,7 @@ LAYERS: Final = (
     ("runtime.weights.transports",),
     ("runtime.weights",),
     ("runtime.pools",),
+    ("runtime.hang_verdicts",),
     ("runtime.hang_bundle", "runtime.state_collector", "runtime.prometheus_text"),
     ("runtime.metrics_endpoint",),
     ("runtime.supervisor",),
