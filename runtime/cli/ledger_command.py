@@ -158,7 +158,7 @@ def _samples_text(facts: Mapping[str, Any]) -> str:
             _or_dash(row["step"], "d"),
             _or_dash(row["reward"], "g"),
             str(row["num_tokens"]),
-            row["drop_reason"] or row["finish_reason"] or "-",
+            row["drop_detail"] or row["finish_reason"] or "-",
         )
         for row in samples
     ]

@@ -167,7 +167,8 @@ class LedgerIndex:
     def newest(
         self, limit: int, state: str | None = None, step: int | None = None
     ) -> tuple[list[dict[str, Any]], int]:
-        """The samples admitted last, newest first, and the number of all that match.
+        """The samples admitted last, newest first, and the number of all that match. Those that
+        were dropped have a `drop_detail`: the reason, and what caused it.
 
         Args:
             state: only samples that are in this state now.
@@ -175,7 +176,11 @@ class LedgerIndex:
         """
         which = "FROM samples WHERE (?1 IS NULL OR state = ?1) AND (?2 IS NULL OR step = ?2)"
         ((num_samples,),) = self._connection.execute(f"SELECT count(*) {which}", (state, step))
-        query = f"SELECT * {which} ORDER BY uid DESC, manager LIMIT ?3"
+        why = (
+            "SELECT detail FROM history WHERE manager = samples.manager AND uid = samples.uid "
+            "AND event = 'dropped' AND samples.state = 'dropped' ORDER BY rowid DESC LIMIT 1"
+        )
+        query = f"SELECT *, ({why}) AS drop_detail {which} ORDER BY uid DESC, manager LIMIT ?3"
         return self.rows(query, state, step, limit), num_samples
 
     def with_tokens(self, limit: int, step: int | None = None) -> tuple[list[dict[str, Any]], int]:

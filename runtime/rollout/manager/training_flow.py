@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
+from umbra.runtime.rollout.buffer.failed_groups import FailedGroups
 from umbra.runtime.rollout.buffer.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.buffer.zero_variance_groups import ZeroVarianceGroups
 from umbra.runtime.rollout.dispatch.group import Group
@@ -27,9 +28,6 @@ from umbra.runtime.rollout.rollout_config import RolloutSettings
 from umbra.runtime.tracing.spans import gauge, past_span
 
 logger = logging.getLogger(__name__)
-
-# Number of recent groups over which `max_failed_share` is counted.
-_FAILURE_WINDOW: Final = 200
 
 
 class GroupSource(Protocol):
@@ -86,7 +84,7 @@ class TrainingFlow:
         self._not_begun: dict[int, Group] = {}  # admitted by an earlier incarnation, without tokens
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, in this order
         self._leases: dict[int, list[Group]] = {}  # by step
-        self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
+        self._failed = FailedGroups(settings.max_failed_share, note)
         self._zero_variance = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
         self._began = time.monotonic()
         self._since_last: dict[str, float] = {}  # metrics of the time between the last two batches
@@ -266,7 +264,7 @@ class TrainingFlow:
             group,
             self._settings.temperature,
             lambda group: self._on_scored(order_idx, group),
-            lambda group, error: self._on_failed(order_idx, error),
+            lambda group, error: self._on_failed(order_idx, group, error),
         )
 
     def _choose(self) -> list[int] | None:
@@ -283,7 +281,7 @@ class TrainingFlow:
             self._on_zero_variance(order_idx, group)
             return
         self._zero_variance.end_streak()
-        self._ended.append(False)
+        self._failed.scored()
         self._ready[order_idx] = group
         self._on_change()
 
@@ -296,21 +294,15 @@ class TrainingFlow:
             return
         self.admit()
 
-    def _on_failed(self, order_idx: int, error: UmbraError) -> None:
+    def _on_failed(self, order_idx: int, group: Group, error: UmbraError) -> None:
         """Drops a group. One failure costs one prompt; frequent failures end the job."""
         is_reward = isinstance(error, RewardError)
         self._drop(order_idx, "reward failed" if is_reward else "agent loop failed", str(error))
-        self._ended.append(True)
-        window = min(_FAILURE_WINDOW, self.num_admitted)
-        num_failed, allowed = sum(self._ended), int(self._settings.max_failed_share * window)
-        if num_failed > allowed:
-            message = (
-                f"{error}; {num_failed} of the last {window} groups failed; "
-                f"rollout.max_failed_share = {self._settings.max_failed_share:g} allows {allowed}"
-            )
-            self._on_failure(RewardError(message) if is_reward else RolloutError(message))
+        try:
+            self._failed.failed(group, error, self.num_admitted)
+        except RolloutError as too_many:
+            self._on_failure(too_many)
             return
-        logger.warning("a group was dropped: %s", error)
         self.admit()
 
     def _drop(self, order_idx: int, reason: str, cause: str = "") -> None:
@@ -320,7 +312,9 @@ class TrainingFlow:
         self._recorder.dropped(group, reason, cause)
         self._dropped_tokens += sum(sample.num_generated for sample in group.trajectories)
         self.dropped[reason] += 1
-        logger.info("group %s is dropped: %s", group.group_id, reason)
+        logger.info(
+            "group %s is dropped: %s", group.group_id, ": ".join(filter(None, (reason, cause)))
+        )
 
     def _is_too_old(self, group: Group) -> bool:
         oldest = min(self._token_steps(group), default=self._step)

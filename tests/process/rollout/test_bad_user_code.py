@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from live_rollouts import VOCAB_SIZE, LiveRollouts, ledger_of, merged
+from rank_processes import poll
 
+from umbra.runtime.cluster.run_events import RunEvent, read_events
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.session import Session
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -65,6 +68,10 @@ def cause_of_the_drop(run_dir: Path, drop_reason: str = LOOP_FAILED) -> str:
     assert found is not None
     assert (found["state"], found["drop_reason"]) == ("dropped", drop_reason)
     return str(found["history"][-1]["detail"])
+
+
+def drops_in(run_dir: Path) -> list[RunEvent]:
+    return [event for event in read_events(run_dir) if "is dropped" in event.text]
 
 
 @pytest.mark.parametrize(("num_workers", "max_worker_deaths"), [(1, 3), (2, 3), (1, 2)])
@@ -151,7 +158,11 @@ def test_a_loop_that_blocks_the_others_is_found_and_named(
     ],
 )
 def test_the_groups_that_wait_for_a_reward_that_hangs_are_scored_afterwards(
-    umbra_session: Session, tmp_path: Path, reward: str, cause: str
+    umbra_session: Session,
+    umbra_session_factory: SessionFactory,
+    tmp_path: Path,
+    reward: str,
+    cause: str,
 ) -> None:
     live = LiveRollouts(
         umbra_session,
@@ -167,6 +178,11 @@ def test_the_groups_that_wait_for_a_reward_that_hangs_are_scored_afterwards(
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     assert cause in cause_of_the_drop(tmp_path, "reward failed")
+    (event,) = poll(lambda: drops_in(umbra_session_factory.run_dirs[0]), 1, "an event of the drop")
+    assert event.who == "rollouts"
+    assert f"group {BAD_GROUP} (prompt 't3') is dropped: " in event.text
+    assert cause in event.text
+    assert event.text in umbra_session_factory.notes
 
 
 def test_each_evaluation_has_all_the_retries_of_a_prompt(

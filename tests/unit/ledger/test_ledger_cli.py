@@ -161,7 +161,7 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["sample", "state", "step", "reward", "tokens", "end"]
     assert len(rows) == 8
-    assert rows[0].split(maxsplit=5) == ["e0/c/1", "dropped", "-", "-", "0", "too old"]
+    assert rows[0].split(maxsplit=5) == ["e0/c/1", "dropped", "-", "-", "0", "too old: of step 0"]
     assert "  e0/a/1  trained  1     0       2       length" in rows
 
     assert main(["ledger", str(run_dir), "--newest", "1"]) == 0

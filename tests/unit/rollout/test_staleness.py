@@ -92,8 +92,8 @@ class World:
         on_scored(group)
 
     def fail(self, group_id: str) -> None:
-        _, _, on_failed = self.running.pop(group_id)
-        on_failed(Group(group_id, []), RewardError(f"no reward for {group_id}"))
+        group, _, on_failed = self.running.pop(group_id)
+        on_failed(group, RewardError(f"no reward for {group_id}"))
 
     def taken(self) -> list[str] | None:
         groups = self.flow.take(self.step)
@@ -256,6 +256,9 @@ def test_a_failure_costs_its_group_and_many_cost_the_job() -> None:
     world.fail("p0")
     assert world.failure is None
     assert list(world.running) == ids(1, 2)
+    assert world.notes == [
+        "group p0 (prompt '') is dropped: no reward for p0 (1 of the last 2 groups failed, 1 may)"
+    ]
     world.fail("p1")
     assert world.failure is not None
     assert "p1" in str(world.failure)
