@@ -358,7 +358,7 @@ class Supervisor:
         """Called by a rank that got a stop signal, which may have reached it alone."""
         if incarnation == self._ranks.incarnation:
             self._job_stop.request()
-        self._ranks.pass_on_signal(f"rank {rank}", incarnation, number)
+        self._ranks.pass_on_signal(_got(f"rank {rank}", number), incarnation, number)
 
     def request(self, call: dict[str, Any]) -> None:
         """Called for `umbra stop`, `preempt`, `drain` and `dump`, with a `JobRequest`.
@@ -383,16 +383,18 @@ class Supervisor:
         else:
             self._is_stopped_for_good = True
             self._links.tell({"kind": "stopped for good"})
-            self.stop_job(request.number, request.grace_s)
+            cause = f"{request.asker} asked for it, within {request.grace_s:g} s"
+            self.stop_job(request.number, request.grace_s, cause)
 
-    def stop_job(self, number: int, grace_s: float | None = None) -> None:
-        """Called when a stop signal reached this process, maybe through the guardian.
+    def stop_job(self, number: int, grace_s: float | None = None, cause: str = "") -> None:
+        """Called when a stop signal reached this process, maybe through the guardian, or for a
+        request.
 
         The ranks stop as if it had reached them, and the job is over when the last has left. A
         second signal, after a moment, does not wait for them, unless it is a preemption.
 
         Args:
-            grace_s: see `AttachedRanks.pass_on_signal`.
+            grace_s, cause: see `AttachedRanks.pass_on_signal`.
         """
         now = time.monotonic()
         if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
@@ -402,8 +404,8 @@ class Supervisor:
             return
         self._job_stop.request()
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
-        incarnation = self._ranks.incarnation
-        is_new = self._ranks.pass_on_signal("the supervisor", incarnation, number, grace_s)
+        cause = cause or _got("the supervisor", number)
+        is_new = self._ranks.pass_on_signal(cause, self._ranks.incarnation, number, grace_s)
         is_restart_prevented = self._ranks.has_failed and self._may_restart
         if number == PREEMPT_SIGNAL and (is_new or is_restart_prevented):
             assert self._requests is not None
@@ -433,8 +435,7 @@ class Supervisor:
         if event["kind"] == "failed":
             self.record(event["message"], "failed", "job")
         else:
-            name = signal.Signals(event["number"]).name
-            self.record(f"{event['who']} got {name}: all ranks stop", "stop", event["who"])
+            self.record(f"{event['cause']}: all ranks stop", "stop", "job")
 
     def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
         """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
@@ -565,10 +566,15 @@ class Supervisor:
         match event:
             case {"kind": "failed", "message": str(message)}:
                 self._ranks.fail_as(message)
-            case {"kind": "signal", "number": int(number), "grace_s": float() | None as grace_s}:
+            case {
+                "kind": "signal",
+                "number": int(number),
+                "grace_s": float() | None as grace_s,
+                "cause": str(cause),
+            }:
                 self._job_stop.request()
-                sender = f"a process of node {node}"
-                self._ranks.pass_on_signal(sender, self._ranks.incarnation, number, grace_s)
+                cause = f"{cause} (node {node})"
+                self._ranks.pass_on_signal(cause, self._ranks.incarnation, number, grace_s)
             case {"kind": "stopped for good"}:
                 self._is_stopped_for_good = True
                 if self._torchrun_pid and not len(self._ranks):
@@ -1012,3 +1018,7 @@ class Supervisor:
                 os.kill(self._torchrun_pid, signal.SIGTERM)
             except OSError as error:  # it has ended, or belongs to another user
                 logger.warning("cannot end torchrun (pid %d): %s", self._torchrun_pid, error)
+
+
+def _got(receiver: str, number: int) -> str:
+    return f"{receiver} got {signal.Signals(number).name}"

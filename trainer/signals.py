@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final, Self
 
-from umbra.runtime.cluster.run_notice import stop_status
+from umbra.runtime.cluster.run_notice import NOTHING_TO_SAVE, PREEMPT_SIGNAL, stop_status
 from umbra.runtime.errors import JobFailed
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,14 +59,12 @@ class StopRequested(Exception):
 class StopNow(SystemExit):
     """Raised in the main thread, wherever it is; carries the signal's exit status."""
 
-    def __init__(self, number: signal.Signals, *, is_training: bool) -> None:
+    def __init__(self, number: signal.Signals, why: str) -> None:
         super().__init__(stop_status(number))
-        self._text = f"stopped by {number.name} before the first step; nothing was saved"
-        if is_training:
-            self._text = f"stopped by {number.name}; what came after the last checkpoint is lost"
+        self._why = why
 
     def __str__(self) -> str:
-        return self._text
+        return self._why
 
     @staticmethod
     def is_cause_of(failure: JobFailed) -> bool:
@@ -95,6 +93,7 @@ class StopSignals:
         self._is_importing = False
         self._received_at = 0.0
         self._passed_in: signal.Signals | None = None
+        self._asker = ""  # the command, if it was not a signal
         self._pass_on: Callable[[signal.Signals], None] | None = None
         self._main_thread = 0
         self._stack = contextlib.ExitStack()
@@ -193,10 +192,12 @@ class StopSignals:
         It never counts as a second request. SIGALRM makes the main thread handle it.
 
         Args:
-            grace_s: time for the step in progress, if this is the first signal.
+            grace_s: time for the step in progress, if this is the first signal. `umbra stop` and
+                `umbra preempt` give one, signals do not.
         """
         if grace_s is not None and not self.requested:
             self._grace_s = grace_s
+            self._asker = "umbra preempt" if number == PREEMPT_SIGNAL else "umbra stop"
         self._passed_in = signal.Signals(number)
         signal.pthread_kill(self._main_thread, signal.SIGALRM)
 
@@ -240,14 +241,15 @@ class StopSignals:
         if self.received is None:
             self._begin(signal.Signals(number))
         elif time.monotonic() - self._received_at >= _SAME_REQUEST_S:
-            self._stop_now()
+            why = "a second signal came before the step in progress had ended"
+            self._stop_now(StopNow(self.received, why))
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             if self._passed_in is not None:
                 self._begin(self._passed_in)
         elif time.monotonic() - self._received_at >= self._grace_s:
-            self._stop_now()
+            self._stop_now(self._stop_of(self.received))
         elif self._is_interruptible:
             raise StopRequested
 
@@ -255,7 +257,7 @@ class StopSignals:
         self.received = received
         self._received_at = time.monotonic()
         if not self._is_deferring:
-            self._stop_now()
+            self._stop_now(self._stop_of(received))
         if self._pass_on is not None and self._passed_in is None:
             self._pass_on(received)
         signal.setitimer(signal.ITIMER_REAL, min(_REPEAT_S, self._grace_s), _REPEAT_S)
@@ -271,14 +273,20 @@ class StopSignals:
             yield
         finally:
             self._is_importing = False
-        if self.requested:
-            self._stop_now()
+        if self.received is not None:
+            self._stop_now(self._stop_of(self.received))
 
-    def _stop_now(self) -> None:
+    def _stop_now(self, stop: StopNow) -> None:
         if self._is_importing:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)  # cleaning up must not be interrupted
-        raise self._stop_of(self.received or signal.SIGTERM)
+        raise stop
 
     def _stop_of(self, number: signal.Signals) -> StopNow:
-        return StopNow(number, is_training=self._is_deferring)
+        """The end of a process that has no time left to save anything."""
+        cause = self._asker or number.name
+        if not self._is_deferring:
+            return StopNow(number, f"stopped by {cause} {NOTHING_TO_SAVE}")
+        return StopNow(
+            number, f"the step in progress did not end within {self._grace_s:g} s of {cause}"
+        )

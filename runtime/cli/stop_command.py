@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 from umbra.runtime.cli.live_job import ask_supervisor, is_reachable, run_interruptibly
-from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
+from umbra.runtime.cluster.run_events import RunEvent, read_events
+from umbra.runtime.cluster.run_notice import (
+    NOTHING_TO_SAVE,
+    JobAnswer,
+    JobRequest,
+    RunNotice,
+    SupervisorAddress,
+)
 from umbra.runtime.errors import (
     ActorNotFound,
     ConfigError,
@@ -33,10 +40,14 @@ _TAKEN_WITHIN_S: Final = 120.0
 """For the supervisor to see a request in the run directory. Network file systems may show a new
 file a minute later."""
 _LOOK_INTERVAL_S: Final = 0.25
+NOT_SAVED_STATUS: Final = 3
+"""Exit status of `umbra stop` and `umbra preempt` if the job has ended, but its step in progress
+was cut."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when the job has ended as requested, or has taken the request to drain a node.
+    """Returns 0 when the job has ended in order, or has taken the request to drain a node, and
+    `NOT_SAVED_STATUS` when it has ended without the checkpoint that was asked for.
 
     Raises:
         ConfigError: there is no such directory, or it cannot be read or written.
@@ -57,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
     notice, address = find_job(run_dir)
+    num_earlier_events = len(read_events(run_dir))
     deadline = time.monotonic() + grace_s + _END_LIMIT_S
     request_job(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
     wait_until(
@@ -66,8 +78,25 @@ def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) ->
     )
     if kind == "preempt" and not notice.is_preempted:
         raise UmbraError(f"the job in {run_dir} ended before it could be preempted")
-    print(f"{run_dir}: {'preempted' if kind == 'preempt' else 'stopped'}")
-    return 0
+    saved, is_in_order = _what_was_saved(run_dir, read_events(run_dir)[num_earlier_events:])
+    print(f"{run_dir}: {'preempted' if kind == 'preempt' else 'stopped'}{saved}")
+    return 0 if is_in_order else NOT_SAVED_STATUS
+
+
+def _what_was_saved(run_dir: Path, events: Sequence[RunEvent]) -> tuple[str, bool]:
+    """Text about the checkpoint, and whether the job ended in order.
+
+    Args:
+        events: since the job was asked to end.
+    """
+    paths = (path.parent for path in run_dir.glob("checkpoints/*/COMPLETE"))
+    newest = max(paths, key=lambda path: (len(path.name), path.name), default=None)
+    is_written = any(event.kind == "checkpoint" for event in events)
+    failure = next((event.text for event in events if event.kind == "failed"), "")
+    if not failure or is_written or NOTHING_TO_SAVE in failure:
+        return f"; checkpoint: {newest}" if newest else "; there is no checkpoint yet", True
+    left = f"the newest is {newest}" if newest else "there is none"
+    return f", but no checkpoint was written ({left}): {failure.splitlines()[0]}", False
 
 
 def _drain(run_dir: Path, node: str) -> int:

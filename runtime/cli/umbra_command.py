@@ -51,12 +51,14 @@ _TRACE: Final = (
 _STOP: Final = (
     "Ends a running job in order and waits for its end: the ranks end the step in progress, write "
     "a checkpoint and exit. Works on the job's node, and on any other that sees the run directory. "
-    "A second call ends the job at once."
+    "A second call ends the job at once. Exit status: 0 if the job ended in order, with its newest "
+    "checkpoint named; 3 if it ended without a checkpoint of the last steps, because the step in "
+    "progress took longer than --within or the job failed; 1 if no job runs or it does not end."
 )
 _PREEMPT: Final = (
     "Like stop, for a job that its launcher is to start again: the ranks exit with status 75 "
     "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/train.sbatch "
-    "requeues such a job."
+    "requeues such a job. Exit statuses are those of stop."
 )
 _DOCTOR: Final = (
     "Checks whether a training run could start on this node: settings, files, limits, GPUs, "

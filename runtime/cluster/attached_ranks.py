@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -159,7 +158,7 @@ class AttachedRanks:
             self._on_event(self._failure)
 
     def pass_on_signal(
-        self, receiver: str, incarnation: int, number: int, grace_s: float | None = None
+        self, cause: str, incarnation: int, number: int, grace_s: float | None = None
     ) -> bool:
         """Sends every rank a stop signal that some process of the job got, once.
 
@@ -169,13 +168,13 @@ class AttachedRanks:
         them nor the ranks that it starts in their place.
 
         Args:
+            cause: "the supervisor got SIGTERM", "umbra stop asked for it".
             grace_s: time for the step in progress; None for `train.shutdown_grace_s`.
         """
         if self._signal is not None or self.has_failed or incarnation != self.incarnation:
             return False
-        self._signal = {"kind": "signal", "number": number, "grace_s": grace_s, "who": receiver}
-        name = signal.Signals(number).name
-        logger.info("%s got %s: stopping all ranks", receiver, name)
+        self._signal = {"kind": "signal", "number": number, "grace_s": grace_s, "cause": cause}
+        logger.info("%s: stopping all ranks", cause)
         for rank in self._ranks.values():
             rank.put(self._signal)
         self._on_event(self._signal)

@@ -33,6 +33,10 @@ PREEMPT_SIGNAL: Final = signal.SIGUSR1
 PREEMPTED_STATUS: Final = 75
 """Exit status of a preempted rank: EX_TEMPFAIL of sysexits.h, which asks for another try."""
 
+NOTHING_TO_SAVE: Final = "before the first step; nothing was saved"
+"""Part of the failure of a rank that a stop signal ended while it started. `umbra stop` looks for
+it, because nothing is lost then."""
+
 
 def stop_status(number: int) -> int:
     """Exit status of a rank that ends because of a stop signal."""
@@ -81,6 +85,10 @@ class JobRequest(Settings):
     node: str = ""
     bundle: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def asker(self) -> str:
+        return f"umbra {self.kind}"
 
     @property
     def number(self) -> int:

@@ -75,8 +75,10 @@ def test_a_job_ends_with_a_checkpoint_and_resumes(
     assert checkpoints(run) == [f"step-{num_steps:06d}"]
     assert "metrics for Prometheus: http://127.0.0.1:" in ended.output
     events = [(event.kind, event.text) for event in read_events(run.run_dir)]
-    name = "SIGTERM" if kind == "stop" else "SIGUSR1"
-    assert events[0] == ("stop", f"the supervisor got {name}: all ranks stop")
+    assert events[0] == ("stop", f"umbra {kind} asked for it, within 300 s: all ranks stop")
+    verb = "stopped" if kind == "stop" else "preempted"
+    newest = run.run_dir / "checkpoints" / f"step-{num_steps:06d}"
+    assert done.stdout == f"{run.run_dir}: {verb}; checkpoint: {newest}\n"
     saved = [text.partition(",")[0] for kind, text in events if kind == "checkpoint"]
     assert saved == [f"after step {num_steps}"]
     resume(folder, run, num_steps + 1)
@@ -130,6 +132,7 @@ def test_a_preemption_before_there_is_something_to_save_ends_the_ranks(folder: P
         ended = run.wait(END_LIMIT_S)
 
     assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{run.run_dir}: preempted; there is no checkpoint yet\n"
     assert ended.status == 1
     assert (run.run_dir / "preempted").exists()
     assert run.num_steps() == 0
@@ -187,7 +190,12 @@ def test_a_step_longer_than_the_time_given_is_cut(folder: Path) -> None:
         done = umbra("preempt", run.run_dir, "--within", "1")
         ended = run.wait(END_LIMIT_S)
 
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith(
+        f"{run.run_dir}: preempted, but no checkpoint was written (there is none): rank "
+    )
+    cause = "StopNow: the step in progress did not end within 1 s of umbra preempt\n"
+    assert done.stdout.endswith(cause)
     assert ended.status == 1
     assert (run.run_dir / "preempted").exists()
     assert checkpoints(run) == []
@@ -199,13 +207,15 @@ def test_a_second_stop_does_not_wait_for_the_step(folder: Path) -> None:
         with ThreadPoolExecutor() as threads:
             first = threads.submit(umbra, "stop", run.run_dir)
             log = run.run_dir / "logs" / "supervisor.log"
-            run.wait_for("the stop", lambda: "got SIGTERM" in log.read_text() or None, END_LIMIT_S)
+            run.wait_for(
+                "the stop", lambda: "umbra stop asked" in log.read_text() or None, END_LIMIT_S
+            )
             time.sleep(2.0)
             second = umbra("stop", run.run_dir)
             codes = [first.result().returncode, second.returncode]
         run.wait(END_LIMIT_S)
 
-    assert codes == [0, 0]
+    assert codes == [3, 3]
     assert checkpoints(run) == []
 
 
