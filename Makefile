@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores, in a minute or two
+quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores, in two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 	    -m umbra.trainer $(QUICKSTART_CONFIG)
 
