@@ -71,7 +71,7 @@ def frame(view: RunSnapshot, now: float, *, width: int, height: int | None = Non
             lines += _wrapped(f"`umbra dump {view.run_dir}` shows where every process is", width)
         lines += _state_lines(view.state, height)
     if view.events:
-        lines += ["", *_event_lines(view.events[-_NUM_EVENTS:])]
+        lines += ["", *_event_lines(_newest(view.events))]
     return [escape_unprintable(line, keep="")[:width].rstrip() for line in lines]
 
 
@@ -212,6 +212,13 @@ def _other_actors(state: JobState) -> str:
         + (f" ({actor.num_restarts} restarts)" if actor.num_restarts else "")
         for actor in actors
     )
+
+
+def _newest(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
+    """The last events, with the last checkpoint only, so that restarts stay in sight."""
+    last = max((i for i, event in enumerate(events) if event.kind == "checkpoint"), default=-1)
+    shown = [event for i, event in enumerate(events) if event.kind != "checkpoint" or i == last]
+    return shown[-_NUM_EVENTS:]
 
 
 def _event_lines(events: Iterable[RunEvent]) -> list[str]:

@@ -151,3 +151,17 @@ def test_the_phase_names_the_rank_that_others_wait_for() -> None:
     training = replace(ROLLOUTS, call="", waiting_ranks=(), waiting_ages_s=())
     assert describe_phase([0], [pool], training).startswith("the ranks train: ")
     assert describe_phase([0], [pool], None) == "the run is starting"
+
+
+def test_checkpoints_do_not_push_a_restart_out_of_sight() -> None:
+    died = RunEvent(time=0.0, kind="restart", who="policy-0", text="it died")
+    saved = [
+        RunEvent(time=float(step), kind="checkpoint", who="rollouts", text=f"after step {step}")
+        for step in range(20, 200, 20)
+    ]
+    view = RunSnapshot(name="r", state=None, events=[saved[0], died, *saved[1:]])
+
+    lines = frame(view, 200.0, width=120)
+
+    shown = [line for line in lines if "it died" in line or "after step" in line]
+    assert [line.rpartition("  ")[2] for line in shown] == ["it died", "after step 180"]
