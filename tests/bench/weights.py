@@ -74,6 +74,7 @@ from umbra.runtime.engine_api.lifecycle import (
     Tag,
 )
 from umbra.runtime.pools.job_rings import JobRings
+from umbra.runtime.process.descendants import kill_tree
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
@@ -260,7 +261,7 @@ async def _process(
         yield process
     finally:
         if process.returncode is None:
-            process.kill()
+            kill_tree(process.pid)  # an engine of a library has processes of its own
         await process.wait()
 
 
