@@ -24,6 +24,7 @@ class SeenNode:
 
     Attributes:
         name: as people know it; "" if the job has no other.
+        processes: none if it did not answer.
         calls: by process, what `umbra.runtime.rpc.pending_calls` describes; with "problem" if it
             did not answer.
     """
@@ -43,7 +44,8 @@ def verdicts(nodes: Sequence[SeenNode], state: JobState | None) -> list[str]:
     Args:
         state: None if the supervisor does not answer.
     """
-    lines = [line for node in nodes for line in _stuck(node)]
+    lines = [f"{node.name} does not answer" for node in nodes if not node.processes]
+    lines += [line for node in nodes for line in _stuck(node)]
     lines += [line for node in nodes for line in _user_code(node)]
     lines += [line for node in nodes for line in _silent(node)]
     lines += _ranks(nodes)

@@ -105,6 +105,12 @@ def test_a_process_that_answers_no_calls_is_named_with_its_place() -> None:
     ]
 
 
+def test_a_node_that_does_not_answer_is_named() -> None:
+    assert found(node(process("rank 0", 1), name="node-0"), node(name="node-1")) == [
+        "node-1 does not answer"
+    ]
+
+
 def test_who_waits_on_whom_comes_last() -> None:
     state = JobState(
         job="x", time=0.0, phase="the ranks wait for next_batch", failure="", nodes=(), pools=()
