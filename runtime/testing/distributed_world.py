@@ -206,8 +206,8 @@ def _collect(ranks: Sequence[_Rank], late: set[int], timeout_s: float) -> list[A
         return [outcome.value for outcome in outcomes]
     for rank in late:
         outcomes[rank] = WorldOutcome(error=f"was not done within {timeout_s:g} s")
-    # Ranks that were killed with the others come last; the first failure is the cause.
-    failed.sort(key=lambda member: (member.status == -9, member.ended_at))
+    # The first failure is the cause. Ranks that were killed because of it have no `ended_at`.
+    failed.sort(key=lambda member: (member.ended_at is None, outcomes[member.rank].failed_at))
     texts = [member.describe(outcomes[member.rank]) for member in failed]
     raise RankFailed(failed[0].rank, "\n\n".join(texts))
 

@@ -78,14 +78,18 @@ class WorldCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldOutcome:
-    """One rank's result: `error` is empty where there is a `value`."""
+    """One rank's result: `error` is empty where there is a `value`.
+
+    `failed_at` is the rank's time.monotonic() when the function raised; 0 for other errors.
+    """
 
     value: Any = None
     error: str = ""
     traceback: str = ""
+    failed_at: float = 0.0
 
     def encode(self) -> bytes:
-        return _pack({"value": self.value, "error": self.error, "traceback": self.traceback})
+        return _pack(asdict(self))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:

@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +37,10 @@ def main() -> None:
         data = WorldOutcome(value=_run(call)).encode()
         status = 0
     except Exception as error:  # noqa: BLE001 -- passed to the test's process
+        failed_at = time.monotonic()
         text = f"{type(error).__name__}: {error}"
-        data = WorldOutcome(error=text, traceback=traceback.format_exc()).encode()
+        trace = traceback.format_exc()
+        data = WorldOutcome(error=text, traceback=trace, failed_at=failed_at).encode()
         status = 1
     path = Path(sys.argv[3])
     partial = path.with_suffix(".partial")
