@@ -2,20 +2,19 @@
 
 It keeps actors running (`supervised_actor`), keeps engines in their lifecycle and in sync
 (`engine_pool`), notifies every attached rank when the job is lost, and leaves nothing behind. It is
-an actor itself: its public methods are its RPC interface.
+an actor itself: its public methods, and those of `pool_calls`, are its RPC interface.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import logging
 import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +40,8 @@ from umbra.runtime.errors import (
 )
 from umbra.runtime.first_of import first_of
 from umbra.runtime.hang_bundle import JobBundles, NodeReport
+from umbra.runtime.pools.job_pools import JobPools
+from umbra.runtime.pools.pool_calls import PoolCalls
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
@@ -49,15 +50,10 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.state_collector import StateCollector
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 
 if TYPE_CHECKING:
-    from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
     from umbra.runtime.job_state import JobState
     from umbra.runtime.metrics_endpoint import MetricsEndpoint
-    from umbra.runtime.pools.engine_pool import EnginePool
-    from umbra.runtime.pools.node_pools import NodePools
-    from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +108,6 @@ class Supervisor:
         self._request_name = secrets.token_hex(8)  # see `JobNode.job`
         self._waiting: JobRequest | None = None  # until the nodes have met again
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._loaded_pools: NodePools | None = None
         self._warm = WarmEngines(client)
         self._epoch = 0  # the last one that this node took part in
         self._has_met = not nodes_may_change  # whether the nodes have, since the ranks were started
@@ -124,9 +119,6 @@ class Supervisor:
         self._ranks = AttachedRanks(on_event=self._on_rank_event)
         self._job_stop = JobStop()
         self._stopped_at: float | None = None  # when a stop signal reached this process
-        self._fd_socket = str(node.socket_dir / "fds")
-        self._fd_server: FdServer
-        self._loaded_rings: NodeRings | None = None
         self._tasks: asyncio.TaskGroup
         self._started_over = asyncio.Event()
         self._started_over.set()
@@ -146,13 +138,24 @@ class Supervisor:
             on_change=self._on_actor_change,
             on_remote_change=self._on_remote_change,
         )
+        self._pools = JobPools(
+            node,
+            client,
+            self._actors,
+            self._warm,
+            links=lambda: self._links,
+            start=self._start_on,
+            note=self.note,
+            record=self.record,
+        )
+        self.pool_calls = PoolCalls(self._pools, links=lambda: self._links)
         self._states = StateCollector(
             node.node_id,
             client,
             self._actors,
             self._ranks,
             links=lambda: self._links,
-            pools=self._all_pools,
+            pools=self._pools.all,
         )
         self._bundles = JobBundles(
             run_dir,
@@ -254,9 +257,9 @@ class Supervisor:
         others = self._stop_others()
         try:
             if self._nodes_may_change:
-                await self._dissolve_pools()
-            elif self._loaded_pools is not None:
-                await self._loaded_pools.invalidate()
+                await self._pools.dissolve()
+            else:
+                await self._pools.invalidate()
         except DeadlineExceeded as error:
             self.end("starting over", str(error))
             return
@@ -488,7 +491,7 @@ class Supervisor:
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
-        for pool in self._all_pools():
+        for pool in self._pools.all():
             pool.sync.rank_lost(lost_rank)
         self._links.tell_lead({"kind": "rank_lost", "rank": lost_rank})
 
@@ -629,9 +632,9 @@ class Supervisor:
             ConfigError: the job cannot use that node.
         """
         generator = from_wire(JobNode, node)
-        self._pools.check_node(generator)
+        self._pools.current.check_node(generator)
         idx = await self._links.admit(generator)
-        engines = self._pools.add_node(idx, generator)
+        engines = self._pools.current.add_node(idx, generator)
         what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
         node_id = generator.node_id
         text = f"node {idx} ({node_id}) has joined to generate, and {what}"
@@ -643,7 +646,7 @@ class Supervisor:
             self._remove_generator(node, "has left", "left")
 
     def _remove_generator(self, node: int, what: str, kind: EventKind) -> None:
-        self._pools.remove_node(node)
+        self._pools.current.remove_node(node)
         node_id = self._links.nodes[node].node_id
         self.note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
@@ -684,22 +687,6 @@ class Supervisor:
         await self._links.check_epoch(epoch)
         return await self._actors.hosted.command(command, name, *arguments)
 
-    async def hold_ring(
-        self, epoch: int, order: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
-        from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
-
-        await self._links.check_epoch(epoch)
-        async with contextlib.aclosing(self._rings.hold(from_wire(RingOrder, order))) as states:
-            async for state in states:
-                yield state
-
-    async def dismiss_from_ring(self, epoch: int, key: str, engine: int) -> None:
-        """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
-        await self._links.check_epoch(epoch)
-        self._rings.dismiss(key, engine)
-
     def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
             return self._actors.start(spec, may_start)
@@ -707,7 +694,7 @@ class Supervisor:
         return self._actors.start_on(node, there, epoch, spec, may_start)
 
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
-        for pool in self._all_pools():
+        for pool in self._pools.all():
             pool.on_actor_change(actor)
         if node >= len(self._links.nodes):
             return  # of an epoch that is over
@@ -725,43 +712,10 @@ class Supervisor:
     def _on_generator_change(self, node: int, actor: RemoteActor) -> None:
         if actor.state not in (ActorState.STOPPED, ActorState.FAILED):
             return
-        for pool in self._all_pools():
+        for pool in self._pools.all():
             pool.remove(actor)
         if actor.state == ActorState.FAILED and not actor.has_run and actor.spec.role == "engine":
             self._links.dismiss(node, actor.failure)
-
-    # -- engines of the last epoch: see `warm_engines` ----------------------------------------
-
-    async def _dissolve_pools(self) -> None:
-        """Ends the pools, if this node had them, and leaves their engines running everywhere."""
-        pools, self._loaded_pools = self._loaded_pools, None
-        if pools is not None:
-            await pools.dissolve()
-        await self._actors.leave_remote()
-
-    def _warm_specs(self) -> dict[int, list[ActorSpec]]:
-        """Engines that pools of the last epoch have left, by node; asked on rank 0's."""
-        elsewhere = self._links.warm_elsewhere().items()
-        there = {idx: [from_wire(ActorSpec, spec) for spec in specs] for idx, specs in elsewhere}
-        return {0: self._warm.specs(), **there}
-
-    async def _end_warm(self, node: int, names: Sequence[str]) -> None:
-        if node == 0:
-            await self._end_own_warm(names)
-            return
-        there, epoch = self._links.supervisor_of(node), self._links.epoch
-        await there.call("end_warm", epoch, list(names), timeout_s=_START_OVER_LIMIT_S)
-
-    async def end_warm(self, epoch: int, names: list[str]) -> None:
-        """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
-        uses, and returns when their processes have ended."""
-        await self._links.check_epoch(epoch)
-        await self._end_own_warm(names)
-
-    async def _end_own_warm(self, names: Sequence[str]) -> None:
-        for actor in self._warm.end(names):
-            await actor.ended.wait()
-            self._actors.forget(actor)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -800,8 +754,7 @@ class Supervisor:
         if lead := self._lead_that_has(name):
             await lead.call("stop", name, timeout_s, timeout_s=timeout_s + 0.5)
             return
-        if self._loaded_pools is not None:
-            self._loaded_pools.check_may_stop(name)
+        self._pools.check_may_stop(name)
         await self._actors.stop(name, timeout_s)
 
     async def restart(self, name: str, timeout_s: float) -> ActorRef:
@@ -809,8 +762,7 @@ class Supervisor:
         if lead := self._lead_that_has(name):
             found: ActorRef = await lead.call("restart", name, timeout_s, timeout_s=timeout_s + 0.5)
             return found
-        if self._loaded_pools is not None:
-            self._loaded_pools.check_may_restart(name)
+        self._pools.check_may_restart(name)
         return await self._actors.find(name).restart(timeout_s)
 
     def _lead_that_has(self, name: str) -> Handle | None:
@@ -844,7 +796,7 @@ class Supervisor:
         return self._actors.describe()
 
     def _on_actor_change(self, actor: SupervisedActor) -> None:
-        for pool in self._all_pools():
+        for pool in self._pools.all():
             pool.on_actor_change(actor)
         # A failed first start is the answer to `spawn`, not the job's failure.
         if actor.state == ActorState.FAILED and actor.has_run:
@@ -852,113 +804,6 @@ class Supervisor:
                 self._ranks.fail(actor.spec.name, actor.failure)
             else:
                 self.record(actor.failure, "fault", actor.spec.name)
-
-    # -- pools ---------------------------------------------------------------------------
-
-    async def create_pool(self, spec: dict[str, Any]) -> None:
-        """Starts the engines of a pool and waits until each is ready.
-
-        Creating the same pool again (after an elastic restart) returns the one whose engines are
-        warm.
-
-        Raises:
-            ConfigError, ActorDied.
-        """
-        await self._pools.create(spec)
-
-    @property
-    def _pools(self) -> NodePools:
-        """Loaded with the first pool, because that takes 40 ms."""
-        if self._loaded_pools is None:
-            from umbra.runtime.pools.job_rings import JobRings
-            from umbra.runtime.pools.node_pools import NodePools
-
-            self._loaded_pools = NodePools(
-                self._start_on,
-                self._client,
-                self.note,
-                self.record,
-                self._tasks,
-                self._fd_server,
-                JobRings(
-                    self._rings,
-                    self._node.node_id,
-                    lambda node_id: self._links.supervisor_at(node_id),
-                    lambda: self._links.epoch,
-                ),
-                self._warm_specs,
-                self._end_warm,
-            )
-        return self._loaded_pools
-
-    @property
-    def _rings(self) -> NodeRings:
-        """Loaded with the first pool, or for another node's."""
-        if self._loaded_rings is None:
-            from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
-
-            self._loaded_rings = NodeRings(self._fd_server)
-        return self._loaded_rings
-
-    def _all_pools(self) -> list[EnginePool]:
-        return [] if self._loaded_pools is None else self._loaded_pools.all()
-
-    async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the states of a pool's engines: all of them, then every change (see
-        `EnginePool`)."""
-        async for event in self._pools[name].watch():
-            yield event
-
-    @idempotent
-    def pool_states(self, name: str) -> list[dict[str, Any]]:
-        return self._pools[name].states()
-
-    @idempotent
-    def catch_up(self, name: str) -> dict[str, Any]:
-        """Which engines wait for which version; called for ranks that wait for a batch.
-
-        Returns:
-            {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank, ...]};
-            `ranks` already publish that version again, and wait for the others to join.
-        """
-        return self._pools[name].catch_up()
-
-    @idempotent
-    def pool_has_work(self, name: str, has_work: bool) -> None:
-        """Whether a pool has requests to answer; its dispatcher reports it.
-
-        It decides the turns of pools that share memory; see `umbra.runtime.pools.time_slicing`.
-        """
-        self._pools.report_work(name, has_work)
-
-    async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
-        await self._pools.pause(name, mode, timeout_s)
-
-    async def pool_resume(self, name: str, timeout_s: float) -> None:
-        await self._pools.resume(name, timeout_s)
-
-    async def pool_sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
-        await self._pools.sleep(name, level, timeout_s)
-
-    async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
-        await self._pools.wake(name, tags, timeout_s)
-
-    # -- weight syncs: see `umbra.runtime.weights.sync_calls` --------------------------------------
-
-    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
-        return await self._pools.sync_begin(call)
-
-    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
-        return self._pools.sync_progress(call)
-
-    async def sync_filled(self, call: dict[str, Any]) -> None:
-        await self._pools.sync_filled(call)
-
-    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
-        return await self._pools.sync_end(call)
-
-    def sync_abort(self, call: dict[str, Any]) -> None:
-        self._pools.sync_abort(call)
 
     # -- lifetime ------------------------------------------------------------------------
 
@@ -987,7 +832,7 @@ class Supervisor:
 
     async def _run_actors(self) -> None:
         async with (
-            serve_fds(self._fd_socket) as self._fd_server,
+            self._pools.open(),
             asyncio.TaskGroup() as self._tasks,
         ):
             if self._events is not None:
@@ -997,8 +842,7 @@ class Supervisor:
             await self._close_endpoint()
             if self._events is not None:
                 self._events.close()
-            if self._loaded_pools is not None:
-                self._loaded_pools.close()
+            self._pools.close()
             await self._links.leave()
 
     async def _await_end(self) -> None:

@@ -134,7 +134,12 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
             )
 
-        server = ActorServer(supervisor, ref.incarnation, describing_calls(client, lambda: server))
+        server = ActorServer(
+            supervisor,
+            ref.incarnation,
+            describing_calls(client, lambda: server),
+            parts=(supervisor.pool_calls,),
+        )
         with contextlib.ExitStack() as stack:
             # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)

@@ -88,24 +88,6 @@ class NodePools:
     def all(self) -> list[EnginePool]:
         return list(self._pools.values())
 
-    def check_may_stop(self, actor: str) -> None:
-        """Raises ConfigError if the actor is an engine of a pool, which keeps it running."""
-        for name, pool in self._pools.items():
-            if pool.find_engine(actor) is not None:
-                raise ConfigError(
-                    f"{actor} belongs to pool {name!r}, which keeps its engines running until the "
-                    "job ends: restart it, or create the pool with a smaller count"
-                )
-
-    def check_may_restart(self, actor: str) -> None:
-        """Raises ConfigError if the actor is only a part of an engine."""
-        for pool in self._pools.values():
-            engine = pool.find_engine(actor)
-            if engine is not None and engine.name != actor:
-                raise ConfigError(
-                    f"{actor} is a part of engine {engine.name}: restart {engine.name}"
-                )
-
     def close(self) -> None:
         for task in self._background:
             task.cancel()
@@ -235,7 +217,7 @@ class NodePools:
         return task
 
     def report_work(self, name: str, has_work: bool) -> None:
-        """See `Supervisor.pool_has_work`."""
+        """See `PoolCalls.pool_has_work`."""
         self[name]  # raises if there is no such pool
         slicing = self._slicings.get(self._hosts.get(name, name))
         if slicing is not None:

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Final, TypeVar, cast
 
@@ -118,6 +118,7 @@ class ActorServer:
 
     Args:
         built_in: methods besides the target's, whose names begin with an underscore.
+        parts: of the target, whose public methods are served, too.
     """
 
     def __init__(
@@ -125,9 +126,12 @@ class ActorServer:
         target: object,
         incarnation: int,
         built_in: Mapping[str, Callable[..., Any]] = {},
+        parts: Sequence[object] = (),
     ) -> None:
         self._incarnation = incarnation
-        self._methods = {**_public_methods(target), **built_in}
+        self._methods = dict(built_in)
+        for served in (target, *parts):
+            self._methods |= _public_methods(served)
         self._idempotent = sorted(
             name for name, m in self._methods.items() if hasattr(m, "__umbra_idempotent__")
         )

@@ -1,0 +1,166 @@
+"""The pools of a job in one epoch after the other, and what they take from its nodes: rings for
+weights, and engines that the pools of the last epoch have left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.remote_actor import ActorProcess
+from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.cluster.run_events import Notify
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.warm_engines import WarmEngines
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import from_wire
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
+
+if TYPE_CHECKING:
+    from umbra.runtime.pools.engine_pool import EnginePool
+    from umbra.runtime.pools.node_pools import NodePools
+    from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+
+# For another node to end engines that no pool uses: their grace, and the reaping.
+_END_WARM_LIMIT_S: Final = 60.0
+
+
+class JobPools:
+    """Owned by the supervisor. Only rank 0's node has pools; the others hold rings and warm engines
+    for them.
+
+    Args:
+        warm: engines of this node that pools of the last epoch have left.
+        links: to the other nodes, in this epoch.
+        start: starts an engine's actor on the node of that index, once the event is set.
+        note: called with each line for the operator.
+        record: called with events that are not shown.
+    """
+
+    def __init__(
+        self,
+        node: NodeSettings,
+        client: Client,
+        actors: NodeActors,
+        warm: WarmEngines,
+        links: Callable[[], JobLinks],
+        start: Callable[[ActorSpec, int, asyncio.Event], ActorProcess],
+        note: Notify,
+        record: Notify,
+    ) -> None:
+        self._node = node
+        self._client = client
+        self._actors = actors
+        self._warm = warm
+        self._links = links
+        self._start = start
+        self._note = note
+        self._record = record
+        self._loaded: NodePools | None = None
+        self._loaded_rings: NodeRings | None = None
+        self._fd_server: FdServer
+        self._tasks: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[None]:
+        """Pools may be created within the block, and `close` ends what they do."""
+        socket_path = str(self._node.socket_dir / "fds")
+        async with serve_fds(socket_path) as self._fd_server, asyncio.TaskGroup() as self._tasks:
+            yield
+
+    def close(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+
+    @property
+    def current(self) -> NodePools:
+        """Those of this epoch. Loaded with the first pool, because that takes 40 ms."""
+        if self._loaded is None:
+            from umbra.runtime.pools.job_rings import JobRings
+            from umbra.runtime.pools.node_pools import NodePools
+
+            self._loaded = NodePools(
+                self._start,
+                self._client,
+                self._note,
+                self._record,
+                self._tasks,
+                self._fd_server,
+                JobRings(
+                    self.rings,
+                    self._node.node_id,
+                    lambda node_id: self._links().supervisor_at(node_id),
+                    lambda: self._links().epoch,
+                ),
+                self._warm_specs,
+                self._end_warm,
+            )
+        return self._loaded
+
+    @property
+    def rings(self) -> NodeRings:
+        """Those of this node. Loaded with the first pool, or for another node's."""
+        if self._loaded_rings is None:
+            from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+
+            self._loaded_rings = NodeRings(self._fd_server)
+        return self._loaded_rings
+
+    def all(self) -> list[EnginePool]:
+        """The pools that there are."""
+        return [] if self._loaded is None else self._loaded.all()
+
+    def check_may_stop(self, actor: str) -> None:
+        """Raises ConfigError if the actor is an engine of a pool, which keeps it running."""
+        for pool in self.all():
+            if pool.find_engine(actor) is not None:
+                raise ConfigError(
+                    f"{actor} belongs to pool {pool.spec.name!r}, which keeps its engines running "
+                    "until the job ends: restart it, or create the pool with a smaller count"
+                )
+
+    def check_may_restart(self, actor: str) -> None:
+        """Raises ConfigError if the actor is only a part of an engine."""
+        for pool in self.all():
+            engine = pool.find_engine(actor)
+            if engine is not None and engine.name != actor:
+                raise ConfigError(
+                    f"{actor} is a part of engine {engine.name}: restart {engine.name}"
+                )
+
+    async def invalidate(self) -> None:
+        """Called when the trainer that made the weights was restarted, and the pools stay."""
+        if self._loaded is not None:
+            await self._loaded.invalidate()
+
+    async def dissolve(self) -> None:
+        """Ends the pools, if this node had them, and leaves their engines running everywhere."""
+        pools, self._loaded = self._loaded, None
+        if pools is not None:
+            await pools.dissolve()
+        await self._actors.leave_remote()
+
+    # -- engines of the last epoch: see `warm_engines` -----------------------------------
+
+    def _warm_specs(self) -> dict[int, list[ActorSpec]]:
+        """Engines that pools of the last epoch have left, by node; asked on rank 0's."""
+        elsewhere = self._links().warm_elsewhere().items()
+        there = {idx: [from_wire(ActorSpec, spec) for spec in specs] for idx, specs in elsewhere}
+        return {0: self._warm.specs(), **there}
+
+    async def _end_warm(self, node: int, names: Sequence[str]) -> None:
+        if node == 0:
+            await self.end_own_warm(names)
+            return
+        there, epoch = self._links().supervisor_of(node), self._links().epoch
+        await there.call("end_warm", epoch, list(names), timeout_s=_END_WARM_LIMIT_S)
+
+    async def end_own_warm(self, names: Sequence[str]) -> None:
+        """Ends engines of this node that no pool uses; returns when their processes have ended."""
+        for actor in self._warm.end(names):
+            await actor.ended.wait()
+            self._actors.forget(actor)

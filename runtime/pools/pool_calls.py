@@ -1,0 +1,120 @@
+"""What the supervisor answers about pools: to ranks, dispatchers, and other supervisors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any
+
+from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.pools.job_pools import JobPools
+from umbra.runtime.rpc.rpc_server import idempotent
+from umbra.runtime.settings import from_wire
+
+if TYPE_CHECKING:
+    from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
+
+
+class PoolCalls:
+    """Its public methods are calls of the supervisor, which owns it.
+
+    Args:
+        links: to the other nodes, in this epoch.
+    """
+
+    def __init__(self, pools: JobPools, links: Callable[[], JobLinks]) -> None:
+        self._pools = pools
+        self._links = links
+
+    async def create_pool(self, spec: dict[str, Any]) -> None:
+        """Starts the engines of a pool and waits until each is ready.
+
+        Creating the same pool again (after an elastic restart) returns the one whose engines are
+        warm.
+
+        Raises:
+            ConfigError, ActorDied.
+        """
+        await self._pools.current.create(spec)
+
+    async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the states of a pool's engines: all of them, then every change (see
+        `EnginePool`)."""
+        async for event in self._pools.current[name].watch():
+            yield event
+
+    @idempotent
+    def pool_states(self, name: str) -> list[dict[str, Any]]:
+        return self._pools.current[name].states()
+
+    @idempotent
+    def catch_up(self, name: str) -> dict[str, Any]:
+        """Which engines wait for which version; called for ranks that wait for a batch.
+
+        Returns:
+            {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank, ...]};
+            `ranks` already publish that version again, and wait for the others to join.
+        """
+        return self._pools.current[name].catch_up()
+
+    @idempotent
+    def pool_has_work(self, name: str, has_work: bool) -> None:
+        """Whether a pool has requests to answer; its dispatcher reports it.
+
+        It decides the turns of pools that share memory; see `umbra.runtime.pools.time_slicing`.
+        """
+        self._pools.current.report_work(name, has_work)
+
+    async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
+        await self._pools.current.pause(name, mode, timeout_s)
+
+    async def pool_resume(self, name: str, timeout_s: float) -> None:
+        await self._pools.current.resume(name, timeout_s)
+
+    async def pool_sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
+        await self._pools.current.sleep(name, level, timeout_s)
+
+    async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
+        await self._pools.current.wake(name, tags, timeout_s)
+
+    # -- weight syncs: see `umbra.runtime.weights.sync_calls` --------------------------------------
+
+    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
+        return await self._pools.current.sync_begin(call)
+
+    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
+        return self._pools.current.sync_progress(call)
+
+    async def sync_filled(self, call: dict[str, Any]) -> None:
+        await self._pools.current.sync_filled(call)
+
+    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
+        return await self._pools.current.sync_end(call)
+
+    def sync_abort(self, call: dict[str, Any]) -> None:
+        self._pools.current.sync_abort(call)
+
+    # -- what pools of rank 0's node need on this one --------------------------------------
+
+    async def hold_ring(
+        self, epoch: int, order: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
+        from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
+
+        await self._links().check_epoch(epoch)
+        held = self._pools.rings.hold(from_wire(RingOrder, order))
+        async with contextlib.aclosing(held) as states:
+            async for state in states:
+                yield state
+
+    async def dismiss_from_ring(self, epoch: int, key: str, engine: int) -> None:
+        """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
+        await self._links().check_epoch(epoch)
+        self._pools.rings.dismiss(key, engine)
+
+    async def end_warm(self, epoch: int, names: list[str]) -> None:
+        """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
+        uses, and returns when their processes have ended."""
+        await self._links().check_epoch(epoch)
+        await self._pools.end_own_warm(names)
