@@ -2,7 +2,8 @@
 
 It keeps actors running (`supervised_actor`), keeps engines in their lifecycle and in sync
 (`engine_pool`), notifies every attached rank when the job is lost, and leaves nothing behind. It is
-an actor itself: its public methods, and those of `pool_calls`, are its RPC interface.
+an actor itself: its public methods, and those of `actor_calls` and `pool_calls`, are its RPC
+interface.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
-from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.actor_calls import ActorCalls
 from umbra.runtime.actor.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.actor.node_actors import NodeActors
-from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
+from umbra.runtime.actor.remote_actor import RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
@@ -32,12 +33,7 @@ from umbra.runtime.cluster.job_nodes import JobNode, ranks_of, request_name
 from umbra.runtime.cluster.job_requests import JobRequests
 from umbra.runtime.cluster.run_events import EventKind, EventLog
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, SupervisorAddress
-from umbra.runtime.errors import (
-    ActorDied,
-    ActorNotFound,
-    DeadlineExceeded,
-    JobFailed,
-)
+from umbra.runtime.errors import ActorNotFound, DeadlineExceeded, JobFailed
 from umbra.runtime.first_of import first_of
 from umbra.runtime.hang_bundle import JobBundles, NodeReport
 from umbra.runtime.pools.job_pools import JobPools
@@ -45,8 +41,7 @@ from umbra.runtime.pools.pool_calls import PoolCalls
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
-from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.state_collector import StateCollector
@@ -124,10 +119,15 @@ class Supervisor:
         self._started_over.set()
         self.over = asyncio.Event()
         folder = run_dir if is_lead else None
+
+        def links() -> JobLinks:  # those of this epoch
+            return self._links
+
         self._actors = NodeActors(
             node,
             self._context,
             self._job_stop,
+            links=links,
             note=self.note,
             describe_gpu_memory=self._describe_gpu_memory,
             explain_late=self._explain_late,
@@ -143,24 +143,29 @@ class Supervisor:
             client,
             self._actors,
             self._warm,
-            links=lambda: self._links,
-            start=self._start_on,
+            links=links,
             note=self.note,
             record=self.record,
         )
-        self.pool_calls = PoolCalls(self._pools, links=lambda: self._links)
+        self.pool_calls = PoolCalls(self._pools, links=links)
+        self.actor_calls = ActorCalls(
+            self._actors,
+            links=links,
+            check_may_stop=self._pools.check_may_stop,
+            check_may_restart=self._pools.check_may_restart,
+        )
         self._states = StateCollector(
             node.node_id,
             client,
             self._actors,
             self._ranks,
-            links=lambda: self._links,
+            links=links,
             pools=self._pools.all,
         )
         self._bundles = JobBundles(
             run_dir,
             NodeReport(node, client, self._actors, self._ranks),
-            links=lambda: self._links,
+            links=links,
             state=self._read_state,
         )
 
@@ -672,27 +677,6 @@ class Supervisor:
         if self._requests is not None:
             self._tasks.create_task(self._requests.mark_preempted(), name="mark-preempted")
 
-    async def host_actor(
-        self, epoch: int, spec: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of another node; see `HostedActors.host`."""
-        await self._links.check_epoch(epoch)
-        async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
-            yield state
-
-    async def command_hosted(
-        self, epoch: int, command: str, name: str, *arguments: Any
-    ) -> ActorRef | None:
-        """Called by the supervisor of another node; see `HostedActors.command`."""
-        await self._links.check_epoch(epoch)
-        return await self._actors.hosted.command(command, name, *arguments)
-
-    def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
-        if node == 0:
-            return self._actors.start(spec, may_start)
-        there, epoch = self._links.supervisor_of(node), self._links.epoch
-        return self._actors.start_on(node, there, epoch, spec, may_start)
-
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._pools.all():
             pool.on_actor_change(actor)
@@ -718,82 +702,6 @@ class Supervisor:
             self._links.dismiss(node, actor.failure)
 
     # -- actors --------------------------------------------------------------------------
-
-    async def spawn(self, spec: dict[str, Any], node: int | None = None) -> ActorRef:
-        """Starts an actor and waits until it serves.
-
-        Args:
-            node: index of its node, which only rank 0's supervisor takes; None: this one.
-
-        Raises:
-            ConfigError: the spec is malformed, the name taken, or there is no such node.
-            ActorDied: it did not start; with its traceback or last log lines.
-        """
-        parsed = from_wire(ActorSpec, spec)
-        if node:
-            may_start = asyncio.Event()
-            may_start.set()
-            actor = self._start_on(parsed, node, may_start)
-        else:
-            actor = self._actors.start(parsed)
-        try:
-            return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
-        except ActorDied as error:
-            if not node:
-                raise
-            raise ActorDied(f"node {node} ({self._links.nodes[node].node_id}): {error}") from None
-
-    def signalled(self, name: str, incarnation: int) -> bool:
-        """Called by an actor of this node that got a stop signal; see
-        `SupervisedActor.signalled`."""
-        actor = self._actors.find(name)
-        return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
-
-    async def stop(self, name: str, timeout_s: float) -> None:
-        """See `Session.stop`."""
-        if lead := self._lead_that_has(name):
-            await lead.call("stop", name, timeout_s, timeout_s=timeout_s + 0.5)
-            return
-        self._pools.check_may_stop(name)
-        await self._actors.stop(name, timeout_s)
-
-    async def restart(self, name: str, timeout_s: float) -> ActorRef:
-        """See `Session.restart`."""
-        if lead := self._lead_that_has(name):
-            found: ActorRef = await lead.call("restart", name, timeout_s, timeout_s=timeout_s + 0.5)
-            return found
-        self._pools.check_may_restart(name)
-        return await self._actors.find(name).restart(timeout_s)
-
-    def _lead_that_has(self, name: str) -> Handle | None:
-        """The lead's supervisor, unless this one decides about the actor."""
-        is_own = name in self._actors and name not in self._actors.hosted
-        return None if is_own else self._links.lead
-
-    @idempotent
-    async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation of an actor; waits for one that is starting, or not spawned yet.
-
-        `lost_incarnation`: the caller has lost its connection to that one, whose end may not have
-        been noticed here. The call then waits for its successor.
-
-        Another node asks rank 0's for an actor that it does not have.
-
-        Raises:
-            ActorNotFound, ActorDied, DeadlineExceeded.
-        """
-        if name not in self._actors and self._links.lead is not None:
-            arguments = (name, timeout_s, lost_incarnation)
-            found: ActorRef = await self._links.lead.call(
-                "resolve", *arguments, timeout_s=timeout_s + 0.5
-            )
-            return found
-        return await self._actors.resolve(name, timeout_s, lost_incarnation)
-
-    @idempotent
-    def list_actors(self) -> list[dict[str, Any]]:
-        """Name, role, state, pid, incarnation and restarts of every actor."""
-        return self._actors.describe()
 
     def _on_actor_change(self, actor: SupervisedActor) -> None:
         for pool in self._pools.all():

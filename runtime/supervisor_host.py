@@ -138,7 +138,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             supervisor,
             ref.incarnation,
             describing_calls(client, lambda: server),
-            parts=(supervisor.pool_calls,),
+            parts=(supervisor.actor_calls, supervisor.pool_calls),
         )
         with contextlib.ExitStack() as stack:
             # Not `term`, which would wait forever for a socket whose server never ran.

@@ -21,6 +21,7 @@ from umbra.runtime.actor.hosted_actors import HostedActors
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (
@@ -31,7 +32,6 @@ from umbra.runtime.errors import (
     MailboxClosed,
 )
 from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class NodeActors:
         hosted: those of this node that another node's supervisor wants here.
 
     Args:
+        links: to the other nodes, in this epoch.
         job_stop, note, describe_gpu_memory, explain_late: of `SupervisedActor`.
         processes_path: a file that describes the processes for people and scripts.
         over: once set, no actor is started, because nobody would stop it.
@@ -58,6 +59,7 @@ class NodeActors:
         context: zmq.Context[zmq.Socket[bytes]],
         job_stop: JobStop,
         *,
+        links: Callable[[], JobLinks],
         note: Notify,
         describe_gpu_memory: Callable[[], Awaitable[str]],
         explain_late: Callable[[str], Awaitable[str]],
@@ -72,6 +74,7 @@ class NodeActors:
         self._node = node
         self._context = context
         self._job_stop = job_stop
+        self._links = links
         self._note = note
         self._describe_gpu_memory = describe_gpu_memory
         self._explain_late = explain_late
@@ -154,10 +157,11 @@ class NodeActors:
         self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")
         return actor
 
-    def start_on(
-        self, node: int, there: Handle, epoch: int, spec: ActorSpec, may_start: asyncio.Event
-    ) -> RemoteActor:
-        """Starts an actor on another node, whose supervisor is `there`; likewise."""
+    def start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
+        """Starts an actor on the node of that index; likewise. Called on rank 0's."""
+        if node == 0:
+            return self.start(spec, may_start)
+        there, epoch = self._links().supervisor_of(node), self._links().epoch
         self._check_may_start(spec)
         actor = RemoteActor(spec, there, epoch, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor
@@ -167,7 +171,7 @@ class NodeActors:
         return actor
 
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int) -> ActorRef:
-        """See `Supervisor.resolve`."""
+        """See `ActorCalls.resolve`."""
         deadline = time.monotonic() + timeout_s
         if not lost_incarnation:
             with contextlib.suppress(TimeoutError):

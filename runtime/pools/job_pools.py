@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.node_actors import NodeActors
-from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.run_events import Notify
@@ -36,7 +35,6 @@ class JobPools:
     Args:
         warm: engines of this node that pools of the last epoch have left.
         links: to the other nodes, in this epoch.
-        start: starts an engine's actor on the node of that index, once the event is set.
         note: called with each line for the operator.
         record: called with events that are not shown.
     """
@@ -48,7 +46,6 @@ class JobPools:
         actors: NodeActors,
         warm: WarmEngines,
         links: Callable[[], JobLinks],
-        start: Callable[[ActorSpec, int, asyncio.Event], ActorProcess],
         note: Notify,
         record: Notify,
     ) -> None:
@@ -57,7 +54,6 @@ class JobPools:
         self._actors = actors
         self._warm = warm
         self._links = links
-        self._start = start
         self._note = note
         self._record = record
         self._loaded: NodePools | None = None
@@ -84,7 +80,7 @@ class JobPools:
             from umbra.runtime.pools.node_pools import NodePools
 
             self._loaded = NodePools(
-                self._start,
+                self._actors.start_on,
                 self._client,
                 self._note,
                 self._record,

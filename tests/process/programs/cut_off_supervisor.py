@@ -53,14 +53,14 @@ async def run(run_dir: Path, socket_dir: Path, rank_pid: int) -> None:
         await asyncio.to_thread(_await_file, socket_dir / "fds")
         events = cut_off.attach(0, 1, rank_pid, 1, True, "a round")
         assert (await anext(events))["kind"] == "attached"
-        await cut_off.spawn(to_wire(_ENGINE))
+        await cut_off.actor_calls.spawn(to_wire(_ENGINE))
         os.kill(rank_pid, signal.SIGKILL)
         async for _ in events:
             pass
-        assert [row["state"] for row in cut_off.list_actors()] == ["RUNNING"]
+        assert [row["state"] for row in cut_off.actor_calls.list_actors()] == ["RUNNING"]
         async with asyncio.timeout(_END_LIMIT_S):
             await running
-        assert [row["state"] for row in cut_off.list_actors()] == ["STOPPED"]
+        assert [row["state"] for row in cut_off.actor_calls.list_actors()] == ["STOPPED"]
 
 
 def _await_file(path: Path) -> None:

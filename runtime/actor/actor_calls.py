@@ -1,0 +1,131 @@
+"""What the supervisor answers about actors: to ranks, actors, and other supervisors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.supervised_actor import SupervisedActor
+from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.errors import ActorDied
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.rpc.rpc_server import idempotent
+from umbra.runtime.settings import from_wire
+
+
+class ActorCalls:
+    """Its public methods are calls of the supervisor, which owns it.
+
+    Args:
+        links: to the other nodes, in this epoch.
+        check_may_stop, check_may_restart: raise ConfigError if a pool forbids that of the actor of
+            that name.
+    """
+
+    def __init__(
+        self,
+        actors: NodeActors,
+        links: Callable[[], JobLinks],
+        check_may_stop: Callable[[str], None],
+        check_may_restart: Callable[[str], None],
+    ) -> None:
+        self._actors = actors
+        self._links = links
+        self._check_may_stop = check_may_stop
+        self._check_may_restart = check_may_restart
+
+    async def spawn(self, spec: dict[str, Any], node: int | None = None) -> ActorRef:
+        """Starts an actor and waits until it serves.
+
+        Args:
+            node: index of its node, which only rank 0's supervisor takes; None: this one.
+
+        Raises:
+            ConfigError: the spec is malformed, the name taken, or there is no such node.
+            ActorDied: it did not start; with its traceback or last log lines.
+        """
+        parsed = from_wire(ActorSpec, spec)
+        if node:
+            may_start = asyncio.Event()
+            may_start.set()
+            actor = self._actors.start_on(parsed, node, may_start)
+        else:
+            actor = self._actors.start(parsed)
+        try:
+            return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
+        except ActorDied as error:
+            if not node:
+                raise
+            raise ActorDied(f"node {node} ({self._links().nodes[node].node_id}): {error}") from None
+
+    def signalled(self, name: str, incarnation: int) -> bool:
+        """Called by an actor of this node that got a stop signal; see
+        `SupervisedActor.signalled`."""
+        actor = self._actors.find(name)
+        return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
+
+    async def stop(self, name: str, timeout_s: float) -> None:
+        """See `Session.stop`."""
+        if lead := self._lead_that_has(name):
+            await lead.call("stop", name, timeout_s, timeout_s=timeout_s + 0.5)
+            return
+        self._check_may_stop(name)
+        await self._actors.stop(name, timeout_s)
+
+    async def restart(self, name: str, timeout_s: float) -> ActorRef:
+        """See `Session.restart`."""
+        if lead := self._lead_that_has(name):
+            found: ActorRef = await lead.call("restart", name, timeout_s, timeout_s=timeout_s + 0.5)
+            return found
+        self._check_may_restart(name)
+        return await self._actors.find(name).restart(timeout_s)
+
+    def _lead_that_has(self, name: str) -> Handle | None:
+        """The lead's supervisor, unless this one decides about the actor."""
+        is_own = name in self._actors and name not in self._actors.hosted
+        return None if is_own else self._links().lead
+
+    @idempotent
+    async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
+        """The live incarnation of an actor; waits for one that is starting, or not spawned yet.
+
+        `lost_incarnation`: the caller has lost its connection to that one, whose end may not have
+        been noticed here. The call then waits for its successor.
+
+        Another node asks rank 0's for an actor that it does not have.
+
+        Raises:
+            ActorNotFound, ActorDied, DeadlineExceeded.
+        """
+        lead = self._links().lead
+        if name not in self._actors and lead is not None:
+            arguments = (name, timeout_s, lost_incarnation)
+            found: ActorRef = await lead.call("resolve", *arguments, timeout_s=timeout_s + 0.5)
+            return found
+        return await self._actors.resolve(name, timeout_s, lost_incarnation)
+
+    @idempotent
+    def list_actors(self) -> list[dict[str, Any]]:
+        """Name, role, state, pid, incarnation and restarts of every actor."""
+        return self._actors.describe()
+
+    # -- actors that another node wants on this one -----------------------------------------
+
+    async def host_actor(
+        self, epoch: int, spec: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Called by the supervisor of another node; see `HostedActors.host`."""
+        await self._links().check_epoch(epoch)
+        async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
+            yield state
+
+    async def command_hosted(
+        self, epoch: int, command: str, name: str, *arguments: Any
+    ) -> ActorRef | None:
+        """Called by the supervisor of another node; see `HostedActors.command`."""
+        await self._links().check_epoch(epoch)
+        return await self._actors.hosted.command(command, name, *arguments)
