@@ -89,8 +89,9 @@ def wait_ready(session: Session, num_restarts: int) -> Any:
 def publish(session: Session, version: int) -> str:
     """Sends the version's weights to the engine; returns the transport."""
     weights = dict(make_model("qwen3", version).named_parameters())
-    host = session.tcp_host if session.rank == 0 else ""
-    publisher = WeightPublisher(SessionSync(session), session.rank, 2, weights, link_host=host)
+    publisher = WeightPublisher(
+        SessionSync(session), session.rank, 2, weights, link_host=session.tcp_host
+    )
     with closing(publisher):
         return publisher.publish("policy", version, 120.0).transport
 
