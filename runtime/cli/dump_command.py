@@ -45,9 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
     try:
         path = _make_bundle(run_dir)
-        print(escape_unprintable(read_summary(path)))
+        summary = read_summary(path)
     except OSError as error:
         raise ConfigError(f"cannot use {run_dir}: {error}") from error
+    print(escape_unprintable(summary))
     print(f"all of it, with stacks and logs: {path}")
     return 0
 

@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.command == "drain":
             return _drain(run_dir, arguments.node)
         return _end_job(run_dir, arguments.command, arguments.within)
+    except BrokenPipeError:  # of the output, perhaps
+        raise
     except OSError as error:
         raise ConfigError(f"cannot use {run_dir}: {error}") from error
 
