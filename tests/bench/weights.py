@@ -27,7 +27,7 @@ in place of an engine that is only parameters. It is paused all the time, so tha
 pauses.
 
 With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
-by process groups, over the loopback of a network namespace of its own. Of a round's syncs, all but
+by links, over the loopback of a network namespace of its own. Of a round's syncs, all but
 the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
 `network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
 Needs `unshare`, and root or user namespaces. With `--device cuda`, too, the rank's tensors

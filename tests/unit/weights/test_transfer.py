@@ -1,4 +1,4 @@
-"""Tensors arrive bit for bit, whatever their layout: publisher, memfds or process groups, and
+"""Tensors arrive bit for bit, whatever their layout: publisher, memfds or links, and
 receivers, in threads."""
 
 from __future__ import annotations
