@@ -139,6 +139,11 @@ JOBS: Final = {
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
     "vllm-beside-trainer": tests_of("vllm", "tests/gpu/engines/test_vllm_beside_trainer_gpu.py"),
     "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
+    "vllm-in-turn": Job(
+        arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B --rounds 3 "
+        "--running 128 --new-tokens 256 --in-turn 6",
+        engine="vllm",
+    ),
     "vllm-speed": Job(
         arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"
     ),

@@ -8,6 +8,10 @@ that all is overhead (vLLM) and larger ones.
 
     .venv-vllm/bin/python tests/bench/adapter_speed.py [--rounds 7] [--device cuda]
     python tests/bench/adapter_speed.py --engine sglang --device cuda
+
+`--in-turn 6`: as many requests run, and 6 times as many are sent in all. They end one after the
+other, as in asynchronous training, so that many steps of the engine have a new prompt beside the
+running requests.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -41,10 +45,10 @@ from umbra.engines.vllm.vllm_engine import VllmEngine
 from umbra.engines.vllm.vllm_requests import sampling_params
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 
-NUM_REQUESTS = {"cpu": 64, "cuda": 256}
+NUM_RUNNING = {"cpu": 64, "cuda": 256}
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-NUM_NEW_TOKENS = 128
-MAX_CONTEXT_LEN = 256
+NUM_PROMPT_TOKENS = 32
+MAX_CONTEXT_LEN = 1024
 SHAPES: dict[str, dict[str, Any]] = {
     "0.4M": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256},
     "30M": {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048},
@@ -67,20 +71,33 @@ def save_model(folder: str, shape: dict[str, Any], device: str) -> None:
     model.to(getattr(torch, DTYPES[device])).cpu().save_pretrained(folder)
 
 
-def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
+def make_requests(
+    vocab_size: int, num_running: int, num_new_tokens: int, in_turn: int
+) -> list[dict[str, Any]]:
+    """`in_turn` requests for each of those that run at once; together these have the same number of
+    tokens. The first ones are of rising length, so that the following begin one after the other."""
     rng = np.random.default_rng(0)
+    lengths = [num_new_tokens] * (in_turn * num_running)
+    if in_turn > 1:
+        rising = [1 + i * (num_new_tokens - 1) // num_running for i in range(num_running)]
+        lengths[:num_running] = rising
+        lengths[-num_running:] = [num_new_tokens - length for length in rising]
     return [
         {
             "id": i,
-            "tokens": rng.integers(0, vocab_size, 32).astype(np.int32),
+            "tokens": rng.integers(0, vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
             "position": 0,
             "seed": i,
-            "max_new_tokens": NUM_NEW_TOKENS,
+            "max_new_tokens": length,
             "temperature": 1.0,
             "stop_token_ids": [],
         }
-        for i in range(count)
+        for i, length in enumerate(lengths)
     ]
+
+
+def count_tokens(asked: list[dict[str, Any]]) -> int:
+    return sum(raw["max_new_tokens"] for raw in asked)
 
 
 async def ask_vllm(core: VllmCore, key: str, request: GenerationRequest) -> int:
@@ -132,7 +149,7 @@ async def run_bare(
             for raw in asked
         ]
     took_s = time.perf_counter() - started
-    assert sum(task.result() for task in tasks) == len(asked) * NUM_NEW_TOKENS
+    assert sum(task.result() for task in tasks) == count_tokens(asked)
     return took_s
 
 
@@ -147,14 +164,13 @@ async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> flo
             if num_finished == len(asked):
                 break
     took_s = time.perf_counter() - started
-    assert count == len(asked) * NUM_NEW_TOKENS
+    assert count == count_tokens(asked)
     return took_s
 
 
-async def measure(
-    kind: str, shape: dict[str, Any], num_rounds: int, device: str, engine_args: dict[str, Any]
-) -> dict[str, float]:
-    asked = make_requests(shape["vocab_size"], NUM_REQUESTS[device])
+async def measure(kind: str, shape: dict[str, Any], given: argparse.Namespace) -> dict[str, float]:
+    device, num_running = given.device, given.running or NUM_RUNNING[given.device]
+    asked = make_requests(shape["vocab_size"], num_running, given.new_tokens, given.in_turn)
     seconds: dict[str, list[float]] = defaultdict(list)
     make: Callable[..., AdapterEngine] = SglangEngine if kind == "sglang" else VllmEngine
     with tempfile.TemporaryDirectory() as folder:
@@ -163,15 +179,15 @@ async def measure(
             model_path=folder,
             dtype=DTYPES[device],
             device=device,
-            max_num_seqs=len(asked),
+            max_num_seqs=num_running,
             max_context_len=MAX_CONTEXT_LEN,
-            kv_cache_num_tokens=len(asked) * MAX_CONTEXT_LEN,
+            kv_cache_num_tokens=num_running * 2 * (NUM_PROMPT_TOKENS + given.new_tokens),
             load_weights=True,
-            engine_args=engine_args,
+            engine_args=given.engine_args,
         )
         async with engine, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
-            for idx in range(num_rounds + 1):  # the first warms up
+            for idx in range(given.rounds + 1):  # the first warms up
                 took_s = {
                     name: await run_bare(engine, ask, asked, f"{name}-{idx:04d}")
                     for name, ask in BARE[kind].items()
@@ -181,8 +197,9 @@ async def measure(
                     for name, value in took_s.items():
                         seconds[name].append(value)
             running.cancel()
-    num_tokens = len(asked) * NUM_NEW_TOKENS
-    speeds = {side: num_tokens / statistics.median(times) for side, times in seconds.items()}
+    speeds = {
+        side: count_tokens(asked) / statistics.median(times) for side, times in seconds.items()
+    }
     shares = {f"share of {name}": speeds["umbra"] / speeds[name] for name in BARE[kind]}
     return speeds | shares
 
@@ -191,7 +208,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=sorted(NUM_REQUESTS), default="cpu")
+    parser.add_argument("--device", choices=sorted(NUM_RUNNING), default="cpu")
+    parser.add_argument("--running", type=int, help="requests at once (default: by the device)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of each request")
+    parser.add_argument("--in-turn", type=int, default=1, help="requests sent for each that runs")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
     parser.add_argument(
         "--shapes", nargs="+", choices=sorted(SHAPES | LARGE_SHAPES), help="default: by the device"
@@ -205,9 +225,7 @@ def main() -> None:
     report = {
         name: {key: round(value, 3) for key, value in measured.items()}
         for name, shape in shapes.items()
-        for measured in [
-            asyncio.run(measure(given.engine, shape, given.rounds, given.device, given.engine_args))
-        ]
+        for measured in [asyncio.run(measure(given.engine, shape, given))]
     }
     print(json.dumps(report, indent=2))
 
