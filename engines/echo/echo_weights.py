@@ -72,7 +72,7 @@ class EchoUpdates(WeightUpdates):
         self._mappings = BucketMappings()
         self._source: BucketSource | None = None
 
-    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         layout = Manifest.from_wire(manifest)
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
         self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]

@@ -169,7 +169,7 @@ class EmbeddedUpdates(WeightUpdates):
     def __init__(self, thread: ComputeThread) -> None:
         self._thread = thread
 
-    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         await self._thread.run(lambda worker: worker.receiver.begin(manifest, buckets))
 
     async def load(self) -> int:

@@ -210,14 +210,12 @@ class EngineShell(Generic[_Core]):
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return await self._changes.make(lambda: self._core.probe_import(allocations))
 
-    async def begin_update(
-        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
-    ) -> None:
+    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Frozen requests keep their KV cache, so they continue with keys of the older weights."""
         self._gate.begin_update(version, is_idle=not self._requests.ids)
         await self._changes.make(lambda: self._begin_update(manifest, buckets))
 
-    async def _begin_update(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    async def _begin_update(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         self._is_verified = False
         if not self._core.is_paused:
             await self._pause_core(keep=True)

@@ -34,7 +34,7 @@ class ImageUpdates(WeightUpdates):
         self._may_hold_exports = False  # the core's workers may have memory of ranks open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
-    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         self._is_loaded = False
         if buckets["transport"] == "cuda_ipc":
             await self._in_thread(self._image.close)

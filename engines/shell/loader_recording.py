@@ -82,7 +82,9 @@ class ModelTensors:
             for kind in (layer._parameters, layer._buffers):  # pyright: ignore[reportPrivateUsage]
                 for key, tensor in kind.items():
                     if tensor is not None:
-                        self._add(_Place(layer, kind, key, tensor, tensor.detach()))
+                        self._add(
+                            _Place(layer, kind, key, tensor, tensor.detach(), tensor.data_ptr())
+                        )
 
     def _add(self, place: _Place) -> None:
         self._places.append(place)
@@ -115,13 +117,14 @@ class ModelTensors:
 
 
 class _Place(NamedTuple):
-    """A tensor under its name in a layer, with its memory."""
+    """A tensor under its name in a layer, with its memory and the address of it."""
 
     layer: nn.Module
     kind: Mapping[str, Tensor | None]
     key: str
     tensor: Tensor
     memory: Tensor
+    address: int
 
     @property
     def is_replaced(self) -> bool:
@@ -129,7 +132,7 @@ class _Place(NamedTuple):
 
     @property
     def is_moved(self) -> bool:
-        return self.tensor.data_ptr() != self.memory.data_ptr()
+        return self.tensor.data_ptr() != self.address
 
 
 class LoaderRecording:

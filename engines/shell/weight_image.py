@@ -34,13 +34,13 @@ class WeightImage:
     """
 
     def __init__(self) -> None:
-        self._manifest: Mapping[str, Any] | None = None
+        self._manifest: bytes | None = None
         self._sync: dict[str, Any] = {}
         self._fd = -1
         self._nbytes = 0
         self._receiver: WeightReceiver | None = None
 
-    def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares for one version. Raises the errors of `WeightReceiver.begin`."""
         if self._receiver is None or self._manifest != manifest:
             self.close()
@@ -87,7 +87,7 @@ class WeightImage:
             os.close(self._fd)
         self._receiver, self._manifest, self._fd = None, None, -1
 
-    def _open(self, manifest: Mapping[str, Any]) -> None:
+    def _open(self, manifest: bytes) -> None:
         layout = Manifest.from_wire(manifest)
         self._nbytes = max(layout.nbytes, _MIN_NBYTES)
         self._fd = create_buckets(["umbra-weights"], self._nbytes)["umbra-weights"]

@@ -20,7 +20,7 @@ WorkerRegions = Sequence[Sequence[int | None]]
 class WeightImport:
     """One update; the arguments are those of begin_update."""
 
-    def __init__(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    def __init__(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         kept = ("exports", "fd_socket", "progress", "has_checksums")
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest

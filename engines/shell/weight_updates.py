@@ -12,7 +12,7 @@ class WeightUpdates(Protocol):
     begin ─▶ load ─▶ finish ─▶ end          `abort` if the update is aborted
     """
 
-    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares for one version; arguments and errors as in `Engine.begin_update`."""
         ...
 

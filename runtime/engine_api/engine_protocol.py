@@ -77,9 +77,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def begin_update(
-        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
-    ) -> None:
+    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """No tokens are made until `commit_update` or `abort_update`."""
         ...
 

@@ -202,7 +202,7 @@ class PoolEngine:
         return problem
 
     async def begin_update(
-        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         """Sends it the layout to come; its weights stay as they are until `touch`."""
         await self._request("begin_update", version, manifest, buckets, timeout_s=timeout_s)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any, Final, Self, cast
+
+import msgpack
 
 from umbra.runtime.errors import ProtocolError, brief
 
@@ -23,6 +26,8 @@ MAX_NAME_NBYTES: Final = 1024
 MAX_DIMS: Final = 64
 MAX_IMAGE_NBYTES: Final = 1 << 50
 # Bounds of values accepted from another process; far above any real model.
+_NUM_KEPT: Final = 16
+# Manifests that were read and are kept: a process has one for each model that it syncs.
 
 ITEMSIZES: Final[Mapping[str, int]] = {
     "bool": 1,
@@ -70,7 +75,7 @@ class TensorEntry:
         return self.offset + self.nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The layout of an image. It has no version: one layout serves many.
 
@@ -108,7 +113,7 @@ class Manifest:
             )
             cursor = align(cursor + nbytes)
         manifest = cls(entries=tuple(entries), aliases=dict(aliases or {}), nbytes=cursor)
-        manifest._check_names()
+        manifest.check_names()
         return manifest
 
     @property
@@ -116,48 +121,30 @@ class Manifest:
         """Bytes of all tensors, without padding: what a complete sync delivers."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values for a message; `from_wire` is its inverse."""
-        return {
-            "tensors": [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries],
-            "aliases": dict(self.aliases),
-            "nbytes": self.nbytes,
-        }
+    def to_wire(self) -> bytes:
+        """Its form in messages, packed once; `from_wire` is its inverse."""
+        return self._packed
 
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        """Checks and reads what `to_wire` made.
+    @cached_property
+    def _packed(self) -> bytes:
+        tensors = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
+        packed: bytes = msgpack.packb(
+            {"tensors": tensors, "aliases": dict(self.aliases), "nbytes": self.nbytes}
+        )
+        return packed
+
+    @staticmethod
+    def from_wire(raw: object) -> Manifest:
+        """Checks and reads what `to_wire` made; the same object for the same bytes, which most
+        syncs repeat.
 
         Raises:
             ProtocolError: it is not a well-formed layout within the bounds.
         """
-        fields = _typed(raw, dict, "manifest")
-        tensors = _typed(fields.get("tensors"), list, "manifest tensors")
-        aliases = _typed(fields.get("aliases"), dict, "manifest aliases")
-        nbytes = _bounded(fields.get("nbytes"), MAX_IMAGE_NBYTES, "manifest nbytes")
-        if len(tensors) > MAX_TENSORS or len(aliases) > MAX_TENSORS:
-            raise ProtocolError(
-                f"a manifest holds at most {MAX_TENSORS} tensors and as many aliases, "
-                f"got {len(tensors)} and {len(aliases)}"
-            )
-        entries = tuple(_read_entry(tensor) for tensor in tensors)
-        cursor = 0
-        for entry in entries:
-            if entry.offset % ALIGNMENT or entry.offset < cursor or entry.end > nbytes:
-                raise ProtocolError(
-                    f"tensor {entry.name!r} at [{entry.offset}, {entry.end}) is misaligned, "
-                    f"overlaps byte {cursor} or leaves the image of {nbytes} bytes"
-                )
-            cursor = entry.end
-        names = {_name(alias): _name(target) for alias, target in aliases.items()}
-        manifest = cls(entries=entries, aliases=names, nbytes=nbytes)
-        try:
-            manifest._check_names()
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
-        return manifest
+        return _read_manifest(_typed(raw, bytes, "manifest"))
 
-    def _check_names(self) -> None:
+    def check_names(self) -> None:
+        """Raises ValueError for a name that stands for two tensors, or for none."""
         names = {entry.name for entry in self.entries}
         if len(names) != len(self.entries):
             raise ValueError(f"{len(self.entries)} tensors have only {len(names)} distinct names")
@@ -166,6 +153,39 @@ class Manifest:
                 raise ValueError(
                     f"alias {alias!r} -> {target!r} must map a new name to the name of a tensor"
                 )
+
+
+@lru_cache(_NUM_KEPT)
+def _read_manifest(packed: bytes) -> Manifest:
+    try:
+        raw = msgpack.unpackb(packed)
+    except Exception as error:  # msgpack's errors have no common class
+        raise ProtocolError(f"undecodable manifest: {type(error).__name__}") from error
+    fields = _typed(raw, dict, "manifest")
+    tensors = _typed(fields.get("tensors"), list, "manifest tensors")
+    aliases = _typed(fields.get("aliases"), dict, "manifest aliases")
+    nbytes = _bounded(fields.get("nbytes"), MAX_IMAGE_NBYTES, "manifest nbytes")
+    if len(tensors) > MAX_TENSORS or len(aliases) > MAX_TENSORS:
+        raise ProtocolError(
+            f"a manifest holds at most {MAX_TENSORS} tensors and as many aliases, "
+            f"got {len(tensors)} and {len(aliases)}"
+        )
+    entries = tuple(_read_entry(tensor) for tensor in tensors)
+    cursor = 0
+    for entry in entries:
+        if entry.offset % ALIGNMENT or entry.offset < cursor or entry.end > nbytes:
+            raise ProtocolError(
+                f"tensor {entry.name!r} at [{entry.offset}, {entry.end}) is misaligned, "
+                f"overlaps byte {cursor} or leaves the image of {nbytes} bytes"
+            )
+        cursor = entry.end
+    names = {_name(alias): _name(target) for alias, target in aliases.items()}
+    manifest = Manifest(entries=entries, aliases=names, nbytes=nbytes)
+    try:
+        manifest.check_names()
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None
+    return manifest
 
 
 def align(nbytes: int) -> int:

@@ -66,7 +66,7 @@ class SyncBegin(_Call):
     pool: str
     version: int
     world_size: int
-    manifest: Mapping[str, Any] | None
+    manifest: bytes | None
     offer: Offer
     node_id: str
     link_endpoint: str
@@ -89,14 +89,14 @@ class SyncBegin(_Call):
                 "link_endpoint": str(link_endpoint),
                 "timeout_s": float(timeout_s),
             } if 0 <= rank < world_size <= MAX_RANKS and (
-                manifest is None or isinstance(manifest, dict)
+                manifest is None or isinstance(manifest, bytes)
             ):
                 return cls(
                     pool=pool,
                     version=version,
                     rank=rank,
                     world_size=world_size,
-                    manifest=cast("dict[str, Any] | None", manifest),
+                    manifest=manifest,
                     offer=offer_from_wire(offer),
                     node_id=node_id,
                     link_endpoint=link_endpoint,

@@ -110,7 +110,6 @@ class SyncCoordinator:
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
-        self._layout: tuple[object, Manifest] | None = None  # the last one, raw and parsed
         self._verified: dict[str, int] = {}  # by engine: last incarnation with verified checksums
         self._discarded: dict[str, int] = {}  # by engine: last incarnation that was killed
         self._current: SyncRun | None = None
@@ -166,7 +165,7 @@ class SyncCoordinator:
             WeightSyncError: a rank is missing or disagrees, or no engine can take part.
             ProtocolError: the manifest is malformed.
         """
-        layout = None if call.manifest is None else self._read_manifest(call.manifest)
+        layout = None if call.manifest is None else Manifest.from_wire(call.manifest)
         run = await self._joinable_run(call.version, call.left_s)
         run.shorten_lease(call.left_s * _ANSWER_SHARE)
         await run.join(
@@ -318,12 +317,6 @@ class SyncCoordinator:
     def _able_engines(self) -> list[SyncEngine]:
         able = able_engines(self._engines())
         return [e for e in able if self._discarded.get(e.name) != e.incarnation]
-
-    def _read_manifest(self, raw: object) -> Manifest:
-        """Reuses the last layout, which most syncs repeat: comparing takes a tenth of parsing."""
-        if self._layout is None or self._layout[0] != raw:
-            self._layout = raw, Manifest.from_wire(raw)
-        return self._layout[1]
 
     async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
         """The run that ranks can join now; a new one once the previous one has settled."""

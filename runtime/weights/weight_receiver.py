@@ -26,7 +26,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 
 _OPEN_TIMEOUT_S: Final = 10.0
 
-_Opener = Callable[[Destinations, Mapping[str, Any], Mapping[str, Any]], Receiver]
+_Opener = Callable[[Destinations, bytes, Mapping[str, Any]], Receiver]
 
 
 class WeightReceiver:
@@ -53,7 +53,7 @@ class WeightReceiver:
         self._timeout_s = timeout_s
         self._mappings = BucketMappings()
         self._memory = OpenedMemory(make_opener)
-        self._layout: tuple[Mapping[str, Any], int] | None = None
+        self._layout: tuple[bytes, int] | None = None
         self._destinations: Destinations | None = None
         self._update: Receiver | None = None
         self._openers: dict[str, _Opener] = {
@@ -62,7 +62,7 @@ class WeightReceiver:
             "nccl": self._open_ring,
         }
 
-    def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares for one version; aborts an update that was open.
 
         Args:
@@ -84,11 +84,11 @@ class WeightReceiver:
         self._update = open_receiver(destinations, manifest, buckets)
 
     def _open_ring(
-        self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+        self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]
     ) -> Receiver:
         source = open_source(
             self._mappings,
-            manifest["nbytes"],
+            Manifest.from_wire(manifest).nbytes,
             buckets,
             self._timeout_s,
             self._parameters.values(),
@@ -96,7 +96,7 @@ class WeightReceiver:
         return BucketReceiver(destinations, source)
 
     def _open_exports(
-        self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+        self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]
     ) -> Receiver:
         image = self._memory.image(manifest, buckets["exports"])
         end_of_sync = EngineEnd(buckets, self._timeout_s)
@@ -152,7 +152,7 @@ class WeightReceiver:
         self.abort()
         self._mappings.close()
 
-    def _destinations_for(self, manifest: Mapping[str, Any], bucket_nbytes: int) -> Destinations:
+    def _destinations_for(self, manifest: bytes, bucket_nbytes: int) -> Destinations:
         layout = (manifest, bucket_nbytes)
         if self._destinations is None or self._layout != layout:
             self._destinations = Destinations(

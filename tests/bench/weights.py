@@ -360,7 +360,7 @@ class _Engine:
         self.lifecycle = self.lifecycle.apply(Resume())
 
     async def begin_update(
-        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         arguments = (version, manifest, buckets)
         await self._handle.call("begin_update", *arguments, timeout_s=timeout_s)

@@ -36,12 +36,14 @@ def test_an_undocumented_error_ends_the_run_and_its_message_is_kept(
 ) -> None:
     read = Manifest.from_wire
 
-    def read_if_it_has_three_fields(raw: Any) -> Manifest:
-        if len(raw) != 3:
-            raise TypeError("planted")
+    def read_if_it_is_msgpack(raw: Any) -> Manifest:
+        try:
+            msgpack.unpackb(raw)
+        except ValueError:
+            raise TypeError("planted") from None
         return read(raw)
 
-    monkeypatch.setattr(Manifest, "from_wire", read_if_it_has_three_fields)
+    monkeypatch.setattr(Manifest, "from_wire", read_if_it_is_msgpack)
     with pytest.raises(TypeError, match="planted"):
         main(["--seed", "6", "--frames", "50000", "--run-dir", str(tmp_path / "run")])
     failed = tmp_path / "run" / "failed.msgpack"

@@ -31,7 +31,7 @@ class Engine:
         }
         self._receiver = WeightReceiver(self._tensors)
 
-    def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+    def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         self._receiver.begin(manifest, buckets)
 
     def load(self) -> int:

@@ -55,7 +55,7 @@ class UpdatedEngine(Protocol):
     async def resume(self) -> None: ...
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str: ...
     async def begin_update(
-        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None: ...
     async def load(self) -> dict[str, int]: ...
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]: ...
@@ -78,9 +78,7 @@ class TensorsOnly:
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return await asyncio.to_thread(probe_import, allocations)
 
-    async def begin_update(
-        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
-    ) -> None:
+    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
     async def load(self) -> dict[str, int]:
@@ -127,7 +125,7 @@ class EngineInPool:
         self.lifecycle = self.lifecycle.apply(Resume())
 
     async def begin_update(
-        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         await self._engine.begin_update(version, manifest, buckets)
 

@@ -62,9 +62,7 @@ class SlowEngine(EchoEngine):
         await asyncio.sleep(self._wake_s)
         await super().wake(tags)
 
-    async def begin_update(
-        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
-    ) -> None:
+    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         await asyncio.sleep(self._update_s)
         await super().begin_update(version, manifest, buckets)
 

@@ -93,6 +93,6 @@ def test_the_steps_of_an_update_come_in_order(make_engine: MakeEngine) -> None:
             await engine.abort_update()
             await engine.submit(requests(1, max_new_tokens=400))
             with pytest.raises(IllegalTransition, match="SERVING"):
-                await engine.begin_update(1, {}, {})
+                await engine.begin_update(1, b"", {})
 
     run_async(body)

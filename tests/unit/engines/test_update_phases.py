@@ -65,7 +65,7 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
         core = ScriptedCore()
         core.regions = regions
         async with engine_over(core) as engine:
-            await engine.begin_update(1, {}, EXPORTS)
+            await engine.begin_update(1, b"", EXPORTS)
             core.done.clear()
             loaded = await engine.load()
             assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])
@@ -92,7 +92,7 @@ def test_workers_close_the_ranks_memory_when_an_update_is_aborted_or_ranks_may_h
             await engine.abort_update()  # as warm engines are brought to rest
             assert "close_exports" not in core.done
 
-            await engine.begin_update(2, {}, EXPORTS)
+            await engine.begin_update(2, b"", EXPORTS)
             await engine.load()
             await engine.finish_update([])
             await engine.commit_update()

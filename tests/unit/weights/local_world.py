@@ -122,7 +122,7 @@ class ThreadEngine:
         self.apply(Resume())
 
     async def begin_update(
-        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         self.limits_s["begin_update"] = timeout_s
         await self._request("begin_update")

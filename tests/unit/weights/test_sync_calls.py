@@ -61,7 +61,7 @@ def calls(deadline: float) -> list[SyncCall]:
             version=3,
             rank=0,
             world_size=2,
-            manifest={"tensors": [], "aliases": {}, "nbytes": 0},
+            manifest=Manifest.layout([]).to_wire(),
             offer=EXPORTS,
             node_id="first",
             link_endpoint="10.0.0.1:4000",
@@ -164,7 +164,7 @@ def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
     with pytest.raises(ProtocolError):
         SyncFilled.from_wire({"sync_id": "a-1", "rank": 0, "timeout_s": 1.0, "regions": [deep]})
     with pytest.raises(ProtocolError):
-        Manifest.from_wire({"tensors": [["w", deep, [], 0]], "aliases": {}, "nbytes": 0})
+        Manifest.from_wire(deep)
 
 
 @pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])

@@ -330,7 +330,7 @@ def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
 
     class GetsReadyLate(ThreadEngine):
         async def begin_update(
-            self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+            self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
         ) -> None:
             self.hanging.set()
             await asyncio.to_thread(aborted.wait, 10.0)

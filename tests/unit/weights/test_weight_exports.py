@@ -77,7 +77,7 @@ def test_an_image_is_the_same_object_while_the_memory_is_the_same(ipc: FakeIpc) 
     image = memory.image(manifest, first)
     image.assemble(0, torch.device("cpu"))
     memory.leave()
-    again = memory.image(dict(manifest), [bytes(bytearray(each)) for each in first])
+    again = memory.image(bytes(bytearray(manifest)), [bytes(bytearray(each)) for each in first])
     other = memory.image(manifest, second)
     num_open = ipc.num_open
     memory.close()
@@ -251,7 +251,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     memory.close()
     assert ipc.num_open == 0
     update = WeightImport(
-        {}, {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
+        b"", {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
     )
     assert update.note([regions, regions]) == 136
     report = update.finish(regions)
@@ -322,7 +322,7 @@ def import_of(wire: Sequence[object]) -> dict[str, Any]:
 
 def test_what_one_worker_read_wrongly_is_named() -> None:
     update = WeightImport(
-        {}, {"exports": [], "fd_socket": "", "progress": {}, "has_checksums": True}
+        b"", {"exports": [], "fd_socket": "", "progress": {}, "has_checksums": True}
     )
     sent = [[0, 60, 11], [256, 8, 12]]
     with pytest.raises(WeightSyncError, match="nothing was loaded"):

@@ -9,8 +9,7 @@ at the beginning of that sync, before anything new is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
@@ -24,10 +23,10 @@ class OpenedMemory:
 
     def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
         self._opener = make_opener()
-        self._described: tuple[Mapping[str, Any], Sequence[object]] | None = None
+        self._described: tuple[bytes, Sequence[object]] | None = None
         self._image: ExportedImage | None = None
 
-    def image(self, manifest: Mapping[str, Any], exports: Sequence[object]) -> ExportedImage:
+    def image(self, manifest: bytes, exports: Sequence[object]) -> ExportedImage:
         """What the ranks export in a sync; both arguments are in their wire form.
 
         The same object as before if the same tensors are in the same memory: then everything that
