@@ -38,6 +38,7 @@ PYTEST: Final = f"-m pytest {PLUGIN} -q -rA --durations=10 --tb=short -W default
 SGLANG_KERNELS: Final = {"attention_backend": "triton", "sampling_backend": "pytorch"}
 NO_GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"disable_cuda_graph": True})
 GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
+SHAPE_8B: Final = "--shape 8B --dtype bfloat16"
 EAGER: Final = "{enforce_eager=true}"
 # vLLM starts in half the time.
 STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
@@ -95,9 +96,9 @@ def training_run(settings: str, steps: int = 8) -> Job:
     return Job(arguments=f"{script} --steps {steps} {settings} pool.engine=vllm", engine="vllm")
 
 
-def weights_to_vllm(options: str) -> Job:
-    script = "tests/bench/weights.py --device cuda --engine vllm --rounds 1 --json"
-    return Job(arguments=f"{script} {options}", engine="vllm")
+def weights_to(engine: str, options: str) -> Job:
+    script = "tests/bench/weights.py --device cuda"
+    return Job(arguments=f"{script} --engine {engine} {options}", engine=engine)
 
 
 def tests_of(engine: str, what: str) -> Job:
@@ -168,9 +169,21 @@ JOBS: Final = {
     "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
     "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
-    "weights-vllm": weights_to_vllm("--shape 0.6B"),
-    "weights-vllm-8b": weights_to_vllm("--shape 8B --dtype bfloat16"),
-    "weights-vllm-8b-masters": weights_to_vllm("--shape 8B --dtype float32"),
+    "weights-vllm": weights_to("vllm", "--shape 0.6B"),
+    "weights-vllm-8b": weights_to("vllm", SHAPE_8B),
+    "weights-vllm-8b-masters": weights_to("vllm", "--shape 8B"),
+    "weights-of-two": weights_to("vllm", "--shape 0.6B --ranks 2"),
+    "weights-of-two-8b": weights_to("vllm", f"{SHAPE_8B} --ranks 2"),
+    "weights-of-two-8b-masters": weights_to("vllm", "--shape 8B --ranks 2"),
+    "weights-apart": weights_to("vllm", "--shape 0.6B --mode standalone --syncs 12"),
+    "weights-apart-8b": weights_to("vllm", f"{SHAPE_8B} --mode standalone --syncs 12"),
+    "weights-sglang": weights_to("sglang", "--shape 0.6B"),
+    "weights-sglang-8b": weights_to("sglang", SHAPE_8B),
+    "weights-host": weights_to("vllm", "--shape 0.6B --transport memfd --syncs 8"),
+    "weights-host-8b": weights_to("vllm", f"{SHAPE_8B} --transport memfd --syncs 5"),
+    "weights-checked": weights_to("vllm", "--shape 0.6B --checksums"),
+    "weights-checked-8b": weights_to("vllm", f"{SHAPE_8B} --checksums --syncs 6"),
+    "weights-trace": training_run("--ranks 1 --trace LOG.json.gz", 2),
     "weights-elsewhere": Job(
         arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200",
         variables=NO_SHORTCUTS,

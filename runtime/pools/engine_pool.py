@@ -70,6 +70,7 @@ class EnginePool:
             rings,
             SyncSettings(
                 bucket_nbytes=spec.bucket_nbytes,
+                verify_every=spec.verify_every,
                 pause_mode=spec.on_update,
                 require_engine=False,
                 update_waves=spec.update_waves,

@@ -19,7 +19,7 @@ from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, e
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
-from umbra.runtime.settings import Count, Settings
+from umbra.runtime.settings import Count, Positive, Settings
 from umbra.runtime.weights.transport_choice import TransportSetting
 
 
@@ -49,6 +49,7 @@ class PoolSpec(Settings):
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines get it as an argument of the same name.
         bucket_nbytes: size of each of the buffers that weights travel in, see SyncSettings.
+        verify_every: how many versions after one with checksums the next one has them, see there.
         transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
     """
 
@@ -74,6 +75,7 @@ class PoolSpec(Settings):
     update_waves: int = 1
     load_weights: bool = False
     bucket_nbytes: int = 2 << 20
+    verify_every: Positive = 16
     transport: TransportSetting = "auto"
     shares_with: str = ""
     max_wait_s: float | None = None

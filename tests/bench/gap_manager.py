@@ -1,15 +1,17 @@
-"""The manager of the update-gap benchmark: keeps engines busy, notes when versions come."""
+"""The manager of benchmarks of weight updates: keeps engines busy, notes when tokens come."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from umbra.runtime.actor.actor_spec import actor_context
+from umbra.runtime.actor.actor_spec import ActorSpec, actor_context
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
@@ -19,8 +21,25 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
 from umbra.runtime.settings import from_wire
+
+
+def gap_manager_spec(pool: str, prompt_len: int, completion_len: int) -> ActorSpec:
+    """The actor "rollouts" that gives engines of `pool` completions of up to `completion_len`."""
+    config = RolloutConfig(
+        settings=RolloutSettings(max_new_tokens=completion_len),
+        dispatch=DispatchConfig(pool=pool, max_context_len=prompt_len + completion_len),
+        prompts_path="none",
+        world_size=1,
+        worker_names=("none",),
+    )
+    return ActorSpec(
+        name="rollouts",
+        target="gap_manager:GapManager",
+        sys_path=(str(Path(__file__).parent),),
+        kwargs={"config": config, "prompt_len": prompt_len},
+    )
 
 
 class GapManager:
@@ -70,6 +89,17 @@ class GapManager:
         pairs = itertools.pairwise(times)
         return max(b - a for a, b in pairs if b > since and a < until)
 
+    def token_gaps(self, since: float, until: float) -> dict[str, float]:
+        """The `longest` and the `median` time between two arrivals of tokens of one request, some
+        of it in that span; a request that was cut off and submitted again counts as another one."""
+        gaps = [
+            b - a
+            for times in self._dispatcher.arrived_at.values()
+            for a, b in itertools.pairwise(times)
+            if b > since and a < until
+        ]
+        return {"longest": max(gaps), "median": statistics.median(gaps)}
+
     def _submit(self) -> None:
         self._num_begun += 1
         sample = Trajectory(
@@ -98,6 +128,7 @@ class _NotingDispatcher(Dispatcher):
         super().__init__(router, on_failure, recorder)
         self.came_at: dict[int, dict[EngineId, float]] = {}
         self.applied_at: list[float] = []
+        self.arrived_at: dict[tuple[EngineId, int], list[float]] = {}  # by request
         self.changed = asyncio.Event()
 
     def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
@@ -105,6 +136,8 @@ class _NotingDispatcher(Dispatcher):
         now = time.monotonic()
         if len(batch.tokens):
             self.applied_at.append(now)
+        for request in np.unique(batch.ids).tolist():
+            self.arrived_at.setdefault((engine, request), []).append(now)
         for version in np.unique(batch.versions).tolist():
             self.came_at.setdefault(version, {}).setdefault(engine, now)
         self.changed.set()

@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
     },
     "0.6B": QWEN3_0_6B,
     "8B": QWEN3_8B,

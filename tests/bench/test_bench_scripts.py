@@ -111,9 +111,48 @@ def test_verls_protocol_brings_the_same_weights_in_several_buckets_and_in_one(
     result = json.loads(ended.stdout)
     for case in ("tiny, 0.05 MiB", "tiny, 1 MiB"):
         facts = result[case]
-        assert facts["nbytes"] == 213_760
+        assert facts["nbytes"] == 263_040
         assert 0 < facts["verl_min_s"] <= facts["verl_s"] <= facts["verl_max_s"]
         assert 0 < facts["copy_s"] < facts["first_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        (["--ranks", "2", "--checksums"], "float32 on 2 ranks, to embedded, memfd, with and "),
+        (["--mode", "standalone", "--requests", "4"], "float32, to embedded, memfd, standalone"),
+    ],
+    ids=["hybrid", "standalone"],
+)
+def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
+    tmp_path: Path, options: list[str], title: str
+) -> None:
+    case = ["--engine", "embedded", "--shape", "tiny", "--syncs", "3", *options]
+
+    ended = run_script(tmp_path, "weights.py", *case)
+
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["case"].startswith(f"tiny, {title}")
+    assert result["nbytes"] == 263_040
+    kinds = [result, *([result["checksums"]] if "checksums" in result else [])]
+    assert [kind["num_syncs"] for kind in kinds] == ([2, 1] if "--checksums" in options else [3])
+    for kind in kinds:
+        assert 0 < kind["engine_load_s"] < kind["load_s"] < kind["transfer_s"]
+        assert 0 < kind["paused_to_committed_s"] < kind["sync_s"] < kind["publish_s"]
+        assert min(kind["prepare_s"], kind["verify_s"], kind["commit_s"], kind["resume_s"]) > 0
+    assert result["copy_s"] > 0
+    if "--checksums" in options:
+        assert min(result["wake_s"], result["wake_kv_cache_s"]) > 0
+        assert result["pause_s"] == 0  # it was asleep
+        assert result["verl_s"] > 0
+    else:
+        assert result["wake_s"] == 0 < result["pause_s"]
+        assert result["pause_s"] < result["token_gap_s"] < 1
+        assert 0 < result["usual_token_gap_s"] <= result["longest_usual_token_gap_s"]
+        assert result["verl_s"] is None
 
 
 def test_medians_are_taken_of_numbers_and_the_commonest_of_texts() -> None:

@@ -1,12 +1,12 @@
 """A whole training run of a Qwen3 shape with weights from a seed, and a reward that is random.
 
     python tests/bench/training_run.py --shape 8B --ranks 1 --steps 6 [--folder DIR]
-        [--kill policy-0] [--metrics FILE] [section.key=value ...]
+        [--kill policy-0] [--metrics FILE] [--trace FILE] [section.key=value ...]
 
 The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
-kills an actor after a quarter of the run. `--metrics` keeps the metrics of each step. Prints what
-the run prints, and then a JSON object: medians, smallest and largest values from the third step on
-of times, tokens/s and memory.
+kills an actor after a quarter of the run. `--metrics` keeps the metrics of each step, `--trace` the
+timeline that `umbra trace` makes. Prints what the run prints, and then a JSON object: medians,
+smallest and largest values from the third step on of times, tokens/s and memory.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -32,6 +32,8 @@ from typing import Any, Final
 from qwen3_shapes import SHAPES
 
 from umbra.runtime.testing.tiny_model import make_tiny_model
+from umbra.runtime.tracing.trace_files import TraceFiles
+from umbra.runtime.tracing.trace_json import trace_json, write_trace
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 FIRST_STEP: Final = 3
@@ -104,6 +106,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept; without it, a temporary one is made")
     parser.add_argument("--kill", metavar="ACTOR", help="such as policy-0")
     parser.add_argument("--metrics", type=Path, help="a copy of the run's metrics.jsonl")
+    parser.add_argument("--trace", type=Path, help="the run's timeline, compressed")
     parser.add_argument("settings", nargs="*", help="section.key=value")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="umbra-training-") as temporary:
@@ -163,6 +166,8 @@ export = false
         status = job.wait()
     if options.metrics and metrics.exists():
         shutil.copyfile(metrics, options.metrics)
+    if options.trace and status == 0:
+        write_trace(options.trace, trace_json(TraceFiles(run_dir).events()))
     if status == 0:
         print(json.dumps(summary(read_metrics(metrics))), flush=True)
     return status

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from gap_manager import gap_manager_spec
 from torch import Tensor
 
-from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_settings import OnUpdate
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
@@ -84,14 +83,7 @@ def _updates(
             env={"OMP_NUM_THREADS": "1"},
         )
     )
-    manager = session.spawn(
-        ActorSpec(
-            name="rollouts",
-            target="gap_manager:GapManager",
-            sys_path=(str(Path(__file__).parent),),
-            kwargs={"config": _manager_config(), "prompt_len": _PROMPT_LEN},
-        )
-    )
+    manager = session.spawn(gap_manager_spec("policy", _PROMPT_LEN, _COMPLETION_LEN))
     publisher = WeightPublisher(SessionSync(session), 0, 1, _weights())
     publisher.publish("policy", 0, _TIMEOUT_S)
     manager.call("keep_in_flight", _NUM_TRAJECTORIES)
@@ -113,16 +105,6 @@ def _updates(
             }
         )
     return rows[1:]  # the first update makes what later ones use
-
-
-def _manager_config() -> RolloutConfig:
-    return RolloutConfig(
-        settings=RolloutSettings(max_new_tokens=_COMPLETION_LEN),
-        dispatch=DispatchConfig(pool="policy", max_context_len=_PROMPT_LEN + _COMPLETION_LEN),
-        prompts_path="none",
-        world_size=1,
-        worker_names=("none",),
-    )
 
 
 def _weights() -> dict[str, Tensor]:

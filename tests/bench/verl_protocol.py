@@ -22,6 +22,11 @@ first sync (`first_s`) does not count, then syncs and copies alternate. Paramete
 both sides. The receiver compares all of them with the sender's after each sync, and clears them;
 the time for that is not counted. On the cpu, which is for tests, the bucket is in shared memory.
 
+Where the parameters are sharded over several ranks, each rank has a receiver on its own GPU, which
+is one of the tensor-parallel workers of an engine. As verl does for FSDP, all ranks gather each
+whole tensor before they copy it into their buckets, and each worker loads its slice of it
+(`sync_reference.py`).
+
     python tests/bench/verl_protocol.py [--shapes 0.6B 8B] [--buckets-mib 512 2048] [--rounds 5]
 """
 
@@ -45,6 +50,8 @@ from bench_programs import BenchError
 from qwen3_shapes import SHAPES, parameter_shapes
 from result_table import print_result
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 VERL_REVISION: Final = "1dda039"
 DEFAULT_BUCKET_MIB: Final = 2048
@@ -52,6 +59,12 @@ DEFAULT_BUCKET_MIB: Final = 2048
 _TIMEOUT_S: Final = 120.0
 """For one answer of the receiver. Its start imports torch and allocates the parameters."""
 _SYNCS_A_ROUND: Final = 4
+_SLICED_DIMS: Final = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("embed_tokens", "lm_head"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+}
+"""Of which dim a tensor-parallel worker has a slice, by the layer."""
 _FUSED: Final = {
     ".q_proj.": ".qkv_proj.",
     ".k_proj.": ".qkv_proj.",
@@ -70,6 +83,18 @@ class Part:
     dtype: torch.dtype
     offset: int
     whole: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """A receiver's index among the `count` tensor-parallel workers of its engine."""
+
+    idx: int = 0
+    count: int = 1
+
+    def slice_of(self, name: str, tensor: Tensor) -> Tensor:
+        dim = _SLICED_DIMS.get(name.split(".")[-2])
+        return tensor if dim is None else tensor.chunk(self.count, dim)[self.idx]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,33 +145,45 @@ def _summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return rounded | {"nbytes": int(facts["nbytes"])}
 
 
-def measure(shape_name: str, bucket_mib: float, device: str) -> dict[str, float]:
+def measure(
+    shape_name: str, bucket_mib: float, device: str, mesh: DeviceMesh | None = None
+) -> dict[str, float]:
     """One round, with a new receiver: its first sync, then medians of syncs and copies in turn.
+
+    Args:
+        mesh: of the ranks over which the parameters are sharded, which all call it. None: this is
+            the only one.
+
+    Returns:
+        `nbytes` of all parameters. The copy is of this rank's part of them.
 
     Raises:
         BenchError: the receiver ended, did not answer, or has other weights than the sender.
     """
+    worker = Worker() if mesh is None else Worker(idx=mesh.get_rank(), count=mesh.size())
     tensors = make_tensors(shape_name, device)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
+    if mesh is not None:
+        tensors = {name: _sharded(tensor, mesh) for name, tensor in tensors.items()}
+        _release(device)
     copy_s: list[float] = []
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, shape_name, device), daemon=True)
+    process = context.Process(target=receive, args=(theirs, shape_name, device, worker))
+    process.daemon = True
     process.start()
     theirs.close()
     try:
         _answer(pipe)
         verl_s = [_timed_sync(pipe, tensors, int(bucket_mib * 2**20), device)]
         for _ in range(_SYNCS_A_ROUND):
-            copy_s.append(_timed_copy(target, source, device))
+            copy_s.append(timed_copy(nbytes // worker.count, device, device))
             verl_s.append(_timed_sync(pipe, tensors, int(bucket_mib * 2**20), device))
     finally:
         pipe.close()
         process.join(_TIMEOUT_S)
         process.kill()
-    del tensors, source, target
+    del tensors
     _release(device)
     return {
         "nbytes": nbytes,
@@ -154,6 +191,22 @@ def measure(shape_name: str, bucket_mib: float, device: str) -> dict[str, float]
         "verl_s": statistics.median(verl_s[1:]),
         "copy_s": statistics.median(copy_s),
     }
+
+
+def timed_copy(nbytes: int, device: str, to_device: str) -> float:
+    """Seconds of one copy of so many contiguous bytes. Their memory is free afterwards."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source, device=to_device)
+    synchronize(device)
+    synchronize(to_device)
+    begun_at = time.perf_counter()
+    target.copy_(source)
+    synchronize(device)
+    synchronize(to_device)
+    seconds = time.perf_counter() - begun_at
+    del source, target
+    _release(device)
+    return seconds
 
 
 def make_tensors(shape_name: str, device: str) -> dict[str, Tensor]:
@@ -166,18 +219,16 @@ def make_tensors(shape_name: str, device: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _timed_copy(target: Tensor, source: Tensor, device: str) -> float:
-    _synchronize(device)
-    begun_at = time.perf_counter()
-    target.copy_(source)
-    _synchronize(device)
-    return time.perf_counter() - begun_at
+def _sharded(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The rank's rows alone, in memory of their own."""
+    local = tensor.chunk(mesh.size())[mesh.get_rank()].clone()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
 
 def _timed_sync(
     pipe: Connection, tensors: Mapping[str, Tensor], bucket_nbytes: int, device: str
 ) -> float:
-    _synchronize(device)
+    synchronize(device)
     begun_at = time.perf_counter()
     pipe.send("sync")
     _send(pipe, tensors, bucket_nbytes, device)
@@ -195,9 +246,10 @@ def _send(pipe: Connection, tensors: Mapping[str, Tensor], bucket_nbytes: int, d
     _answer(pipe)
     parts: list[Part] = []
     offset = 0
-    for name, tensor in tensors.items():
+    for name, held in tensors.items():
+        tensor = held.full_tensor() if isinstance(held, DTensor) else held
         if parts and offset + tensor.nbytes > bucket_nbytes:
-            _synchronize(device)
+            synchronize(device)
             _exchange(pipe, FilledBucket(parts=parts, is_last=False))
             parts, offset = [], 0
         if tensor.nbytes > bucket_nbytes:
@@ -207,7 +259,7 @@ def _send(pipe: Connection, tensors: Mapping[str, Tensor], bucket_nbytes: int, d
         parts.append(Part(name=name, shape=tensor.shape, dtype=tensor.dtype, offset=offset))
         _view(bucket, parts[-1]).copy_(tensor, non_blocking=True)
         offset += tensor.nbytes
-    _synchronize(device)
+    synchronize(device)
     _exchange(pipe, FilledBucket(parts=parts, is_last=True))
     del bucket
     _release(device)
@@ -227,9 +279,11 @@ def _answer(pipe: Connection) -> Any:
     raise BenchError(f"the receiver did not answer within {_TIMEOUT_S:g} s")
 
 
-def receive(pipe: Connection, shape_name: str, device: str) -> None:
+def receive(pipe: Connection, shape_name: str, device: str, worker: Worker) -> None:
     """The receiver's process. Ends when the sender closes the pipe."""
-    receiver = _Receiver(shape_name, device)
+    if ":" in device:  # one of several
+        torch.cuda.set_device(device)
+    receiver = _Receiver(shape_name, device, worker)
     pipe.send("ready")
     try:
         while True:
@@ -245,12 +299,14 @@ def receive(pipe: Connection, shape_name: str, device: str) -> None:
 class _Receiver:
     """An engine's parameters and its loader, without the engine."""
 
-    def __init__(self, shape_name: str, device: str) -> None:
+    def __init__(self, shape_name: str, device: str, worker: Worker) -> None:
         self._shape_name = shape_name
         self._device = device
+        self._worker = worker
         self._places: dict[str, tuple[str, int]] = {}  # parameter and its first row, by tensor
         shapes: dict[str, list[int]] = {}
-        for name, shape in parameter_shapes(SHAPES[shape_name]).items():
+        for name, whole in parameter_shapes(SHAPES[shape_name]).items():
+            shape = worker.slice_of(name, torch.empty(whole, device="meta")).shape
             parameter = name
             for part, fused in _FUSED.items():
                 parameter = parameter.replace(part, fused)
@@ -275,13 +331,15 @@ class _Receiver:
         """Whether it was the last one."""
         for part in filled.parts:
             tensor = _view(bucket, part) if part.whole is None else part.whole
+            tensor = self._worker.slice_of(part.name, tensor)
             self._rows(part.name, len(tensor)).copy_(tensor, non_blocking=True)
-        _synchronize(self._device)
+        synchronize(self._device)
         return filled.is_last
 
     def compare_and_clear(self) -> list[str]:
         """Names of the tensors that are not what the sender has."""
-        expected = make_tensors(self._shape_name, self._device)
+        whole = make_tensors(self._shape_name, self._device)
+        expected = {name: self._worker.slice_of(name, tensor) for name, tensor in whole.items()}
         differing = [
             name
             for name, tensor in expected.items()
@@ -289,7 +347,7 @@ class _Receiver:
         ]
         for parameter in self._parameters.values():
             parameter.zero_()
-        del expected
+        del whole, expected
         _release(self._device)
         return differing
 
@@ -303,14 +361,14 @@ def _view(bucket: Tensor, part: Part) -> Tensor:
     return bucket[part.offset : part.offset + nbytes].view(part.dtype).view(part.shape)
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
 
 
 def _release(device: str) -> None:
     gc.collect()
-    if device == "cuda":
+    if device != "cpu":
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 

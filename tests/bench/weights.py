@@ -22,9 +22,7 @@ its own size of bucket, `copy_s` one copy of as many bytes.
 `cuda_ipc_first_s` is the first sync. `paused_to_committed_s` is the part of a later one from all
 engines paused and awake to the committed version, by the supervisor's clock. It consists of
 `prepare_s` (the engine gets the description), `transfer_s` (`load_s` is the engine's part of it),
-`verify_s` and `commit_s`. `--engine vllm` takes a vLLM with dummy weights and without CUDA graphs
-in place of an engine that is only parameters. It is paused all the time, so that no phase has its
-pauses.
+`verify_s` and `commit_s`. The engine is paused all the time, so that no phase has its pauses.
 
 With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
 by links, over the loopback of a network namespace of its own. Of a round's syncs, all but
@@ -34,13 +32,21 @@ Needs `unshare`, and root or user namespaces. With `--device cuda`, too, the ran
 are on the first GPU and the engines' on the second, so that NCCL connects them. It may take other
 ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set.
 
+With `--engine`, a pool of one real engine with dummy weights gets its weights from ranks under
+torchrun. It is hybrid on their GPUs, where it sleeps before each sync as in training, or standalone
+on the next one, where it generates all the time. Printed is one case in the form of
+docs/results/weights-h100.json; `sync_results.py` says what its numbers are. All of it also runs on
+the cpu, for which there is the shape "tiny".
+
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
     python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
-    python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32] [--engine vllm]
+    python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32]
+    python tests/bench/weights.py --device cuda --engine vllm --shape 8B --ranks 2
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -54,40 +60,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvloop
-import zmq
+from bare_supervisor import bare_supervisor
 from bench_hardware import describe_hardware
 from bench_namespace import IN_NAMESPACE, run_in_namespace
 from bench_options import options_parser, positive
 from bench_programs import BenchError
+from qwen3_shapes import SHAPES
 from result_table import print_result
+from sync_case import SyncCase
+from sync_job import measure_case
 
 from umbra.runtime.cli.umbra_command import umbra_version
-from umbra.runtime.engine_api.lifecycle import (
-    AbortUpdate,
-    BeginUpdate,
-    CommitUpdate,
-    EngineLifecycle,
-    EngineStarted,
-    EngineState,
-    Pause,
-    Resume,
-    Tag,
-)
-from umbra.runtime.pools.job_rings import JobRings
 from umbra.runtime.process.descendants import kill_tree
-from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.rpc_client import Client, Handle
-from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.weights.sync_calls import (
-    SyncAbort,
-    SyncBegin,
-    SyncEnd,
-    SyncFilled,
-    SyncProgressed,
-)
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
-from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+from umbra.runtime.weights.sync_coordinator import SyncSettings
 
 _ROUND_TIMEOUT_S: Final = 300.0
 _NEVER: Final = 1 << 30
@@ -107,21 +92,15 @@ def main() -> int:
     )
     parser.add_argument(
         "--shape",
-        choices=["0.6B", "8B"],
+        choices=list(SHAPES),
         default="0.6B",
-        help="of the model on a GPU (default 0.6B)",
+        help="of the model on a GPU, or of an engine's (default 0.6B)",
     )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="of the rank's tensors on a GPU (default float32)",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=["parameters", "vllm"],
-        default="parameters",
-        help="on a GPU (default parameters, without a model around them)",
+        help="of the ranks' tensors there (default float32)",
     )
     parser.add_argument(
         "--engines-elsewhere",
@@ -129,14 +108,21 @@ def main() -> int:
         default=0,
         help="number of engines on another node (default 0: one engine on the same node)",
     )
+    _add_case_options(parser)
     given = parser.parse_args()
     if given.engines_elsewhere and IN_NAMESPACE not in os.environ:
         return run_in_namespace()
+    case = _case(given) if given.engine else None
     if given.device == "cuda":
         import torch
 
-        if not torch.cuda.is_available():
-            parser.error("--device cuda: this machine has no usable CUDA device")
+        num_gpus = 1 + bool(given.engines_elsewhere) if case is None else case.num_gpus
+        if torch.cuda.device_count() < num_gpus:
+            found = torch.cuda.device_count() or "no"
+            parser.error(f"--device cuda needs {num_gpus}: there is {found} usable CUDA device")
+    if case is not None:
+        print(json.dumps(measure_case(case), indent=1))
+        return 0
     result: dict[str, Any] = {
         "bench": "weights",
         "hardware": describe_hardware(),
@@ -144,10 +130,8 @@ def main() -> int:
         "rounds": given.rounds,
     }
     if given.device == "cuda" and not given.engines_elsewhere:
-        result |= {"shape": given.shape, "dtype": given.dtype, "engine": given.engine}
-        if given.engine == "vllm":
-            result["versions"]["vllm"] = version("vllm")
-        result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype, given.engine)
+        result |= {"shape": given.shape, "dtype": given.dtype}
+        result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
     elif given.engines_elsewhere:
         result["engines"] = given.engines_elsewhere
         result["umbra"] = _run_elsewhere(
@@ -156,6 +140,43 @@ def main() -> int:
     else:
         result |= _run(given.rounds, given.megabytes * 10**6)
     return print_result(result, as_json=given.json)
+
+
+def _add_case_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("an engine of a pool", "See SyncCase.")
+    group.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="default: none")
+    group.add_argument("--mode", choices=["hybrid", "standalone"], default="hybrid")
+    group.add_argument(
+        "--transport", choices=["memfd", "cuda_ipc"], help="default: cuda_ipc between GPUs"
+    )
+    group.add_argument("--ranks", type=positive, default=1)
+    group.add_argument(
+        "--requests",
+        type=positive,
+        default=64,
+        help="that a standalone engine works on during the syncs (default 64)",
+    )
+    group.add_argument(
+        "--syncs", type=positive, default=20, help="after the first one (default 20)"
+    )
+    group.add_argument(
+        "--checksums", action="store_true", help="every second sync is with checksums"
+    )
+
+
+def _case(given: argparse.Namespace) -> SyncCase:
+    return SyncCase(
+        shape=given.shape,
+        dtype=given.dtype,
+        device=given.device,
+        engine=given.engine,
+        mode=given.mode,
+        transport=given.transport or ("memfd" if given.device == "cpu" else "cuda_ipc"),
+        num_ranks=given.ranks,
+        num_requests=given.requests if given.mode == "standalone" else 0,
+        num_syncs=given.syncs,
+        has_checksums=given.checksums,
+    )
 
 
 def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
@@ -191,16 +212,16 @@ def _run_elsewhere(
     return {key: round(value, 4) for key, value in _medians(rows).items()}
 
 
-def _run_on_gpu(rounds: int, shape: str, dtype: str, engine: str) -> dict[str, Any]:
+def _run_on_gpu(rounds: int, shape: str, dtype: str) -> dict[str, Any]:
     pools = {"cuda_ipc": SyncSettings(transport="cuda_ipc", verify_every=_NEVER)}
-    if (shape, engine) == ("0.6B", "parameters"):
+    if shape == "0.6B":
         pools = {
             f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
             for suffix, every in {"": _NEVER, "_verified": 1}.items()
             for transport in ("memfd", "cuda_ipc")
         }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [_gpu_round(runner, pools, [shape, dtype, engine]) for _ in range(rounds)]
+        rows = [_gpu_round(runner, pools, [shape, dtype]) for _ in range(rounds)]
     median = _medians(rows)
     umbra: dict[str, Any] = {key: round(value, 5) for key, value in median.items()}
     umbra["nbytes"] = int(median["nbytes"])
@@ -233,7 +254,7 @@ async def _round(
         async with (
             asyncio.timeout(_ROUND_TIMEOUT_S),
             AsyncExitStack() as stack,
-            _supervisor(folder, pools, names, "there" if prefix == "far_" else "here"),
+            bare_supervisor(folder, pools, names, "there" if prefix == "far_" else "here"),
         ):
             for name in names:
                 role = _process(f"{prefix}engine", folder, [*arguments, name])
@@ -263,134 +284,6 @@ async def _process(
         if process.returncode is None:
             kill_tree(process.pid)  # an engine of a library has processes of its own
         await process.wait()
-
-
-@asynccontextmanager
-async def _supervisor(
-    folder: Path, pools: Mapping[str, SyncSettings], names: Sequence[str], node_id: str
-) -> AsyncGenerator[None]:
-    """Serves syncs at `folder`/supervisor while the block runs.
-
-    Args:
-        names: of the engines.
-        node_id: of their node.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket_path = str(folder / "fds")
-    async with (
-        Client("here") as client,
-        serve_fds(socket_path) as fds,
-        asyncio.TaskGroup() as tasks,
-    ):
-        engines = [_Engine(name, node_id, client.handle(_ref(name, folder))) for name in names]
-        rings = JobRings(NodeRings(fds), node_id, _no_other_node, lambda: 1)
-        coordinators = {
-            name: SyncCoordinator(name, lambda: engines, fds, rings, settings)
-            for name, settings in pools.items()
-        }
-        server = ActorServer(_Supervisor(coordinators), 1)
-        server.bind(context.socket(zmq.ROUTER), _ref("supervisor", folder).ipc_endpoint)
-        running = [tasks.create_task(server.run())]
-        running += [tasks.create_task(c.run()) for c in coordinators.values()]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-    context.term()
-
-
-def _ref(name: str, folder: Path) -> ActorRef:
-    return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
-
-
-def _no_other_node(node_id: str) -> Handle:
-    raise BenchError(f"there is no node {node_id!r}")
-
-
-class _Supervisor:
-    """The sync calls of the supervisor, by pool."""
-
-    def __init__(self, coordinators: Mapping[str, SyncCoordinator]) -> None:
-        self._coordinators = coordinators
-
-    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
-        begin = SyncBegin.from_wire(call)
-        return (await self._coordinators[begin.pool].sync_begin(begin)).to_wire()
-
-    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
-        progress = SyncProgressed.from_wire(call)
-        return self._coordinators[progress.pool].sync_progress(progress)
-
-    async def sync_filled(self, call: dict[str, Any]) -> None:
-        filled = SyncFilled.from_wire(call)
-        await self._coordinators[filled.pool].sync_filled(filled)
-
-    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
-        end = SyncEnd.from_wire(call)
-        return (await self._coordinators[end.pool].sync_end(end)).to_wire()
-
-    def sync_abort(self, call: dict[str, Any]) -> None:
-        abort = SyncAbort.from_wire(call)
-        self._coordinators[abort.pool].sync_abort(abort)
-
-
-class _Engine:
-    """An engine process as the coordinators see it. It never generates, so pausing is free."""
-
-    incarnation = 1
-
-    def __init__(self, name: str, node_id: str, handle: Handle) -> None:
-        self.name = name
-        self.node_id = node_id
-        self._handle = handle
-        self.lifecycle = EngineLifecycle().apply(EngineStarted())
-
-    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
-        return str(await self._handle.call("probe_import", allocations, timeout_s=timeout_s))
-
-    async def pause(self, mode: str, timeout_s: float) -> None:
-        if self.lifecycle.state == EngineState.SERVING:
-            self.lifecycle = self.lifecycle.apply(Pause())
-
-    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
-        pass
-
-    async def resume(self, timeout_s: float) -> None:
-        self.lifecycle = self.lifecycle.apply(Resume())
-
-    async def begin_update(
-        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
-    ) -> None:
-        arguments = (version, manifest, buckets)
-        await self._handle.call("begin_update", *arguments, timeout_s=timeout_s)
-
-    def touch(self, version: int) -> None:
-        self.lifecycle = self.lifecycle.apply(BeginUpdate(version))
-
-    async def load(self, timeout_s: float) -> dict[str, Any]:
-        loaded: dict[str, Any] = await self._handle.call("load", timeout_s=timeout_s)
-        return loaded
-
-    async def finish_update(
-        self, regions: list[list[int | None]], timeout_s: float
-    ) -> dict[str, Any]:
-        found: dict[str, Any] = await self._handle.call(
-            "finish_update", regions, timeout_s=timeout_s
-        )
-        return found
-
-    async def commit_update(self, version: int, timeout_s: float) -> None:
-        await self._handle.call("commit_update", timeout_s=timeout_s)
-        self.lifecycle = self.lifecycle.apply(CommitUpdate(version))
-
-    async def abort_update(self, timeout_s: float) -> None:
-        await self._handle.call("abort_update", timeout_s=timeout_s)
-        if self.lifecycle.state == EngineState.UPDATING:
-            self.lifecycle = self.lifecycle.apply(AbortUpdate())
-
-    def kill(self, reason: str) -> None:
-        raise RuntimeError(f"the engine failed: {reason}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The processes of the weights benchmark: `python tests/bench/weights_roles.py ROLE ...`.
 
-`engine` holds parameters, or is a vLLM, and serves the steps of a sync; `rank` publishes and
-copies. Both talk to the supervisor part, which runs in the benchmark's own process, over the real
-RPC.
+`engine` holds parameters and serves the steps of a sync; `rank` publishes and copies. Both talk to
+the supervisor part, which runs in the benchmark's own process, over the real RPC.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -49,7 +48,6 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _TIMEOUT_S: Final = 60.0
 _SYNCS_A_ROUND: Final = 4
-_SYNCS_WITH_VLLM: Final = 20  # whose start takes longer than all of them
 
 
 def ref(name: str, folder: Path) -> ActorRef:
@@ -217,7 +215,7 @@ def run_far_rank(folder: Path, total_nbytes: int, device: str) -> dict[str, floa
 
 
 def run_gpu_rank(
-    folder: Path, shape: str, dtype: torch.dtype, pools: Sequence[str], num_syncs: int
+    folder: Path, shape: str, dtype: torch.dtype, pools: Sequence[str]
 ) -> dict[str, Any]:
     """One round on a GPU: each pool has a first sync, then all in turn."""
     tensors = qwen3_tensors(shape, dtype)
@@ -227,7 +225,7 @@ def run_gpu_rank(
     versions = itertools.count(1)
     with _supervisor(folder) as supervisor:
         publisher = WeightPublisher(supervisor, 0, 1, tensors, torch.bfloat16)
-        for _ in range(1 + num_syncs):
+        for _ in range(1 + _SYNCS_A_ROUND):
             for pool in pools:
                 begun_at = time.perf_counter()
                 report = publisher.publish(pool, next(versions), _TIMEOUT_S)
@@ -284,8 +282,8 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
 
 def main() -> None:
     """Arguments: role, folder, then the bytes of the tensors; or with a GPU their shape, the rank's
-    dtype, the kind of engine and the names of the pools, or on two nodes the rank's and the
-    engines' device. At last an engine's name."""
+    dtype and the names of the pools, or on two nodes the rank's and the engines' device. At last an
+    engine's name."""
     role, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     match role, arguments:
@@ -293,17 +291,14 @@ def main() -> None:
             _run_engine(model_tensors(int(total_nbytes)), folder, name)
         case "far_engine", [total_nbytes, _, device, name]:
             _run_engine(model_tensors(int(total_nbytes), device), folder, name)
-        case "gpu_engine", [shape, _, "vllm", *_, name]:
-            asyncio.run(_run_vllm(shape, folder, name))
         case "gpu_engine", [shape, *_, name]:
             _run_engine(qwen3_tensors(shape, torch.bfloat16), folder, name)
         case "far_rank", [total_nbytes, device, _]:
             print(json.dumps(run_far_rank(folder, int(total_nbytes), device)), flush=True)
         case "rank", [total_nbytes]:
             print(json.dumps(run_rank(folder, int(total_nbytes))), flush=True)
-        case "gpu_rank", [shape, dtype, engine, *pools]:
-            num_syncs = _SYNCS_WITH_VLLM if engine == "vllm" else _SYNCS_A_ROUND
-            facts = run_gpu_rank(folder, shape, getattr(torch, dtype), pools, num_syncs)
+        case "gpu_rank", [shape, dtype, *pools]:
+            facts = run_gpu_rank(folder, shape, getattr(torch, dtype), pools)
             print(json.dumps(facts), flush=True)
         case _:
             sys.exit(f"not a role: {sys.argv[1:]}")
@@ -312,36 +307,6 @@ def main() -> None:
 def _run_engine(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(BenchEngine(tensors), name, folder))
-
-
-async def _run_vllm(shape: str, folder: Path, name: str) -> None:
-    """An engine of vLLM with dummy weights. Its first update pauses it, and nothing resumes it."""
-    from transformers import Qwen3Config
-
-    from umbra.engines.vllm.vllm_engine import VllmEngine
-
-    model = folder / "model"
-    sizes = SHAPES[shape]
-    Qwen3Config(
-        **sizes,
-        tie_word_embeddings="lm_head.weight" not in parameter_shapes(sizes),
-        max_position_embeddings=4096,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    ).save_pretrained(model)
-    engine = VllmEngine(
-        model_path=str(model),
-        dtype="bfloat16",
-        device="cuda",
-        max_num_seqs=16,
-        max_context_len=512,
-        kv_cache_num_tokens=1 << 14,
-        load_weights=False,
-        engine_args={"enforce_eager": True},
-    )
-    async with engine, asyncio.TaskGroup() as tasks:
-        tasks.create_task(engine.run())
-        await serve(engine, name, folder)
 
 
 if __name__ == "__main__":

