@@ -35,9 +35,13 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 docs: $(VENV)/.dev ## Build the documentation as a site in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-captures: $(VENV)/.dev assets ## Renew the terminal output and the picture that the documentation shows (a few minutes)
+captures: $(VENV)/.dev assets ## Renew the terminal output and the pictures that the documentation shows (a few minutes)
 	PYTHONPATH=tests/shared $(BIN)/python tests/captures/captures.py
 	$(BIN)/python tests/captures/dash_picture.py $(QUICKSTART_ASSETS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	    -m umbra.trainer $(QUICKSTART_CONFIG) run.dir=$(RUNS)/sync-picture train.steps=5 run.overwrite=true
+	$(BIN)/umbra trace $(RUNS)/sync-picture
+	$(BIN)/python tests/captures/sync_picture.py $(RUNS)/sync-picture/trace/all.json.gz docs/weight-sync.svg
 
 drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
