@@ -31,16 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gap_manager import gap_manager_spec
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -48,6 +47,7 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 NUM_TRAJECTORIES = 32
 NUM_NEW_TOKENS = 400
+PROMPT_LEN = 32
 MAX_CONTEXT_LEN = 512
 TIMEOUT_S = 300.0
 
@@ -102,21 +102,7 @@ def start(session: Session, given: argparse.Namespace, folder: Path) -> SyncHand
             env={"OMP_NUM_THREADS": "1"},
         )
     )
-    config = RolloutConfig(
-        settings=RolloutSettings(max_new_tokens=NUM_NEW_TOKENS),
-        dispatch=DispatchConfig(pool="policy", max_context_len=MAX_CONTEXT_LEN),
-        prompts_path="none",
-        world_size=1,
-        worker_names=("none",),
-    )
-    return session.spawn(
-        ActorSpec(
-            name="rollouts",
-            target="gap_manager:GapManager",
-            sys_path=(str(Path(__file__).resolve().parent),),
-            kwargs={"config": config, "prompt_len": 32},
-        )
-    )
+    return session.spawn(gap_manager_spec("policy", PROMPT_LEN, NUM_NEW_TOKENS))
 
 
 def kill_once(

@@ -121,7 +121,7 @@ def main() -> int:
             found = torch.cuda.device_count() or "no"
             parser.error(f"--device cuda needs {num_gpus}: there is {found} usable CUDA device")
     if case is not None:
-        print(json.dumps(measure_case(case), indent=1))
+        print(json.dumps(measure_case(case)), flush=True)
         return 0
     result: dict[str, Any] = {
         "bench": "weights",
