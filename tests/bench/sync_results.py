@@ -34,7 +34,6 @@ def case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
         to after the fifth one that follows it.
     """
     facts = json.loads((folder / "facts.json").read_text())
-    reference = json.loads((folder / "reference.json").read_text())
     requests = request_seconds(folder / "run")
     syncs = {
         version: sync_timings(report, requests[version])
@@ -49,15 +48,26 @@ def case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
         results["checksums"] = {"num_syncs": len(checked), **medians(checked)}
     if facts["gaps"]:
         results |= medians([_gap_timings(gaps) for gaps in facts["gaps"]])
-    results["verl_s"] = None
-    if case.mode == "standalone":
-        results["no_verl_s"] = "verl's protocol is between processes on one GPU"
-    results |= {name: round(seconds, 5) for name, seconds in reference.items()}
+    results |= _reference(case, folder / "reference.json")
     results["cast_copy_s"] = round(statistics.median(facts["cast_copy_s"]), 5)
     if facts["used_nbytes"]:
         before, after = facts["used_nbytes"]
         results["extra_gpu_nbytes"] = [b - a for a, b in zip(before, after, strict=True)]
     return results
+
+
+def _reference(case: SyncCase, path: Path) -> dict[str, Any]:
+    """`verl_s`, or None and the reason as `no_verl_s`; and `copy_s` if it was measured."""
+    measured: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    facts: dict[str, Any] = {
+        "verl_s": None,
+        **{name: round(seconds, 5) for name, seconds in measured.items()},
+    }
+    if case.mode == "standalone":
+        facts["no_verl_s"] = "verl's protocol is between processes on one GPU"
+    elif not measured:
+        facts["no_verl_s"] = "sync_reference.py failed"
+    return facts
 
 
 def request_seconds(run_dir: Path) -> dict[int, dict[str, float]]:
