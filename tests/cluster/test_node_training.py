@@ -65,7 +65,7 @@ WAIT_LIMIT_S = 3.0
 """Of the ranks for a sync and a batch: a fifth of a second on idle cores."""
 LATENCY_S = 0.05
 SLOW_STEP_LIMIT_S = 10.0
-"""Of the median step while each frame takes LATENCY_S longer: 5 s with other work on the cores."""
+"""Of the median step while each frame takes LATENCY_S longer: 3.2 s on idle cores."""
 
 
 @pytest.fixture(scope="module")
