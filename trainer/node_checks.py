@@ -5,10 +5,12 @@ Most of them call what checks the same at the start of a run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -70,6 +72,9 @@ _LEAST_NUM_FILES: Final = 4096
 a manager has one to each engine, rank and worker."""
 _LEAST_SHARED_NBYTES: Final = 1 << 30
 """Of /dev/shm, where NCCL, vLLM and SGLang have buffers. Docker's 64 MiB are too little."""
+_SLOW_LOOKUP_S: Final = 1.0
+"""Of the name of an address. With less, a busy name server is a warning; with more, each restart of
+the ranks takes seconds longer and nothing says why."""
 _MAX_USED_GPU_NBYTES: Final = 3 * GIB
 """Of a GPU on which nothing runs but these checks, whose processes have a context each. With more,
 small jobs of others go unnoticed."""
@@ -149,6 +154,8 @@ class NodeChecks:
         yield verdict_of("sockets", self._sockets)
         yield verdict_of("keys", self._keys)
         yield verdict_of("address", self._address)
+        if self._environment.spans_nodes:
+            yield from slow_name_lookups(*self._environment.meeting_point)
         yield verdict_of("open files", _open_files)
         yield verdict_of("/dev/shm", self._shared_memory)
         yield verdict_of("locked memory", self._locked_memory)
@@ -364,6 +371,24 @@ class NodeChecks:
         if not engines:
             raise NotApplicable("its engines are on machines that join later")
         return check_actor(engines[0]) or pool.engine
+
+
+def slow_name_lookups(host: str, port: int) -> Iterator[Verdict]:
+    """Yields a warning if it takes long to look up the name of rank 0's address, as torch's store
+    does once in torchrun and in each rank."""
+    began_at = time.monotonic()
+    with contextlib.suppress(OSError):  # an answer that there is no name costs nothing
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+        socket.getnameinfo(address, socket.NI_NUMERICSERV)
+    took_s = time.monotonic() - began_at
+    if took_s > _SLOW_LOOKUP_S:
+        yield Verdict(
+            "names",
+            "warning",
+            f"the look-up of {host} in the name service took {took_s:.0f} s; torch makes one in "
+            "torchrun, and one in each rank whenever the ranks start: list the addresses of all "
+            "nodes in /etc/hosts, or start torchrun with RES_OPTIONS='timeout:1 attempts:1'",
+        )
 
 
 def listen(address: str) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -108,6 +109,19 @@ class Hosts:
             _ip("-n", switch, "link", "set", port, "master", "far-bridge")
             stack.callback(_ip, "-n", switch, "link", "set", port, "master", "bridge")
             yield
+
+    @contextlib.contextmanager
+    def name_service(self, host: int, **files: str) -> Generator[None]:
+        """Within the block, programs that are started on the host have other files in /etc, such as
+        `hosts` and `resolv.conf`, whose dot is a `_` here."""
+        folder = Path("/etc/netns", self._names[host])
+        folder.mkdir(parents=True)
+        try:
+            for name, text in files.items():
+                (folder / name.replace("_", ".")).write_text(text)
+            yield
+        finally:
+            shutil.rmtree(folder)
 
     def num_dropped(self, host: int) -> int:
         """Packets to this host that were dropped since it was last reconnected."""

@@ -283,3 +283,28 @@ def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, home: Path)
         assert "node 1" in job.text(node)
         assert "is not the same directory there as on node 0" in job.text(node)
     assert_nothing_left(home)
+
+
+LOOK_UP = """
+import sys
+from umbra.trainer.node_checks import slow_name_lookups
+print([verdict.text for verdict in slow_name_lookups(sys.argv[1], 1)])
+"""
+
+
+def test_a_name_server_that_does_not_answer_is_a_warning(hosts: Hosts, home: Path) -> None:
+    def looked_up() -> str:
+        command = [sys.executable, "-c", LOOK_UP, hosts.address(2)]
+        output = home / "lookup.log"
+        assert hosts.start(0, command, output, {}).wait(3 * END_LIMIT_S) == 0
+        return output.read_text()
+
+    silent = f"nameserver {hosts.address(1)}\n"
+    hosts.cut_off(1)
+    try:
+        with hosts.name_service(0, resolv_conf=silent):
+            assert f"the look-up of {hosts.address(2)} in the name service took" in looked_up()
+        with hosts.name_service(0, resolv_conf=silent, hosts=f"{hosts.address(2)} node2\n"):
+            assert looked_up() == "[]\n"
+    finally:
+        hosts.reconnect(1)
