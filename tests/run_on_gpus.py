@@ -56,6 +56,7 @@ LEAST_S: Final = 15.0
 # Nothing that is worth its start ends within less.
 MEMORY: Final = "tests/gpu/trainer/test_memory_plan_gpu.py"
 OPEN_MEMORY: Final = "tests/gpu/engines/test_open_memory_gpu.py"
+SPANNING: Final = "tests/gpu/engines/test_spanning_engines_gpu.py"
 RETRACTION: Final = "whole or logprobs_are or drain_finishes"
 # Others compare what two runs sampled, or want requests to run side by side.
 
@@ -138,6 +139,7 @@ JOBS: Final = {
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
     "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
+    "vllm-spanning": tests_of("vllm", f"{SPANNING} -k vllm"),
     "vllm-beside-trainer": tests_of("vllm", "tests/gpu/engines/test_vllm_beside_trainer_gpu.py"),
     "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
     "vllm-in-turn": Job(
@@ -155,6 +157,7 @@ JOBS: Final = {
     "sglang-parallel": tests_of(
         "sglang", "tests/gpu/engines/test_gpu_tensor_parallel.py -k sglang"
     ),
+    "sglang-spanning": tests_of("sglang", f"{SPANNING} -k sglang"),
     "sglang-restart": restart("sglang", NO_GRAPHS),
     "sglang-speed": Job(
         arguments="tests/bench/adapter_speed.py --engine sglang --device cuda --shapes 0.6B "

@@ -91,8 +91,8 @@ def _check_spanning(
     what = f"{section}: each of its engines needs several nodes"
     if not engine_kind(pool.engine).spans_nodes:
         raise ConfigError(
-            f"{what}, and engine {pool.engine!r} cannot be on more than one: use engine 'vllm', or "
-            "lower the tensor-parallel size"
+            f"{what}, and engine {pool.engine!r} cannot be on more than one: use engine 'vllm' or "
+            "'sglang', or lower the tensor-parallel size"
         )
     if not pool.allow_engine_pickle:
         raise ConfigError(

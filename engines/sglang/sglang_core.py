@@ -5,6 +5,7 @@ errors.
       ├ scheduler             one for each GPU of a tensor-parallel engine, with its worker
       └ detokenizer           idle: tokens come straight from the first scheduler
 
+The schedulers of an engine on several nodes are below its followers there (`sglang_follower`).
 All of these processes end with this one, which is their subreaper or the child of a subreaper
 (`runtime.process`).
 """
@@ -26,12 +27,18 @@ import torch
 
 from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_library import SglangLibrary
-from umbra.engines.sglang.sglang_orders import Reports, pack_order
+from umbra.engines.sglang.sglang_orders import ReportFile, pack_order
 from umbra.engines.sglang.sglang_output import SglangOutput
 from umbra.engines.sglang.sglang_requests import check_request, generate_fields, stream_interval
 from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_waits import until_died, within
 from umbra.engines.shell.engine_core import AdapterCore, Output
+from umbra.engines.shell.follower_group import (
+    FollowerGroup,
+    free_port,
+    network_variables,
+    own_address,
+)
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
@@ -65,6 +72,7 @@ class SglangCore(AdapterCore):
         super().__init__()
         self._settings = settings
         self._watches = ExitStack()
+        self._followers = FollowerGroup(settings.followers)
         self._engine: Any = None
         self._frontend: Any = None  # TokenizerManager
         self._library: SglangLibrary | None = None
@@ -96,7 +104,10 @@ class SglangCore(AdapterCore):
     async def start(self) -> None:
         options = self._read_options()
         library = self.library
-        os.environ.update(self._settings.environment())
+        variables = self._settings.environment()
+        if self._settings.followers:
+            options |= await self._start_followers(options, variables)
+        os.environ.update(variables)
         logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         self._sigquit = signal.getsignal(signal.SIGQUIT)
         self._launch(library, options)
@@ -105,6 +116,22 @@ class SglangCore(AdapterCore):
         self._take_over_frontend()
         async with until_died(self.died), within(_FIRST_ANSWER_LIMIT_S, "answer"):
             await self._measure()
+
+    async def _start_followers(
+        self, options: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Starts the parts on other nodes, which then wait for this one; returns its options."""
+        address = own_address()
+        port = free_port(address)
+        own, *others = (
+            self._settings.part_options(part, address, port)
+            for part in range(self._settings.num_parts)
+        )
+        for name, value in ({"SGLANG_HOST_IP": address} | network_variables(address)).items():
+            os.environ.setdefault(name, value)
+        theirs = [{**options, **more} for more in others]
+        await self._followers.start("umbra.engines.sglang.sglang_follower", theirs, variables)
+        return own
 
     def _launch(self, library: SglangLibrary, options: Mapping[str, Any]) -> None:
         before = descendants.working_child_pids(os.getpid())
@@ -115,7 +142,8 @@ class SglangCore(AdapterCore):
                 sglang_processes.keeping_logging(),
                 sglang_processes.temporary_files_in(_job_folder()),
             ):
-                engine.__init__(**options)
+                handler = sglang_processes.ignore_sigquit
+                engine.__init__(**options, custom_sigquit_handler=handler)
         except Exception as error:
             raise EngineError(f"SGLang {library.version} did not start: {error}") from error
         finally:
@@ -154,10 +182,12 @@ class SglangCore(AdapterCore):
             # SGLang reports one GPU, rounded to thousandths.
             "kv_nbytes": int(usage.get("kvcache", 0.0) * _GIB) * self._settings.num_workers,
         }
-        self._schedulers = [report["pid"] for report in reports]
+        here = reports[: self._settings.num_local_workers]
+        self._schedulers = [report["pid"] for report in here]
 
     async def stop(self) -> None:
         self._watches.close()
+        await self._followers.close()  # first: without this part, theirs would fail
         if self._children:
             sglang_processes.end_children(self._children)
             self._children = []
@@ -299,6 +329,7 @@ class SglangCore(AdapterCore):
 
     async def sleep(self, level: int) -> None:
         """Empties the cache first: SGLang would end if its memory were in use."""
+        await self._followers.close_images()
         await self.reset_prefix_cache()
         if level == 1 and "weights" not in self._released:
             await self._order("save")
@@ -331,7 +362,8 @@ class SglangCore(AdapterCore):
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         for output, _ in self._live.values():
             output.expect_older()
-        reports = await self._order("load", weights=dict(description))
+        update = await self._followers.send_image(description)
+        reports = await self._order("load", weights=update)
         unread = set[str].intersection(*(set(report["unread"]) for report in reports))
         if unread:
             names = sorted(unread)
@@ -343,6 +375,8 @@ class SglangCore(AdapterCore):
         return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        if self._settings.followers:
+            return "its workers are on several nodes"
         reports = await self._order_between("probe", allocations=allocations)
         return next((report["problem"] for report in reports if report["problem"]), "")
 
@@ -362,17 +396,13 @@ class SglangCore(AdapterCore):
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
         """Makes every worker carry out an action on the model, and returns their reports."""
-        with Reports(self._settings.num_workers) as reports:
-            payloads = [
-                # One worker reports the progress of all.
-                self._payload(details | {"action": action, "report": path, "counts": rank == 0})
-                for rank, path in enumerate(reports.paths)
-            ]
+        with ReportFile() as file:
+            payload = self._payload(details | {"action": action, "report": file.path})
             await self._begin_update()
             success, message = await self.call(
                 self._frontend.update_weights_from_tensor(
                     self.library.UpdateWeightsFromTensorReqInput(
-                        serialized_named_tensors=payloads,
+                        serialized_named_tensors=[payload] * self._settings.num_workers,
                         load_format=WEIGHT_LOADER,
                         flush_cache=False,  # cached prefixes are salted by their weights
                     )
@@ -381,11 +411,11 @@ class SglangCore(AdapterCore):
             await self._end_update()
             if not success:
                 raise EngineError(f"SGLang failed: {message}")
-            found = reports.read()
-        for rank, report in enumerate(found):
+            reports = file.read()
+        for rank, report in enumerate(reports):
             if "error" in report:
                 raise EngineError(f"SGLang's worker {rank} failed: {report['error']}")
-        return found
+        return reports
 
     def _payload(self, order: Mapping[str, Any]) -> bytes:
         # Empty, so that it is sent as a value; torch would share others through a thread of its

@@ -1,23 +1,26 @@
 """Orders from the adapter to its code in SGLang's scheduler processes, and reports back.
 
 SGLang hands tensors to a custom weight loader. An order travels as the name of an empty tensor.
-SGLang does not pass on what a loader returns, and ends if the loader raises, so each worker writes
-its report to a file of the adapter's.
+SGLang does not pass on what a loader returns, and ends if the loader raises, so the first worker
+collects the reports of all, which may be on other nodes, and writes them to the adapter's file.
 
-    adapter                             worker, one for each GPU
-      | -- order {action, report, ..} --> |
-      | <-- report in shared memory ----- |  before SGLang answers
+    adapter                             first worker              other workers, one for each GPU
+      | -- order {action, report, ..} --> | --------------------------> |
+      |                                   | <-- report (gloo) --------- |
+      | <-- reports in shared memory ---- |  before SGLang answers
 """
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import msgpack
+
+from umbra.runtime.errors import EngineError
 
 
 def pack_order(order: Mapping[str, Any]) -> str:
@@ -29,30 +32,28 @@ def unpack_order(name: str) -> dict[str, Any]:
     return order
 
 
-def write_report(path: str, report: Mapping[str, Any]) -> None:
+def write_reports(path: str, reports: Sequence[Mapping[str, Any]]) -> None:
     with open(path, "wb") as file:
-        file.write(msgpack.packb(dict(report)))
+        file.write(msgpack.packb(list(reports)))
 
 
-class Reports:
-    """Files for the workers' reports on one order; memory without a name, freed at the exit."""
+class ReportFile:
+    """For the workers' reports on one order; memory without a name, freed at the exit."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._fds = [os.memfd_create("umbra-report", os.MFD_CLOEXEC) for _ in range(num_workers)]
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("umbra-reports", os.MFD_CLOEXEC)
 
     @property
-    def paths(self) -> list[str]:
-        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def read(self) -> list[dict[str, Any]]:
-        """One report per worker; {"error": ...} for a worker that left none."""
-        return [self._read(fd) for fd in self._fds]
-
-    @staticmethod
-    def _read(fd: int) -> dict[str, Any]:
-        data = os.pread(fd, os.fstat(fd).st_size, 0)
-        report: dict[str, Any] = msgpack.unpackb(data) if data else {"error": "it wrote no report"}
-        return report
+        """One report per worker. Raises EngineError if none were written."""
+        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        if not data:
+            raise EngineError("SGLang's first worker wrote no reports")
+        reports: list[dict[str, Any]] = msgpack.unpackb(data)
+        return reports
 
     def __enter__(self) -> Self:
         return self
@@ -63,5 +64,4 @@ class Reports:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for fd in self._fds:
-            os.close(fd)
+        os.close(self._fd)

@@ -27,6 +27,12 @@ def ignore_sigquit(signum: int, frame: object) -> None:
     """SGLang's `custom_sigquit_handler` during the start: the exception reports a failed start."""
 
 
+def end_on_sigquit(signum: int, frame: object) -> None:
+    """SGLang's `custom_sigquit_handler` in a follower's program, which a follower ends with."""
+    print("a process of SGLang has failed", flush=True)
+    os._exit(1)
+
+
 @contextlib.contextmanager
 def keeping_logging() -> Generator[None]:
     """Restores the root logger's level and handlers afterwards."""

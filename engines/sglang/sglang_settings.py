@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from umbra.engines.sglang.sglang_processes import ignore_sigquit
-from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
-from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings, read_config
 from umbra.runtime.errors import ConfigError
 
 WEIGHT_LOADER: Final = "umbra.engines.sglang.sglang_worker.obey"
 
 _TOKENS: Final = "engines take and give tokens"
 _WEIGHTS: Final = "umbra transfers the weights"
-_ONE_NODE: Final = "an engine's workers live on one node, and pool.count gives more engines"
+_ONE_MODEL: Final = "an engine is one model, and pool.count gives more engines"
+_NODES: Final = "an engine is on several nodes if it needs more GPUs than a node has"
 _OTHER_STORE: Final = "keys and values are found there by the tokens alone, whatever the weights"
 
 OPTIONS: Final = EngineOptions(
@@ -47,10 +46,13 @@ OPTIONS: Final = EngineOptions(
         "incremental_streaming_output": "the adapter reads the list that SGLang adds to",
         "custom_sigquit_handler": "umbra supervises the processes",
         "watchdog_timeout": "pool.stall_limit_s limits the time without a token",
-        "dp_size": _ONE_NODE,
+        "dp_size": _ONE_MODEL,
+        "dwdp_size": _ONE_MODEL,
+        "enable_dp_attention": "it needs dp_size, and its schedulers take messages by tcp",
         "pp_size": "loading weights is tested with tensor parallelism (tp_size) only",
-        "nnodes": _ONE_NODE,
-        "node_rank": _ONE_NODE,
+        "nnodes": _NODES,
+        "node_rank": _NODES,
+        "dist_init_addr": _NODES,
         "use_ray": "umbra supervises the processes",
         "speculative_algorithm": "a draft model would keep its older weights",
         "disaggregation_mode": "an engine both reads prompts and generates",
@@ -71,16 +73,27 @@ _DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangSettings(AdapterSettings):
+class SglangSettings(SpanningSettings):
     """Settings of an SGLang engine; `engine_args` are options of its ServerArgs.
 
     If `kv_cache_num_tokens` is None, SGLang chooses (`mem_fraction_static`).
     """
 
-    @property
-    def num_workers(self) -> int:
-        """Scheduler processes, one for each GPU."""
-        return engine_kind("sglang").tensor_parallel_size(self.engine_args)
+    kind: ClassVar[str] = "sglang"
+
+    def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
+        """More options for a part of an engine on several nodes.
+
+        Args:
+            part: 0 is the leading one.
+            address: of the leading part's node; the parts meet at this port there.
+        """
+        host = f"[{address}]" if ":" in address else address
+        return {
+            "nnodes": self.num_parts,
+            "node_rank": part,
+            "dist_init_addr": f"{host}:{port}",
+        }
 
     def options(self, known: Collection[str]) -> dict[str, Any]:
         """The arguments for ServerArgs.
@@ -113,7 +126,6 @@ class SglangSettings(AdapterSettings):
             "skip_tokenizer_init": True,
             "load_format": "auto" if self.load_weights else "dummy",
             "custom_weight_loader": [WEIGHT_LOADER],
-            "custom_sigquit_handler": ignore_sigquit,
             "watchdog_timeout": _NEVER_S,  # it would take frozen requests for a stall
             "enable_memory_saver": True,
             "sleep_on_idle": True,  # else each process keeps a core busy while the trainer works

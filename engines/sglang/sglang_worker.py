@@ -4,16 +4,18 @@ by name."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import msgpack
 import torch
 from torch import Tensor, nn
 
 from umbra.engines.sglang import sglang_processes
-from umbra.engines.sglang.sglang_orders import unpack_order, write_report
+from umbra.engines.sglang.sglang_orders import unpack_order, write_reports
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.planned_loading import PlannedLoading
 from umbra.engines.shell.weight_source import WeightSource, open_weights
@@ -21,6 +23,7 @@ from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 
+_dist: Final[Any] = torch.distributed
 _loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
 _memory: Final = OpenedMemory()
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
@@ -36,8 +39,44 @@ def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         _synchronize()
     except Exception as error:  # noqa: BLE001 - the report carries any error to the adapter
         report = {"error": f"{type(error).__name__}: {error}"}
+    reports = [report]
+    if _dist.is_initialized() and _dist.get_world_size() > 1:
+        try:
+            reports = gather_reports(report, _cpu_group())
+        except RuntimeError as error:  # another worker has ended, as SGLang will notice, too
+            reports = [{"error": str(error)}]
+        if _dist.get_rank() > 0:  # maybe on another node than the file
+            return
     with contextlib.suppress(OSError):  # the adapter has ended, or no longer reads reports
-        write_report(order["report"], report)
+        write_reports(order["report"], reports)
+
+
+def _cpu_group() -> Any:
+    state: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
+    return state.get_tp_group().cpu_group
+
+
+def gather_reports(report: Mapping[str, Any], group: Any) -> list[dict[str, Any]]:
+    """The reports of all workers, by rank, in the first one; empty in the others. All call it.
+
+    Args:
+        group: of gloo, with all ranks.
+    """
+    data = bytearray(msgpack.packb(dict(report)))
+    world_size: int = _dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world_size)]
+    own_size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    _dist.all_gather(sizes, own_size, group=group)
+    nbytes = [int(size) for size in sizes]
+    padded = data.ljust(max(nbytes), b"\0")
+    gathered = [bytearray(len(padded)) for _ in nbytes] if _dist.get_rank() == 0 else []
+    views = [torch.frombuffer(each, dtype=torch.uint8) for each in gathered]
+    own = torch.frombuffer(padded, dtype=torch.uint8)
+    _dist.gather(own, views or None, dst=0, group=group)
+    return [
+        msgpack.unpackb(memoryview(each)[:size])
+        for each, size in zip(gathered, nbytes, strict=False)
+    ]
 
 
 def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +99,7 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
         loader = WatchedLoader(model)
         _loaded[model] = loader, PlannedLoading(model, loader)
     loader, loading = _loaded[model]
-    opened = open_weights(order["weights"], device, counts=order["counts"], memory=_memory)
-    with opened as source:
+    with open_weights(order["weights"], device, memory=_memory) as source:
         way = loading.load(source)
         return {"unread": loader.unread, "regions": source.regions, "way": way}
 

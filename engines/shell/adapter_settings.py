@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.errors import ConfigError, DataError
 
 
@@ -39,6 +40,43 @@ class AdapterSettings:
         for name in ("max_num_seqs", "max_context_len", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanningSettings(AdapterSettings):
+    """Settings of a foreign engine that may be on several nodes.
+
+    Attributes:
+        followers: the actors of its parts on other nodes; each part has as many workers.
+        kind: the engine's short name.
+    """
+
+    kind: ClassVar[str]
+
+    followers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        AdapterSettings.__post_init__(self)
+        if self.num_workers % self.num_parts:
+            raise ConfigError(
+                f"{engine_kind(self.kind).parallel_option} {self.num_workers} is no multiple of "
+                f"the engine's {self.num_parts} nodes"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes, one for each GPU where there are GPUs."""
+        return engine_kind(self.kind).tensor_parallel_size(self.engine_args)
+
+    @property
+    def num_parts(self) -> int:
+        """Nodes of the engine."""
+        return 1 + len(self.followers)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Workers on the node of the leading part, which are the first ones."""
+        return self.num_workers // self.num_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class EngineFollower:
             program: a module. It reads a JSON map from its standard input: these options and
                 variables, this node's "address", and the job's "folder" for sockets.
             options: of the engine's library, for this part.
-            variables: for its environment, unless the user has set them.
+            variables: for its environment.
         """
         context = actor_context()
         folder = Path(context.supervisor.ref.ipc_endpoint.removeprefix("ipc://")).parent

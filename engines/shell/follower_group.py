@@ -66,19 +66,28 @@ class FollowerGroup:
                 ) from None
             self._handles.append(follower)
 
-    async def send_image(self, path: str, nbytes: int) -> list[str]:
-        """Copies an image of the weights to all followers; returns its path on each node.
+    async def send_image(self, description: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies the image of an update to all followers, if there are any.
+
+        Args:
+            description: of the update, see `weight_source`.
+
+        Returns:
+            It, with the path on each node.
 
         Raises:
             WeightSyncError, TransportError, RemoteError: a follower could not take it.
         """
-        image = _mapped(path, nbytes)
+        if not self._handles:
+            return dict(description)
+        path: str = description["path"]
+        image = _mapped(path, description["nbytes"])
         try:
             async with asyncio.TaskGroup() as tasks:
                 sent = [tasks.create_task(_send(image, handle)) for handle in self._handles]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        return [task.result() for task in sent]
+        return {**description, "paths": [path, *(task.result() for task in sent)]}
 
     async def close_images(self) -> None:
         """Frees the followers' images."""

@@ -3,18 +3,19 @@
 A description is a plain map. The engine's process makes it, and the engine's own channels carry it
 to the workers:
 
-    image     path, nbytes, manifest, fd_socket, progress             weight_image
+    image     path, nbytes, manifest, fd_socket, progress, paths      weight_image
     exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
 
 Both notice that the sync was aborted: between tensors, and before and after the copies of a plan.
-An image that came without a sync has neither fd_socket nor progress.
+An image that came without a sync has neither fd_socket nor progress. The paths are those of the
+image on each node of an engine on several; the first one is `path`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Final, Protocol
 
@@ -87,14 +88,13 @@ def open_weights(
     description: Mapping[str, Any],
     device: torch.device,
     *,
-    counts: bool = True,
     memory: OpenedMemory | None = None,
 ) -> Generator[WeightSource]:
-    """Opens the described source; it is closed at the end of the block.
+    """Opens the described source; it is closed at the end of the block. The first of the engine's
+    workers reports the engine's progress.
 
     Args:
         device: of the tensors, unless they come from an image.
-        counts: whether this worker reports the engine's progress; one worker does.
         memory: what the worker has open of the ranks' memory. Without it, nothing stays open.
 
     Raises:
@@ -102,10 +102,11 @@ def open_weights(
     """
     if "exports" not in description and memory is not None:
         memory.close()
+    description, rank = _on_this_node(description), _worker_rank()
     if "progress" not in description:
         yield _ImageSource(description, None)
         return
-    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)) as end:
+    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=rank == 0)) as end:
         if "exports" not in description:
             yield _ImageSource(description, end)
             return
@@ -117,6 +118,23 @@ def open_weights(
             )
         finally:
             opened.leave() if memory is not None else opened.close()
+
+
+def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where this worker finds an update, of which a follower has a copy on its own node."""
+    paths: Sequence[str] = description.get("paths", ())
+    if not paths:
+        return description
+    part = _worker_rank() * len(paths) // torch.distributed.get_world_size()
+    if part == 0:
+        return description
+    # Without the progress, which is in memory of the leading part's node.
+    return {name: description[name] for name in ("manifest", "nbytes")} | {"path": paths[part]}
+
+
+def _worker_rank() -> int:
+    """The index of this worker among the engine's; each has as many on each of its nodes."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 class _ImageSource:

@@ -228,10 +228,7 @@ class VllmCore(AdapterCore):
         return next((problem for problem in problems if problem), "")
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
-        update = dict(description)
-        if self._settings.followers:
-            path, nbytes = update["path"], update["nbytes"]
-            update["paths"] = [path, *await self._followers.send_image(path, nbytes)]
+        update = await self._followers.send_image(description)
         loading = self._llm.collective_rpc("umbra_load", args=(update,))
         try:
             reports: list[tuple[WorkerRegions, str]] = await self.call(loading)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
+from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings, read_config
 from umbra.engines.shell.resident_memory import physical_nbytes
-from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.errors import ConfigError
@@ -88,7 +87,7 @@ _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings(AdapterSettings):
+class VllmSettings(SpanningSettings):
     """Settings of a vLLM engine; `engine_args` are options of its AsyncEngineArgs.
 
     If `kv_cache_num_tokens` is None, vLLM chooses on a GPU (`gpu_memory_utilization`). On the CPU
@@ -96,34 +95,11 @@ class VllmSettings(AdapterSettings):
 
     Attributes:
         lora_adapters: folders of adapters, by the names that requests use.
-        followers: the actors of its parts on other nodes; each part has as many workers.
     """
 
+    kind: ClassVar[str] = "vllm"
+
     lora_adapters: Mapping[str, str] = field(default_factory=dict[str, str])
-    followers: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        AdapterSettings.__post_init__(self)
-        if self.num_workers % self.num_parts:
-            raise ConfigError(
-                f"tensor_parallel_size {self.num_workers} is no multiple of the engine's "
-                f"{self.num_parts} nodes"
-            )
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes, one for each GPU where there are GPUs."""
-        return engine_kind("vllm").tensor_parallel_size(self.engine_args)
-
-    @property
-    def num_parts(self) -> int:
-        """Nodes of the engine."""
-        return 1 + len(self.followers)
-
-    @property
-    def num_local_workers(self) -> int:
-        """Workers on the node of the leading part, which are the first ones."""
-        return self.num_workers // self.num_parts
 
     def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
         """More options for a part of an engine on several nodes.

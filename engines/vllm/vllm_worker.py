@@ -92,8 +92,7 @@ class SourceTransferEngine(_base):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
-        description = _on_this_node(update_info.description)
-        opened = open_weights(description, self.device, counts=_is_first(), memory=self._memory)
+        opened = open_weights(update_info.description, self.device, memory=self._memory)
         with opened as source:
             way = self._loading.load(source)
             self.report = source.regions, way
@@ -296,24 +295,6 @@ def _loaded_as(name: str) -> set[str]:
     the layer above."""
     plain = _plain(name)
     return {plain, plain.replace(".routed_experts.", ".")}
-
-
-def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where this worker finds an update, of which a follower has a copy on its own node."""
-    paths: Sequence[str] = description.get("paths", ())
-    if not paths:
-        return description
-    part = torch.distributed.get_rank() * len(paths) // torch.distributed.get_world_size()
-    if part == 0:
-        return description
-    # Without the progress, which is in memory of the leading part's node.
-    kept = {name: description[name] for name in ("manifest", "nbytes")}
-    return {**kept, "path": paths[part]}
-
-
-def _is_first() -> bool:
-    """Whether this is the first of the engine's workers."""
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _check_whole(model: nn.Module, recording: LoaderRecording | None) -> None:

@@ -96,6 +96,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         parallel_option="tp_size",
         has_known_memory=True,
         share_option="mem_fraction_static",
+        spans_nodes=True,
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),
     "faulty": EngineKind(

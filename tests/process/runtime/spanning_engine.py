@@ -24,7 +24,8 @@ class SpanningEngine(EchoEngine):
         return await super().__aenter__()
 
     async def send_image(self, path: str, nbytes: int) -> list[str]:
-        return await self._followers.send_image(path, nbytes)
+        sent = await self._followers.send_image({"path": path, "nbytes": nbytes})
+        return sent["paths"]
 
     async def close_images(self) -> None:
         await self._followers.close_images()

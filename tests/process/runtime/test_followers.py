@@ -147,8 +147,9 @@ def test_an_image_reaches_every_follower_byte_for_byte(
     for size in (40 << 20, 5):  # in three parts, and in one
         source.write_bytes(os.urandom(size))
 
-        (path,) = spanning.engine.call("send_image", str(source), size)
+        first, path = spanning.engine.call("send_image", str(source), size)
 
+        assert first == str(source)
         assert Path(path).read_bytes() == source.read_bytes()
     spanning.engine.call("close_images")
     assert not Path(path).exists()

@@ -54,6 +54,9 @@ class ServerArgs:
     log_level: str = "info"
     json_model_override_args: str = "{}"
     tp_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
 
 
 def request_class(name: str) -> Any:
@@ -314,10 +317,20 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
         def __init__(self, **kwargs: Any) -> None:
             self.server_args = ServerArgs(**kwargs)
             signal.signal(signal.SIGQUIT, self.server_args.custom_sigquit_handler)
-            os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)  # for a scheduler
+            # For a scheduler, which has the arguments.
+            part = f"{kwargs.get('node_rank', 0)} of {kwargs.get('nnodes', 1)} at "
+            part += f"{kwargs.get('dist_init_addr')}"
+            environment = {**os.environ, "STAND_IN_PART": part}
+            self._scheduler = os.posix_spawnp("sleep", ["sleep", "1000"], environment)
+            if self.server_args.node_rank > 0:
+                assert os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0", "it would block"
+                return
             model = StandInModel(make_model())
             self.tokenizer_manager = Frontend(self.server_args, model, vocab_size)
             self.port_args = SimpleNamespace(tokenizer_ipc_name="ipc:///nowhere/at-all")
+
+        def get_all_child_pids(self) -> list[int]:
+            return [self._scheduler]
 
         def shutdown(self) -> None:
             raise AssertionError("it would end all children of this process")

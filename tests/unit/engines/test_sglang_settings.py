@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,17 @@ import torch
 from engine_runs import make_request
 
 from umbra.engines.sglang.sglang_library import SglangLibrary
-from umbra.engines.sglang.sglang_orders import Reports, pack_order, unpack_order, write_report
+from umbra.engines.sglang.sglang_orders import (
+    ReportFile,
+    pack_order,
+    unpack_order,
+    write_reports,
+)
 from umbra.engines.sglang.sglang_output import SglangOutput
 from umbra.engines.sglang.sglang_requests import check_request, generate_fields
 from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_worker import obey
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError, DataError, EngineError
 
 KNOWN = ["model_path", "tp_size", "mem_fraction_static", "attention_backend", "dtype", "dp_size"]
 
@@ -63,7 +67,7 @@ def test_options_are_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
     assert options["log_level"] == "info"
     assert json.loads(options["json_model_override_args"]) == {"a": 1, "eos_token_id": None}
     assert "max_total_tokens" not in options
-    assert pickle.loads(pickle.dumps(options)) == options  # to the schedulers
+    assert json.loads(json.dumps(options)) == options  # to followers
 
 
 def test_cached_prefixes_are_looked_for_by_their_salts_whatever_the_user_has_set(
@@ -85,6 +89,9 @@ def test_a_chosen_kv_cache_includes_what_sglang_keeps_free(tmp_path: Path) -> No
         ("max_total_tokens", "set pool.kv_cache_num_tokens instead"),
         ("base_gpu_id", "set pool.gpus instead"),
         ("dp_size", "is set by umbra: .*pool.count"),
+        ("enable_dp_attention", "is set by umbra: .*by tcp"),
+        ("dist_init_addr", "is set by umbra: an engine is on several nodes if"),
+        ("node_rank", "is set by umbra: an engine is on several nodes if"),
         ("mem_fraction_statik", "did you mean mem_fraction_static"),
         ("frobnicate", "not an option of SGLang; see SGLang's ServerArgs"),
         ("enable_lmcache", "is set by umbra: .*by the tokens alone"),
@@ -99,6 +106,25 @@ def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         settings(tmp_path, engine_args={option: 1}).options(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("address", "meeting_point"),
+    [("10.0.0.1", "10.0.0.1:4711"), ("fd00::1", "[fd00::1]:4711")],
+)
+def test_the_parts_of_an_engine_on_several_nodes_meet_at_the_leading_one(
+    tmp_path: Path, address: str, meeting_point: str
+) -> None:
+    made = settings(tmp_path, engine_args={"tp_size": 8}, followers=["policy-0.1"])
+
+    assert (made.num_parts, made.num_local_workers) == (2, 4)
+    assert made.part_options(1, address, 4711) == {
+        "nnodes": 2,
+        "node_rank": 1,
+        "dist_init_addr": meeting_point,
+    }
+    with pytest.raises(ConfigError, match=r"tp_size 8 is no multiple of .* 3 nodes"):
+        settings(tmp_path, engine_args={"tp_size": 8}, followers=["a", "b"])
 
 
 @pytest.mark.parametrize(("value", "text"), [("{", "is not JSON"), ("[1]", "not a JSON object")])
@@ -237,9 +263,11 @@ def test_an_order_and_its_report_come_as_they_were_sent() -> None:
     order = {"action": "load", "path": "/proc/1/fd/3", "nbytes": 1 << 40, "manifest": manifest}
 
     assert unpack_order(pack_order(order)) == order
-    with Reports(2) as reports:
-        write_report(reports.paths[1], {"unread": ["a"]})
-        assert reports.read() == [{"error": "it wrote no report"}, {"unread": ["a"]}]
+    with ReportFile() as file:
+        with pytest.raises(EngineError, match="wrote no reports"):
+            file.read()
+        write_reports(file.path, [{"unread": ["a"]}, {"error": "no"}])
+        assert file.read() == [{"unread": ["a"]}, {"error": "no"}]
 
 
 def test_a_report_that_nobody_waits_for_does_not_end_sglang() -> None:

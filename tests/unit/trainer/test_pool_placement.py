@@ -291,12 +291,16 @@ def test_an_engine_on_one_node_has_no_followers(model_dir: Path) -> None:
         (
             {
                 "pool": {
-                    "engine": "sglang",
-                    "engine_args": {"tp_size": 8},
+                    "engine": "faulty",
+                    "engine_args": {"inner": "sglang", "engine_args": {"tp_size": 8}},
                     "allow_engine_pickle": True,
                 }
             },
-            "pool: .* several nodes, and engine 'sglang' cannot be on more than one: use",
+            "pool: .* several nodes, and engine 'faulty' cannot be on more than one: use",
+        ),
+        (
+            {"pool": {"engine": "sglang", "engine_args": {"tp_size": 8}}},
+            r"pool: .* sglang's own connections between them unpickle what arrives, .*: set pool\.",
         ),
     ],
 )
