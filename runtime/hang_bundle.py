@@ -113,7 +113,7 @@ class JobBundles:
     Args:
         run_dir: None on a node that only generates.
         report: of this node.
-        links: to the other nodes, in this epoch.
+        links: to the other nodes.
         state: reads the state of the job, on rank 0's node.
     """
 
@@ -122,7 +122,7 @@ class JobBundles:
         run_dir: Path | None,
         report: NodeReport,
         *,
-        links: Callable[[], JobLinks],
+        links: JobLinks,
         state: Callable[[], Awaitable[JobState]],
     ) -> None:
         self._run_dir = run_dir
@@ -151,7 +151,7 @@ class JobBundles:
         return self._writing.result() if self._writing.done() else ""
 
     async def _write_late(self, why: str) -> str:
-        lead = self._links().lead
+        lead = self._links.lead
         if lead is None:
             return await self.write(time.strftime("%Y%m%d-%H%M%S"), why)
         try:
@@ -168,7 +168,7 @@ class JobBundles:
         path = bundle_path(self._run_dir, name)
         try:
             nodes, state = await asyncio.gather(
-                _report_nodes(self._report, self._links()), self._state()
+                _report_nodes(self._report, self._links), self._state()
             )
             found = await asyncio.to_thread(write_bundle, path, why, state, nodes)
         except Exception:  # looking at a job must not end it

@@ -45,7 +45,7 @@ class StateCollector:
     """Owned by the supervisor. It holds nothing, and does nothing until it is asked.
 
     Args:
-        links: to the other nodes, in this epoch.
+        links: to the other nodes.
         pools: all pools, on rank 0's node.
     """
 
@@ -55,7 +55,7 @@ class StateCollector:
         client: Client,
         actors: NodeActors,
         ranks: AttachedRanks,
-        links: Callable[[], JobLinks],
+        links: JobLinks,
         pools: Callable[[], Sequence[EnginePool]],
     ) -> None:
         self._node_id = node_id
@@ -108,7 +108,7 @@ class StateCollector:
         )
 
     async def _nodes(self) -> list[NodeStatus]:
-        answers = await self._links().ask_elsewhere("node_status", _ANSWER_LIMIT_S)
+        answers = await self._links.ask_elsewhere("node_status", _ANSWER_LIMIT_S)
         others = [
             NodeStatus(name=name, problem=str(answer))
             if isinstance(answer, UmbraError)

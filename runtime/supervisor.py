@@ -104,13 +104,11 @@ class Supervisor:
         self._waiting: JobRequest | None = None  # until the nodes have met again
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._warm = WarmEngines(client)
-        self._epoch = 0  # the last one that this node took part in
-        self._has_met = not nodes_may_change  # whether the nodes have, since the ranks were started
         self._may_restart = False  # whether torchrun would start failed ranks again
         self._is_stopped_for_good = False  # also for torchrun
         self._has_lost_node = False  # in this epoch
         self._round_id = ""  # of torchrun's rendezvous
-        self._links = self._new_links()
+        self._links = links = JobLinks(client)
         self._ranks = AttachedRanks(on_event=self._on_rank_event)
         self._job_stop = JobStop()
         self._stopped_at: float | None = None  # when a stop signal reached this process
@@ -119,10 +117,6 @@ class Supervisor:
         self._started_over.set()
         self.over = asyncio.Event()
         folder = run_dir if is_lead else None
-
-        def links() -> JobLinks:  # those of this epoch
-            return self._links
-
         self._actors = NodeActors(
             node,
             self._context,
@@ -206,7 +200,7 @@ class Supervisor:
                 f"actors of the ranks before their restart have not ended within "
                 f"{_START_OVER_LIMIT_S:.0f} s; see the supervisor's log"
             ) from None
-        details = {"tcp_endpoint": self._tcp_endpoint, "epoch": self._epoch}
+        details = {"tcp_endpoint": self._tcp_endpoint, "epoch": self._links.epoch}
         me = self._ranks.add(rank, pid, **details, job=self._request_name)
         # The supervisor notices its death before its peers can report broken connections.
         watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
@@ -233,10 +227,8 @@ class Supervisor:
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
         if self._nodes_may_change:
-            self._links.close()
-            self._links = self._new_links()
+            self._links.start_over()
             self._ranks.forget_nodes()
-            self._has_met = False
         if self._started_over.is_set():  # else the actors of an earlier restart are still ending
             self._started_over.clear()
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
@@ -384,7 +376,7 @@ class Supervisor:
             self._tasks.create_task(writing, name="bundle")
         elif request.kind == "drain":
             self._links.dismiss(self._links.find_generator(request.node), "")
-        elif self._nodes_may_change and not (self._has_met and len(self._ranks)):
+        elif self._nodes_may_change and not (self._links.has_met and len(self._ranks)):
             self._waiting = request  # the other nodes cannot be reached until they meet again
         elif self._links.lead is not None:
             self._links.tell_lead({"kind": "request", "request": to_wire(request)})
@@ -502,11 +494,6 @@ class Supervisor:
 
     # -- other nodes -----------------------------------------------------------------------
 
-    def _new_links(self) -> JobLinks:
-        return JobLinks(
-            self._client, self._on_event_elsewhere, self._on_node_lost, self._on_node_left
-        )
-
     async def join_job(
         self, nodes: list[dict[str, Any]], node: int, epoch: int, timeout_s: float
     ) -> None:
@@ -524,18 +511,15 @@ class Supervisor:
             DeadlineExceeded: another supervisor cannot be reached.
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
-        links, self._epoch, self._has_lost_node = self._links, epoch, False
-        links.begin(parsed, node, epoch, self._tasks)
+        self._has_lost_node = False
+        self._links.begin(parsed, node, epoch, self, self._tasks)
         if self._nodes_may_change:
             self._request_name = request_name(parsed)
             await self._set_lead(node == 0)
             await self._warm.keep(self._actors.own())
-        if links is self._links:  # else the ranks were started again meanwhile
-            warm = [to_wire(spec) for spec in self._warm.specs()]
-            await links.connect(warm, timeout_s, self._tasks)
-        if links is self._links:
+        warm = [to_wire(spec) for spec in self._warm.specs()]
+        if await self._links.connect(epoch, warm, timeout_s, self._tasks):
             self._ranks.tell_nodes(nodes, epoch)
-            self._has_met = True
             if self._waiting is not None:
                 request, self._waiting = self._waiting, None
                 self._act_on(request)
@@ -570,7 +554,7 @@ class Supervisor:
         """Called by the supervisor of another node; see `LeadLink`."""
         await self._links.report(epoch, node, event)
 
-    def _on_event_elsewhere(self, node: int, event: dict[str, Any]) -> None:
+    def on_node_event(self, node: int, event: dict[str, Any]) -> None:
         match event:
             case {"kind": "failed", "message": str(message)}:
                 self._ranks.fail_as(message)
@@ -619,7 +603,7 @@ class Supervisor:
         """
         try:
             nodes = from_wire(JobNode, lead), from_wire(JobNode, me)
-            node = await self._links.generate_for(*nodes, timeout_s, self._tasks)
+            node = await self._links.generate_for(*nodes, timeout_s, self, self._tasks)
             yield f"joined as node {node}"
             await first_of(self._links.ended, self._ranks.failed, self.over)
             if failure := self._ranks.failure:
@@ -646,7 +630,7 @@ class Supervisor:
         self.note(text, "joined", node_id)
         return {"node": idx, "epoch": self._links.epoch}
 
-    def _on_node_left(self, node: int) -> None:
+    def on_node_left(self, node: int) -> None:
         if self._links.only_generates(node):
             self._remove_generator(node, "has left", "left")
 
@@ -655,7 +639,7 @@ class Supervisor:
         node_id = self._links.nodes[node].node_id
         self.note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
-    def _on_node_lost(self, node: int, why: str) -> None:
+    def on_node_lost(self, node: int, why: str) -> None:
         nodes = self._links.nodes
         if self._links.only_generates(node) and self._links.lead is None:
             self._remove_generator(node, f"cannot be reached any more: {why}", "lost")

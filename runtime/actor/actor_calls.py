@@ -21,7 +21,7 @@ class ActorCalls:
     """Its public methods are calls of the supervisor, which owns it.
 
     Args:
-        links: to the other nodes, in this epoch.
+        links: to the other nodes.
         check_may_stop, check_may_restart: raise ConfigError if a pool forbids that of the actor of
             that name.
     """
@@ -29,7 +29,7 @@ class ActorCalls:
     def __init__(
         self,
         actors: NodeActors,
-        links: Callable[[], JobLinks],
+        links: JobLinks,
         check_may_stop: Callable[[str], None],
         check_may_restart: Callable[[str], None],
     ) -> None:
@@ -60,7 +60,7 @@ class ActorCalls:
         except ActorDied as error:
             if not node:
                 raise
-            raise ActorDied(f"node {node} ({self._links().nodes[node].node_id}): {error}") from None
+            raise ActorDied(f"node {node} ({self._links.nodes[node].node_id}): {error}") from None
 
     def signalled(self, name: str, incarnation: int) -> bool:
         """Called by an actor of this node that got a stop signal; see
@@ -87,7 +87,7 @@ class ActorCalls:
     def _lead_that_has(self, name: str) -> Handle | None:
         """The lead's supervisor, unless this one decides about the actor."""
         is_own = name in self._actors and name not in self._actors.hosted
-        return None if is_own else self._links().lead
+        return None if is_own else self._links.lead
 
     @idempotent
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
@@ -101,7 +101,7 @@ class ActorCalls:
         Raises:
             ActorNotFound, ActorDied, DeadlineExceeded.
         """
-        lead = self._links().lead
+        lead = self._links.lead
         if name not in self._actors and lead is not None:
             arguments = (name, timeout_s, lost_incarnation)
             found: ActorRef = await lead.call("resolve", *arguments, timeout_s=timeout_s + 0.5)
@@ -119,7 +119,7 @@ class ActorCalls:
         self, epoch: int, spec: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `HostedActors.host`."""
-        await self._links().check_epoch(epoch)
+        await self._links.check_epoch(epoch)
         async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
             yield state
 
@@ -127,5 +127,5 @@ class ActorCalls:
         self, epoch: int, command: str, name: str, *arguments: Any
     ) -> ActorRef | None:
         """Called by the supervisor of another node; see `HostedActors.command`."""
-        await self._links().check_epoch(epoch)
+        await self._links.check_epoch(epoch)
         return await self._actors.hosted.command(command, name, *arguments)

@@ -43,7 +43,7 @@ class NodeActors:
         hosted: those of this node that another node's supervisor wants here.
 
     Args:
-        links: to the other nodes, in this epoch.
+        links: to the other nodes.
         job_stop, note, describe_gpu_memory, explain_late: of `SupervisedActor`.
         processes_path: a file that describes the processes for people and scripts.
         over: once set, no actor is started, because nobody would stop it.
@@ -59,7 +59,7 @@ class NodeActors:
         context: zmq.Context[zmq.Socket[bytes]],
         job_stop: JobStop,
         *,
-        links: Callable[[], JobLinks],
+        links: JobLinks,
         note: Notify,
         describe_gpu_memory: Callable[[], Awaitable[str]],
         explain_late: Callable[[str], Awaitable[str]],
@@ -161,7 +161,7 @@ class NodeActors:
         """Starts an actor on the node of that index; likewise. Called on rank 0's."""
         if node == 0:
             return self.start(spec, may_start)
-        there, epoch = self._links().supervisor_of(node), self._links().epoch
+        there, epoch = self._links.supervisor_of(node), self._links.epoch
         self._check_may_start(spec)
         actor = RemoteActor(spec, there, epoch, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor

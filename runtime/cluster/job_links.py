@@ -3,15 +3,15 @@
 If a node is lost, so is the job, unless the node only generates. Such a node comes and goes while
 the job runs: the lead admits it before it joins.
 
-If torchrun restarts the ranks, maybe on other nodes, the links of the last epoch are closed and the
+If torchrun restarts the ranks, maybe on other nodes, the links of the last epoch end and the
 supervisors link again, maybe around another lead.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
 
 from umbra.runtime.cluster.job_nodes import JobNode, check_nodes
 from umbra.runtime.cluster.lead_link import LOST_AFTER_S, Event, LeadLink, Specs
@@ -29,48 +29,61 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.settings import to_wire
 
 
+class NodeEvents(Protocol):
+    """What a supervisor does when something happens on another node, which has an index."""
+
+    def on_node_event(self, node: int, event: Event) -> None:
+        """Takes an event that came from there."""
+        ...
+
+    def on_node_lost(self, node: int, why: str) -> None:
+        """Called once for a node that is lost."""
+        ...
+
+    def on_node_left(self, node: int) -> None:
+        """Called once for a node that has left, on rank 0's."""
+        ...
+
+
 class JobLinks:
-    """The links of one supervisor in one epoch, which owns them; there are none in a job that
-    listens on no address.
+    """The links of one supervisor, which owns them; there are none in a job that listens on no
+    address.
 
     Attributes:
-        epoch: 0 before `begin`.
-        nodes: all nodes that the job has had: those with ranks in the order of their ranks, then
-            those that only generate. Empty before `begin`. A node that only generates knows the
-            lead only.
+        epoch: the last one that this node took part in; 0 for none.
+        has_met: whether the nodes have, since the ranks were started.
+        nodes: all nodes that the job has had in this epoch: those with ranks in the order of their
+            ranks, then those that only generate. Empty before `begin`. A node that only generates
+            knows the lead only.
         lead: the supervisor of rank 0's node; None on that node itself.
         ended: set when the lead has left or is lost.
-
-    Args:
-        on_event: called with the index of a node and an event that came from there.
-        on_lost: called once for a node that is lost, with the reason.
-        on_left: called once for a node that has left, on rank 0's.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        on_event: Callable[[int, Event], None],
-        on_lost: Callable[[int, str], None],
-        on_left: Callable[[int], None],
-    ) -> None:
+    def __init__(self, client: Client) -> None:
         self.epoch = 0
+        self._client = client
+        self._has_begun = asyncio.Event()
+        self._has_ranks = True
+        self._task: asyncio.Task[None] | None = None
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self.has_met = False
         self._node = 0
         self.nodes: list[JobNode] = []
         self.lead: Handle | None = None
         self.ended = asyncio.Event()
-        self._client = client
-        self._on_event = on_event
-        self._on_lost = on_lost
-        self._on_left = on_left
         self._to_lead: LeadLink | None = None
         self._to_members: MemberLinks | None = None
-        self._has_begun = asyncio.Event()
-        self._has_ranks = True
-        self._task: asyncio.Task[None] | None = None
+        self._has_begun.clear()
 
     def begin(
-        self, nodes: Sequence[JobNode], node: int, epoch: int, tasks: asyncio.TaskGroup
+        self,
+        nodes: Sequence[JobNode],
+        node: int,
+        epoch: int,
+        events: NodeEvents,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """Begins an epoch. The lead's members may join from here on: they would take it for lost if
         it came later than they by `LOST_AFTER_S`.
@@ -79,29 +92,45 @@ class JobLinks:
             node: index of this one.
         """
         self.nodes, self.epoch, self._node = list(nodes), epoch, node
+        self._events = events
         if node > 0:
             self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
         else:
-            self._to_members = MemberLinks(nodes, self._on_event, self._lose, self._part)
+            self._to_members = MemberLinks(nodes, events.on_node_event, self._lose, self._part)
             self._task = tasks.create_task(self._to_members.run(), name="members")
         self._has_begun.set()
 
-    async def connect(self, warm: Specs, timeout_s: float, tasks: asyncio.TaskGroup) -> None:
-        """Returns when this node is linked to rank 0's, or rank 0's to all.
+    async def connect(
+        self, epoch: int, warm: Specs, timeout_s: float, tasks: asyncio.TaskGroup
+    ) -> bool:
+        """Returns when this node is linked to rank 0's, or rank 0's to all. Returns False if the
+        ranks were started again before that.
 
         Args:
+            epoch: that of the last `begin`, unless the ranks were started again since.
             warm: engines that run on this node for the pools of the last epoch.
 
         Raises:
             DeadlineExceeded: another supervisor cannot be reached.
         """
-        if self._to_members is not None:
-            await self._to_members.wait_joined(timeout_s)
-        elif self.lead is not None:
-            await self._join(self.lead, self._node, warm, timeout_s, tasks)
+        if self._is_in(epoch):
+            if self._to_members is not None:
+                await self._to_members.wait_joined(timeout_s)
+            elif self.lead is not None:
+                await self._join(self.lead, self._node, warm, timeout_s, tasks)
+        self.has_met = self.has_met or self._is_in(epoch)
+        return self._is_in(epoch)
+
+    def _is_in(self, epoch: int) -> bool:
+        return self._has_begun.is_set() and epoch == self.epoch
 
     async def generate_for(
-        self, lead: JobNode, me: JobNode, timeout_s: float, tasks: asyncio.TaskGroup
+        self,
+        lead: JobNode,
+        me: JobNode,
+        timeout_s: float,
+        events: NodeEvents,
+        tasks: asyncio.TaskGroup,
     ) -> int:
         """Joins a running job as a node that only generates; returns its index there.
 
@@ -112,7 +141,7 @@ class JobLinks:
             ConfigError: the lead refuses this node.
             JobFailed: the lead cannot be reached.
         """
-        self.nodes = [lead]
+        self.nodes, self._events = [lead], events
         self._has_ranks = False
         self.lead = self._client.handle(lead.supervisor)
         try:
@@ -137,15 +166,10 @@ class JobLinks:
         timeout_s: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        link = self._to_lead = LeadLink(lead, node, self.epoch, warm, self._on_event, self._lose)
-        self._task = tasks.create_task(self._follow(link), name="lead")
+        on_event = self._events.on_node_event
+        link = self._to_lead = LeadLink(lead, node, self.epoch, warm, on_event, self._lose)
+        self._task = tasks.create_task(_follow(link, self.ended), name="lead")
         await link.wait_joined(timeout_s)
-
-    async def _follow(self, link: LeadLink) -> None:
-        try:
-            await link.run()
-        finally:
-            self.ended.set()
 
     async def admit(self, node: JobNode) -> int:
         """Takes in a node that only generates; returns its index.
@@ -265,15 +289,16 @@ class JobLinks:
         """See `MemberLinks.warm`."""
         return {} if self._to_members is None else self._to_members.warm()
 
-    def close(self) -> None:
-        """Ends the links without a farewell, because the nodes meet again. Nodes that only
-        generate leave."""
+    def start_over(self) -> None:
+        """Ends the links without a farewell, because the ranks were started again and the nodes
+        will meet again. Nodes that only generate leave."""
         if self._to_members is not None:
             for idx, node in enumerate(self.nodes):
                 if node.num_ranks == 0:
                     self.dismiss(idx, "")
         if self._task is not None:
             self._task.cancel()
+        self._forget_nodes()
 
     async def join(self, epoch: int, node: int, warm: Specs) -> AsyncGenerator[Event, None]:
         """See `MemberLinks.join`."""
@@ -313,8 +338,15 @@ class JobLinks:
 
     def _lose(self, node: int, why: str) -> None:
         self._client.drop(self.nodes[node].supervisor, why)
-        self._on_lost(node, why)
+        self._events.on_node_lost(node, why)
 
     def _part(self, node: int) -> None:
         self._client.drop(self.nodes[node].supervisor, "it has left the job")
-        self._on_left(node)
+        self._events.on_node_left(node)
+
+
+async def _follow(link: LeadLink, ended: asyncio.Event) -> None:
+    try:
+        await link.run()
+    finally:
+        ended.set()

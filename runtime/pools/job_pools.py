@@ -4,7 +4,7 @@ weights, and engines that the pools of the last epoch have left."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -34,7 +34,7 @@ class JobPools:
 
     Args:
         warm: engines of this node that pools of the last epoch have left.
-        links: to the other nodes, in this epoch.
+        links: to the other nodes.
         note: called with each line for the operator.
         record: called with events that are not shown.
     """
@@ -45,7 +45,7 @@ class JobPools:
         client: Client,
         actors: NodeActors,
         warm: WarmEngines,
-        links: Callable[[], JobLinks],
+        links: JobLinks,
         note: Notify,
         record: Notify,
     ) -> None:
@@ -86,12 +86,7 @@ class JobPools:
                 self._record,
                 self._tasks,
                 self._fd_server,
-                JobRings(
-                    self.rings,
-                    self._node.node_id,
-                    lambda node_id: self._links().supervisor_at(node_id),
-                    lambda: self._links().epoch,
-                ),
+                JobRings(self.rings, self._node.node_id, self._links),
                 self._warm_specs,
                 self._end_warm,
             )
@@ -144,7 +139,7 @@ class JobPools:
 
     def _warm_specs(self) -> dict[int, list[ActorSpec]]:
         """Engines that pools of the last epoch have left, by node; asked on rank 0's."""
-        elsewhere = self._links().warm_elsewhere().items()
+        elsewhere = self._links.warm_elsewhere().items()
         there = {idx: [from_wire(ActorSpec, spec) for spec in specs] for idx, specs in elsewhere}
         return {0: self._warm.specs(), **there}
 
@@ -152,7 +147,7 @@ class JobPools:
         if node == 0:
             await self.end_own_warm(names)
             return
-        there, epoch = self._links().supervisor_of(node), self._links().epoch
+        there, epoch = self._links.supervisor_of(node), self._links.epoch
         await there.call("end_warm", epoch, list(names), timeout_s=_END_WARM_LIMIT_S)
 
     async def end_own_warm(self, names: Sequence[str]) -> None:

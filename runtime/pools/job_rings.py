@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
-from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings, RingOrder
 
@@ -18,22 +18,13 @@ class JobRings:
 
     Args:
         own: of this node, `own_node`.
-        supervisor_at: the supervisor of another node, by node id; raises an UmbraError if there is
-            none.
-        epoch: the current one.
+        links: to the other nodes.
     """
 
-    def __init__(
-        self,
-        own: NodeRings,
-        own_node: str,
-        supervisor_at: Callable[[str], Handle],
-        epoch: Callable[[], int],
-    ) -> None:
+    def __init__(self, own: NodeRings, own_node: str, links: JobLinks) -> None:
         self._own = own
         self._own_node = own_node
-        self._supervisor_at = supervisor_at
-        self._epoch = epoch
+        self._links = links
 
     @asynccontextmanager
     async def hold(
@@ -45,8 +36,8 @@ class JobRings:
             return
         # No deadline per item: a ring that does not change reports nothing. A node that is lost is
         # noticed by its link, and its connection dropped.
-        there = self._supervisor_at(node_id)
-        arguments = self._epoch(), to_wire(order)
+        there = self._links.supervisor_at(node_id)
+        arguments = self._links.epoch, to_wire(order)
         async with there.stream("hold_ring", *arguments, timeout_s=None) as states:
             yield states
 
@@ -54,6 +45,6 @@ class JobRings:
         if node_id == self._own_node:
             self._own.dismiss(key, engine)
         else:
-            there = self._supervisor_at(node_id)
-            arguments = self._epoch(), key, engine
+            there = self._links.supervisor_at(node_id)
+            arguments = self._links.epoch, key, engine
             await there.call("dismiss_from_ring", *arguments, timeout_s=_CALL_LIMIT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from umbra.runtime.cluster.job_links import JobLinks
@@ -19,10 +19,10 @@ class PoolCalls:
     """Its public methods are calls of the supervisor, which owns it.
 
     Args:
-        links: to the other nodes, in this epoch.
+        links: to the other nodes.
     """
 
-    def __init__(self, pools: JobPools, links: Callable[[], JobLinks]) -> None:
+    def __init__(self, pools: JobPools, links: JobLinks) -> None:
         self._pools = pools
         self._links = links
 
@@ -102,7 +102,7 @@ class PoolCalls:
         """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
         from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
 
-        await self._links().check_epoch(epoch)
+        await self._links.check_epoch(epoch)
         held = self._pools.rings.hold(from_wire(RingOrder, order))
         async with contextlib.aclosing(held) as states:
             async for state in states:
@@ -110,11 +110,11 @@ class PoolCalls:
 
     async def dismiss_from_ring(self, epoch: int, key: str, engine: int) -> None:
         """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
-        await self._links().check_epoch(epoch)
+        await self._links.check_epoch(epoch)
         self._pools.rings.dismiss(key, engine)
 
     async def end_warm(self, epoch: int, names: list[str]) -> None:
         """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
         uses, and returns when their processes have ended."""
-        await self._links().check_epoch(epoch)
+        await self._links.check_epoch(epoch)
         await self._pools.end_own_warm(names)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from bench_programs import BenchError
 
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -56,7 +56,7 @@ async def bare_supervisor(
         asyncio.TaskGroup() as tasks,
     ):
         engines = [_Engine(name, node_id, client.handle(_ref(name, folder))) for name in names]
-        rings = JobRings(NodeRings(fds), node_id, _no_other_node, lambda: 1)
+        rings = JobRings(NodeRings(fds), node_id, JobLinks(client))
         coordinators = {
             name: SyncCoordinator(name, lambda: engines, fds, rings, settings)
             for name, settings in pools.items()
@@ -75,10 +75,6 @@ async def bare_supervisor(
 
 def _ref(name: str, folder: Path) -> ActorRef:
     return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
-
-
-def _no_other_node(node_id: str) -> Handle:
-    raise BenchError(f"there is no node {node_id!r}")
 
 
 class _Supervisor:

@@ -32,6 +32,27 @@ def environment(**changes: str) -> TorchrunEnvironment:
     return TorchrunEnvironment.read({**variables, **changes})
 
 
+class Unexpected:
+    """Nothing happens on other nodes."""
+
+    def on_node_event(self, node: int, event: dict[str, Any]) -> None:
+        raise AssertionError(event)
+
+    def on_node_lost(self, node: int, why: str) -> None:
+        raise AssertionError(why)
+
+    def on_node_left(self, node: int) -> None:
+        raise AssertionError(node)
+
+
+class Leaving(Unexpected):
+    def __init__(self) -> None:
+        self.has_left = asyncio.Event()
+
+    def on_node_left(self, node: int) -> None:
+        self.has_left.set()
+
+
 OWN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
@@ -77,10 +98,10 @@ def test_the_next_epoch_is_new_to_every_node() -> None:
 def test_calls_of_an_earlier_epoch_are_refused() -> None:
     async def run() -> None:
         async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client, _unexpected, _unexpected, _unexpected)
+            links = JobLinks(client)
             me = JobNode(node_id="node-0", num_ranks=1)
-            links.begin([me], 0, 2, tasks)
-            await links.connect((), 1.0, tasks)
+            links.begin([me], 0, 2, Unexpected(), tasks)
+            assert await links.connect(2, (), 1.0, tasks)
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
                 await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
@@ -88,7 +109,32 @@ def test_calls_of_an_earlier_epoch_are_refused() -> None:
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
                 await links.check_epoch(1)
             await links.check_epoch(2)
-            links.close()
+            links.start_over()
+
+    asyncio.run(run())
+
+
+def test_what_comes_late_from_the_last_epoch_is_not_taken_for_the_next() -> None:
+    """A rank that has ended, and a call of another supervisor while the nodes have yet to meet."""
+
+    async def run() -> None:
+        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+            links = JobLinks(client)
+            me = JobNode(node_id="node-0", num_ranks=1)
+            links.begin([me], 0, 1, Unexpected(), tasks)
+            links.start_over()
+            assert not await links.connect(1, (), 1.0, tasks)
+            assert not links.has_met
+
+            async def meet() -> None:
+                links.begin([me], 0, 2, Unexpected(), tasks)
+
+            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+                await asyncio.gather(links.check_epoch(1), meet())
+            assert not await links.connect(1, (), 1.0, tasks)
+            assert await links.connect(2, (), 1.0, tasks)
+            assert links.has_met
+            links.start_over()
 
     asyncio.run(run())
 
@@ -98,28 +144,28 @@ def test_a_member_may_join_while_the_lead_brings_its_engines_to_rest() -> None:
 
     async def run() -> None:
         async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client, _unexpected, _unexpected, _unexpected)
+            links = JobLinks(client)
             nodes = [JobNode(node_id=f"node-{idx}", num_ranks=1) for idx in range(2)]
-            links.begin(nodes, 0, 2, tasks)
+            links.begin(nodes, 0, 2, Unexpected(), tasks)
             joined = links.join(2, 1, ({"name": "policy-1"},))
             async with asyncio.timeout(1.0):
                 assert await anext(joined) == {"kind": "beat"}
-            await links.connect((), 1.0, tasks)
+            assert await links.connect(2, (), 1.0, tasks)
             assert links.warm_elsewhere() == {1: ({"name": "policy-1"},)}
             await joined.aclose()
-            links.close()
+            links.start_over()
 
     asyncio.run(run())
 
 
 def test_a_machine_that_was_lost_may_come_back_under_the_same_name() -> None:
     """As in a container, whose host name and process ids are the same after each start."""
-    left = asyncio.Event()
+    events = Leaving()
 
     async def run() -> None:
         async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client, _unexpected, _unexpected, lambda node: left.set())
-            links.begin([JobNode(node_id="node-0", num_ranks=1)], 0, 1, tasks)
+            links = JobLinks(client)
+            links.begin([JobNode(node_id="node-0", num_ranks=1)], 0, 1, events, tasks)
             await asyncio.sleep(0)  # the links are watched from here on
             generators = [
                 JobNode(node_id="pod-7", num_ranks=0, tcp_endpoint=f"tcp://10.0.0.2:{port}")
@@ -129,15 +175,11 @@ def test_a_machine_that_was_lost_may_come_back_under_the_same_name() -> None:
             with pytest.raises(ConfigError, match="the same id"):
                 await links.admit(generators[1])
             await links.report(1, 1, {"kind": "left"})
-            await left.wait()
+            await events.has_left.wait()
 
             assert await links.admit(generators[1]) == 2
             assert links.supervisor_at("pod-7").ref == generators[1].supervisor
             assert links.find_generator("pod-7") == 2
-            links.close()
+            links.start_over()
 
     asyncio.run(run())
-
-
-def _unexpected(*arguments: Any) -> None:
-    raise AssertionError(arguments)
