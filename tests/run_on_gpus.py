@@ -123,7 +123,7 @@ JOBS: Final = {
         "",
         "tests/gpu/trainer/test_gpu_training.py tests/gpu/trainer/test_packed_attention_gpu.py "
         "tests/unit/trainer/test_scoring.py tests/unit/trainer/test_memory_account.py "
-        "tests/process/trainer/test_sharded_loading.py tests/unit/weights/test_checksum.py",
+        "tests/process/trainer/test_sharded_loading.py",
     ),
     "doctor": tests_of("", "tests/gpu/trainer/test_doctor_gpu.py"),
     "release": tests_of("", "tests/process/runtime/test_gpu_release.py"),
@@ -171,6 +171,8 @@ JOBS: Final = {
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
     "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
     "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
+    "checksums": tests_of("", "tests/gpu/weights/test_checksum_gpu.py"),
+    "checksums-speed": Job(arguments="tests/bench/checksum.py --json"),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
     "weights-vllm": weights_to("vllm", "--shape 0.6B"),
     "weights-vllm-8b": weights_to("vllm", SHAPE_8B),

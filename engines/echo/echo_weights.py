@@ -133,7 +133,7 @@ class EchoUpdates(WeightUpdates):
 def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:
     import torch
 
-    from umbra.runtime.weights.checksum import checksum_of
+    from umbra.runtime.weights.checksums.checksum import checksum_of
 
     data = torch.frombuffer(image, dtype=torch.uint8)
     found: list[str] = []

@@ -17,13 +17,14 @@ import mmap
 import os
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from umbra.engines.shell.weight_image import image_tensors
-from umbra.runtime.weights.checksum import checksum_of
+from umbra.runtime.weights.checksums.checksum import CastValues, sum_all, to_checksums
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import flatten
@@ -192,11 +193,14 @@ class _ExportSource:
     ) -> None:
         self.manifest = image.manifest
         self._image = image
-        self._checksums: dict[int, list[int]] = {}  # by entry
         self._end = end
         self._num_entries = len(image.manifest.entries)
         self._device = device
+        counts = [len(image.regions(idx)) for idx in range(self._num_entries)]
+        self._first_regions = [0, *accumulate(counts)]  # by entry
         self._has_checksums = has_checksums
+        self._summed: set[int] = set()  # entries
+        self._sums = torch.zeros(sum(counts), dtype=torch.int64, device=device)
 
     @property
     def memory(self) -> ExportedImage:
@@ -204,13 +208,11 @@ class _ExportSource:
 
     @property
     def regions(self) -> Regions:
-        """With checksums of what was read, if there are any."""
-        regions: Regions = []
-        for idx in range(self._num_entries):
-            found = self._image.regions(idx)
-            checksums = self._checksums.get(idx, [None] * len(found))
-            regions += ([*region, each] for region, each in zip(found, checksums, strict=True))
-        return regions
+        """With checksums, if there are any: of what parameters got by copies, or else of what was
+        read."""
+        found = [region for idx in range(self._num_entries) for region in self._image.regions(idx)]
+        checksums = to_checksums(self._sums) if self._has_checksums else [None] * len(found)
+        return [[*region, each] for region, each in zip(found, checksums, strict=True)]
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Reports the progress of each entry the first time that it is taken."""
@@ -230,9 +232,7 @@ class _ExportSource:
         self._end.wait_filled(self._num_entries)
         yield
         if self._has_checksums:
-            for idx in range(self._num_entries):
-                if idx not in self._checksums:
-                    self._checksums[idx] = self._checksums_of_parts(idx)
+            self._sum_parts()
         self._end.check_not_aborted()
         self._end.set_loaded(self._num_entries)
 
@@ -244,22 +244,36 @@ class _ExportSource:
 
     def whole(self, idx: int) -> Tensor:
         tensor = self._image.assemble(idx, self._device)
-        if self._has_checksums and idx not in self._checksums:
-            start = self.manifest.entries[idx].offset
-            data = flatten(tensor).view(torch.uint8)
-            self._checksums[idx] = [
-                checksum_of(data[offset - start : offset - start + nbytes])
-                for offset, nbytes in self._image.regions(idx)
-            ]
+        if self._has_checksums and idx not in self._summed:
+            start, data = self.manifest.entries[idx].offset, flatten(tensor).view(torch.uint8)
+            regions = self._image.regions(idx)
+            parts = [data[offset - start : offset - start + nbytes] for offset, nbytes in regions]
+            self._note_sums([idx], [CastValues(part, torch.uint8) for part in parts])
         return tensor
 
-    def _checksums_of_parts(self, idx: int) -> list[int]:
-        """As each rank holds its part, in the dtype in which it travels."""
-        on_wire: torch.dtype = getattr(torch, self.manifest.entries[idx].dtype)
-        parts = (self._image.part(idx, n) for n in range(len(self._image.regions(idx))))
-        return [
-            checksum_of(flatten(part.to(on_wire).contiguous()).view(torch.uint8)) for part in parts
+    def _sum_parts(self) -> None:
+        """Of the entries that were not read whole: as each rank holds its part, in the dtype in
+        which it travels."""
+        missing = [idx for idx in range(self._num_entries) if idx not in self._summed]
+        parts = [
+            CastValues(self._image.part(idx, number), self._dtype_on_wire(idx))
+            for idx in missing
+            for number in range(len(self._image.regions(idx)))
         ]
+        self._note_sums(missing, parts)
+
+    @torch.inference_mode()
+    def _note_sums(self, indices: Sequence[int], parts: Sequence[CastValues]) -> None:
+        """Takes the checksums of all regions of these entries, without waiting for the GPU."""
+        self._summed.update(indices)
+        if parts:
+            first = self._first_regions
+            regions = [n for idx in indices for n in range(first[idx], first[idx + 1])]
+            self._sums[torch.tensor(regions, device=self._device)] = sum_all(parts)
+
+    def _dtype_on_wire(self, idx: int) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.manifest.entries[idx].dtype)
+        return dtype
 
 
 def _named(manifest: Manifest, names: Collection[str] | None) -> list[list[str]]:

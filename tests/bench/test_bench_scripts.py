@@ -155,6 +155,21 @@ def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
         assert result["verl_s"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_checksums_are_measured_beside_a_plain_read(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--shape", "tiny", "--rounds", "1", "--json")
+
+    done = run_script(tmp_path, "checksum.py", *options)
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for case, nbytes in (("as they are", 213_760), ("cast", 427_520)):
+        assert found[case]["bytes"] == nbytes
+        assert found[case]["seconds"] > 0
+        assert found[case]["read_seconds"] > 0
+
+
 def test_medians_are_taken_of_numbers_and_the_commonest_of_texts() -> None:
     rows: list[dict[str, Any]] = [
         {"p50_us": 300.0, "idiom": "gather"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
+from umbra.runtime.weights.checksums.checksum import CastValues, checksums_of
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import Region, SyncGrant
 from umbra.runtime.weights.transports.byte_views import flatten
@@ -74,7 +74,11 @@ class ShardBuckets:
 
 
 class ShardReader:
-    """Reads pieces of shards as bytes of the wire dtype. Holds at most one contiguous copy."""
+    """Reads pieces of shards as bytes of the wire dtype.
+
+    It makes copies of shards that are not contiguous. It holds the last one, and all of those whose
+    checksums are computed at once.
+    """
 
     def __init__(self, shards: RankShards) -> None:
         self._shards = shards
@@ -84,38 +88,35 @@ class ShardReader:
     def read_bucket(
         self, pieces: Sequence[BucketPiece], memory: Tensor, has_checksums: bool
     ) -> list[Region]:
-        """Writes all pieces of a bucket to its memory, uint8 [bucket_nbytes], and returns them."""
-        regions: list[Region] = []
-        for piece in pieces:
-            target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-            checksum = self._read_into(piece, target, has_checksums)
-            offset = self._shards.extents[piece.key].offset + piece.start
-            regions.append((offset, piece.nbytes, checksum))
-        return regions
+        """Writes all pieces of a bucket to its memory, uint8 [bucket_nbytes], and returns them.
 
-    def _read_into(self, piece: BucketPiece, target: Tensor, has_checksums: bool) -> int | None:
-        """Writes the piece to `target`: uint8 [piece.nbytes].
-
-        Returns the checksum of the source's bytes, never of `target`, so that it detects any
-        corruption in between. None unless `has_checksums`.
+        Checksums are those of the source's bytes, never of `memory`, so that they detect any
+        corruption in between.
         """
-        dtype = self._shards.sources[piece.key].wire_dtype
-        flat = self._flat_shard(piece.key)
-        start = piece.start // dtype.itemsize
-        values = flat[start : start + piece.nbytes // dtype.itemsize]  # [piece elements]
-        if not has_checksums:
-            target.view(dtype).copy_(values)
-            return None
-        data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]
-        if data.is_cpu and target.is_cpu:
-            return copy_with_checksum(data, target)
-        target.copy_(data)
-        return checksum_of(data)
+        sources: list[CastValues] = []
+        for piece in pieces:
+            source = self._values(piece)
+            target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
+            target.view(source.dtype).copy_(source.values)
+            sources.append(source)
+        checksums = checksums_of(sources) if has_checksums else [None] * len(pieces)
+        return [
+            (self._shards.extents[piece.key].offset + piece.start, piece.nbytes, checksum)
+            for piece, checksum in zip(pieces, checksums, strict=True)
+        ]
 
-    def checksum(self, extent: Extent) -> int:
-        """The checksum of a whole shard, in the dtype in which it travels."""
-        data = self._flat_shard(extent.key).to(self._shards.sources[extent.key].wire_dtype)
-        return checksum_of(data.view(torch.uint8))
+    def read_checksums(self) -> list[int]:
+        """The checksums of all shards, in the dtypes in which they travel."""
+        extents, sources = self._shards.extents, self._shards.sources
+        return checksums_of(
+            [CastValues(self._flat_shard(e.key), sources[e.key].wire_dtype) for e in extents]
+        )
+
+    def _values(self, piece: BucketPiece) -> CastValues:
+        dtype = self._shards.sources[piece.key].wire_dtype
+        start = piece.start // dtype.itemsize
+        flat = self._flat_shard(piece.key)
+        return CastValues(flat[start : start + piece.nbytes // dtype.itemsize], dtype)
 
     def _flat_shard(self, key: int) -> Tensor:
         if key != self._key:

@@ -257,6 +257,39 @@ def test_a_hundred_syncs_leave_the_gpu_s_memory_as_it_was(tmp_path: Path) -> Non
     assert max(used) - min(used) <= 2 * 24  # the old and the new memory of the large tensor
 
 
+class Corrupting(TensorsOnly):
+    """Changes one bit of a tensor between the transfer and its verification."""
+
+    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
+        super().__init__(tensors)
+        self._bytes = tensors[name].view(-1).view(torch.uint8)
+
+    async def load(self) -> dict[str, int]:
+        report = await super().load()
+        self._bytes[len(self._bytes) // 2] ^= 1
+        return report
+
+
+@pytest.mark.parametrize("name", ["large", "transposed", "ids", "scalar"])
+def test_an_engine_with_one_wrong_bit_never_serves(tmp_path: Path, name: str) -> None:
+    destinations = in_device_memory(cast(mixed_tensors(0), torch.bfloat16))
+    engine = Corrupting(destinations, name)
+    in_pool = EngineInPool(engine)
+
+    async def body() -> None:
+        async with pool_of(in_pool, tmp_path) as coordinator:
+            with pytest.raises(RankFailed, match=f"corrupted on arrival: {name} bytes"):
+                await ranks[0].publish(coordinator, 1)
+            await coordinator.wait_settled()
+
+    with rank_processes(tmp_path) as ranks:
+        ranks[0].call("make", "mixed", 0, "bfloat16")
+        run_async(body)
+    engine.close()
+    assert in_pool.killed is not None
+    assert in_pool.lifecycle.state == EngineState.DEAD
+
+
 def test_a_rank_that_aborts_leaves_the_engine_waiting_for_weights(tmp_path: Path) -> None:
     tensors = mixed_tensors(0)
     destinations = in_device_memory(tensors)

@@ -30,7 +30,7 @@ LAYERS: Final = (
     ("runtime.cluster",),
     ("runtime.actor",),
     ("runtime.engine_api",),
-    ("runtime.weights.manifest", "runtime.weights.checksum", "runtime.weights.copy_planner"),
+    ("runtime.weights.manifest", "runtime.weights.checksums", "runtime.weights.copy_planner"),
     ("runtime.weights.transports.cuda_ipc.rank_exports",),
     ("runtime.weights.sync_calls",),
     ("runtime.weights.transports",),

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
+from umbra.runtime.weights.checksums.checksum import (
+    CastValues,
+    checksum_of,
+    checksums_of,
+    to_checksums,
+)
+from umbra.runtime.weights.checksums.gpu_sums import add_by_torch
 
-CHUNK_NBYTES = 1 << 18  # of the copy
-STAGING_NBYTES = 16 << 20  # of what comes from a GPU
+ROW_NBYTES = 4096
+CHUNK_NBYTES = 128 * ROW_NBYTES  # what is summed at once
+MASK = (1 << 64) - 1
+
+
+def random_bytes(nbytes: int) -> Tensor:
+    generator = torch.Generator().manual_seed(nbytes)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def checksum(data: bytes) -> int:
     return checksum_of(torch.tensor(list(data), dtype=torch.uint8))
+
+
+def coefficient(number: int) -> int:
+    mixed = (number ^ number >> 27) * 0x3C79AC492BA7B653 & MASK
+    mixed = (mixed ^ mixed >> 33) * 0x1C69B3F74AC4AE35 & MASK
+    return (mixed ^ mixed >> 27) | 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 4099, CHUNK_NBYTES + 4094])
+def test_words_are_summed_with_the_coefficients_of_their_rows_and_columns(nbytes: int) -> None:
+    data = random_bytes(nbytes)
+
+    expected = nbytes
+    filled = data.numpy().tobytes() + bytes(-nbytes % 4)
+    for place, word in enumerate(array("I", filled)):
+        row, column = divmod(place, 1024)
+        expected += word * coefficient(1025 + row) * coefficient(1 + column)
+
+    assert checksum_of(data) == expected & MASK
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
@@ -65,10 +99,7 @@ def test_exchanged_rows_of_an_identity_matrix_are_noticed() -> None:
 @pytest.mark.parametrize("extra_nbytes", [0, 1, 8, 11])
 def test_exchanged_chunks_are_noticed(extra_nbytes: int) -> None:
     chunk_nbytes = CHUNK_NBYTES
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randint(
-        0, 256, (3 * chunk_nbytes + extra_nbytes,), dtype=torch.uint8, generator=generator
-    )
+    data = random_bytes(3 * chunk_nbytes + extra_nbytes)
     moved = data.clone()
     moved[:chunk_nbytes], moved[chunk_nbytes : 2 * chunk_nbytes] = (
         data[chunk_nbytes : 2 * chunk_nbytes],
@@ -86,26 +117,42 @@ def test_the_address_in_memory_does_not_matter(content: bytes, offset: int) -> N
     assert checksum_of(data[offset:]) == checksum(content)
 
 
-@pytest.mark.parametrize("nbytes", [0, 5, CHUNK_NBYTES, CHUNK_NBYTES + 13])
-def test_copy_copies_and_sums_the_source(nbytes: int) -> None:
-    generator = torch.Generator().manual_seed(nbytes)
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-    destination = torch.zeros(nbytes, dtype=torch.uint8)
+@given(st.integers(1, 12), st.integers(0, 9), st.data())
+def test_moved_and_repeated_rows_are_noticed(
+    num_rows: int, extra_nbytes: int, data: st.DataObject
+) -> None:
+    content = random_bytes(num_rows * ROW_NBYTES + extra_nbytes)
+    source, target = data.draw(
+        st.tuples(*2 * [st.integers(0, len(content) - 8)]).filter(lambda two: two[0] != two[1])
+    )
+    moved = content.clone()
+    nbytes = min(ROW_NBYTES, len(content) - max(source, target))
 
-    value = copy_with_checksum(source, destination)
+    moved[target : target + nbytes] = content[source : source + nbytes]
 
-    assert value == checksum_of(source)
-    assert torch.equal(source, destination)
+    assert checksum_of(moved) != checksum_of(content)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("nbytes", [0, 5, CHUNK_NBYTES, 2 * STAGING_NBYTES + 13])
-def test_a_gpu_computes_the_same(nbytes: int) -> None:
-    generator = torch.Generator().manual_seed(nbytes)
-    data = torch.randint(0, 256, (nbytes + 1,), dtype=torch.uint8, generator=generator)
+def test_a_tensor_has_the_checksum_of_its_bytes_however_it_is_strided_and_once_it_is_cast() -> None:
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(33, 65, generator=generator)
+    tensors = [values, values.t(), values[1:, ::2], values[5], values[3, 4]]
 
-    on_gpu = data.cuda()
+    found = checksums_of([CastValues(tensor, torch.bfloat16) for tensor in tensors], num_threads=2)
 
-    assert checksum_of(on_gpu[:nbytes]) == checksum_of(data[:nbytes])
-    assert checksum_of(on_gpu[1:]) == checksum_of(data[1:])
+    for tensor, checksum in zip(tensors, found, strict=True):
+        content = tensor.bfloat16().reshape(-1).contiguous()
+        assert checksum == checksum_of(content.clone().view(torch.uint8))
+
+
+def test_torch_computes_the_same_where_there_is_no_kernel() -> None:
+    words = [random_bytes(nbytes).view(torch.int32) for nbytes in (16, 4096, (16 << 20) + 4112)]
+    floats = [torch.randn(4100), torch.zeros(4)]
+
+    sums = torch.tensor([3, *(data.nbytes for data in words)])
+    add_by_torch(dict(enumerate(words, 1)), sums)
+    sums_of_floats = torch.tensor([2 * data.numel() for data in floats])
+    add_by_torch(dict(enumerate(floats)), sums_of_floats)
+
+    assert to_checksums(sums) == [3, *map(checksum_of, words)]
+    assert to_checksums(sums_of_floats) == [checksum_of(data.bfloat16()) for data in floats]

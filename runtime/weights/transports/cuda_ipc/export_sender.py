@@ -60,10 +60,13 @@ class ExportSender:
             return None
         try:
             progress.set_filled(shards.rank, num_entries)
-            reader = shards.reader()
+            extents = shards.extents
+            checksums = (
+                shards.reader().read_checksums() if grant.has_checksums else [None] * len(extents)
+            )
             return [
-                (e.offset, e.nbytes, reader.checksum(e) if grant.has_checksums else None)
-                for e in shards.extents
+                (extent.offset, extent.nbytes, checksum)
+                for extent, checksum in zip(extents, checksums, strict=True)
             ]
         finally:
             progress.close()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.checksum import checksum_of
+from umbra.runtime.weights.checksums.checksum import CastValues, checksums_of
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.transports.byte_views import dtype_name, flatten
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
@@ -83,12 +81,18 @@ class Destinations:
             ProtocolError: a region is not inside one tensor.
         """
         nbytes = 0
-        checks: list[tuple[_Target, int, int, int]] = []
+        checks: list[_Check] = []
+        contents: dict[_Target, list[Tensor]] = {}
         for target, start, region_nbytes, checksum in self._locate(regions):
             nbytes += region_nbytes
-            if checksum is not None:
-                checks.append((target, start, region_nbytes, checksum))
-        return {"count": len(regions), "nbytes": nbytes, "mismatches": _verify(checks)}
+            if checksum is None:
+                continue
+            if target not in contents:
+                contents[target] = target.contents()
+            where = f"{target.entry.name} bytes [{start}, {start + region_nbytes})"
+            for data in contents[target]:
+                checks.append(_Check(where, data[start : start + region_nbytes], checksum))
+        return {"count": len(regions), "nbytes": nbytes, "mismatches": _mismatches(checks)}
 
     def _locate(
         self, regions: Sequence[Sequence[int | None]]
@@ -101,6 +105,14 @@ class Destinations:
             if idx < 0 or nbytes < 0 or offset + nbytes > targets[idx].entry.end:
                 raise ProtocolError(f"region [{offset}, {offset + nbytes}) is not in one tensor")
             yield targets[idx], offset - offsets[idx], nbytes, checksum
+
+
+class _Check(NamedTuple):
+    """Bytes of a parameter, uint8 [N], and the checksum that they must have."""
+
+    where: str
+    data: Tensor
+    checksum: int
 
 
 class _Target:
@@ -138,17 +150,9 @@ class _Target:
     def drop_staging(self) -> None:
         self._staging = None
 
-    def check(self, start: int, nbytes: int, checksum: int) -> str | None:
-        """Describes a mismatch in bytes [start, start + nbytes) of the parameters, or returns
-        None."""
-        for tensor in self._tensors:
-            found = checksum_of(_as_bytes(tensor.contiguous())[start : start + nbytes])
-            if found != checksum:
-                return (
-                    f"{self.entry.name} bytes [{start}, {start + nbytes}): "
-                    f"sent {checksum:#018x}, arrived {found:#018x}"
-                )
-        return None
+    def contents(self) -> list[Tensor]:
+        """The bytes of each parameter: uint8 [entry.nbytes]. Copies of strided ones."""
+        return [_as_bytes(tensor.contiguous()) for tensor in self._tensors]
 
     def _stage(self) -> Tensor:
         """Memory in which strided parameters are first assembled in row-major order."""
@@ -199,25 +203,16 @@ def _match(
         yield entry, list(group.values())
 
 
-def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
-    """The mismatches, found by a few threads (checksums run without the interpreter lock)."""
-    num_threads = max(1, min(_VERIFY_THREADS, os.cpu_count() or 1, len(checks)))
-
-    def check_every_nth(first: int) -> list[tuple[int, str]]:
-        wrong: list[tuple[int, str]] = []
-        for idx in range(first, len(checks), num_threads):
-            target, start, nbytes, checksum = checks[idx]
-            text = target.check(start, nbytes, checksum)
-            if text is not None:
-                wrong.append((idx, text))
-        return wrong
-
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as pool:
-        by_thread = list(pool.map(check_every_nth, range(num_threads)))
-    found = [text for _, text in sorted(wrong for part in by_thread for wrong in part)]
-    if len(found) > MAX_MISMATCHES:
-        return [*found[:MAX_MISMATCHES], f"and {len(found) - MAX_MISMATCHES} more"]
-    return found
+def _mismatches(checks: Sequence[_Check]) -> list[str]:
+    data = [CastValues(check.data, torch.uint8) for check in checks]
+    wrong = [
+        f"{check.where}: sent {check.checksum:#018x}, arrived {found:#018x}"
+        for check, found in zip(checks, checksums_of(data, _VERIFY_THREADS), strict=True)
+        if found != check.checksum
+    ]
+    if len(wrong) > MAX_MISMATCHES:
+        return [*wrong[:MAX_MISMATCHES], f"and {len(wrong) - MAX_MISMATCHES} more"]
+    return wrong
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

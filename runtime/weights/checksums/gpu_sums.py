@@ -1,0 +1,146 @@
+"""Checksums on a GPU: one launch of a kernel for all tensors, and one for those that it casts.
+
+    parts   |     0     |  1  |   2   |     addresses and lengths, in a table that the kernel reads
+    tiles   | 0 | 1 | 2 |  3  | 4 | 5 |     a program each, which adds to the sum of its part
+
+Where Triton cannot compile the kernel, for example without a C compiler, torch computes the same
+with many passes over memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from umbra.runtime.weights.checksums.coefficients import (
+    FIRST_COLUMN,
+    FIRST_ROW,
+    ROW_WORDS,
+    coefficients,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOAD_NBYTES: Final = 16  # what a thread loads at a time
+_TILE_ROWS: Final = 8
+# Of 4 KiB in memory, thus half as many rows of what is cast. More need more registers; fewer spend
+# more time on the start and end of programs.
+_NUM_WARPS: Final = 4
+_CHUNK_ROWS: Final = 4096
+# What torch sums at a time, 16 MiB, takes eight times as much memory.
+
+
+def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
+    """The checksums of parts, each the bytes of a tensor cast to a dtype: [parts] int64, on their
+    GPU, which may still compute them."""
+    device = parts[0][0].device
+    with torch.cuda.device(device):
+        add_sums = add_by_kernel if _can_run_kernel(device) else add_by_torch
+        sums = torch.tensor([v.numel() * dtype.itemsize for v, dtype in parts], device=device)
+        words: dict[int, Tensor] = {}
+        floats: dict[int, Tensor] = {}
+        for idx, (values, dtype) in enumerate(parts):
+            if _can_cast(values, dtype):
+                floats[idx] = values.view(-1)
+            elif values.numel():
+                words[idx] = _as_words(values.to(dtype))
+        for units in (words, floats):
+            if units:
+                add_sums(units, sums)
+        return sums
+
+
+def add_by_kernel(parts: Mapping[int, Tensor], sums: Tensor) -> None:
+    """Adds the sum of each part, by index, to its element of `sums`.
+
+    Args:
+        parts: all int32, words; or all float32, to be cast to bfloat16. [N] each, contiguous;
+            addresses and lengths are multiples of 16 bytes.
+        sums: [parts] int64, on the same GPU.
+    """
+    from umbra.runtime.weights.checksums.checksum_kernel import sum_tiles
+
+    kernel: Any = sum_tiles
+    units_per_word = _units_per_word(next(iter(parts.values())))
+    tile_units = _TILE_ROWS * ROW_WORDS
+    table: list[tuple[int, int, int, int]] = []
+    num_tiles: list[int] = []
+    first_tile = 0
+    for idx, units in parts.items():
+        table.append((units.data_ptr(), units.numel(), first_tile, idx))
+        num_tiles.append(-(-units.numel() // tile_units))
+        first_tile += num_tiles[-1]
+    part_of_tile = torch.arange(len(table), device=sums.device).repeat_interleave(
+        torch.tensor(num_tiles, device=sums.device), output_size=first_tile
+    )
+    on_gpu = torch.tensor(table, device=sums.device)
+    kernel[(first_tile,)](
+        *(on_gpu, part_of_tile, sums),
+        UNITS_PER_WORD=units_per_word,
+        NUM_ROWS=_TILE_ROWS // units_per_word,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def add_by_torch(parts: Mapping[int, Tensor], sums: Tensor) -> None:
+    """Like `add_by_kernel`, on any device."""
+    of_columns = coefficients(FIRST_COLUMN, ROW_WORDS, sums.device)
+    for idx, units in parts.items():
+        chunk_units = _CHUNK_ROWS * ROW_WORDS * _units_per_word(units)
+        for start in range(0, len(units), chunk_units):
+            words = units[start : start + chunk_units]
+            if words.dtype == torch.float32:
+                words = words.bfloat16().view(torch.int32)
+            rows = functional.pad(words, (0, -len(words) % ROW_WORDS)).view(-1, ROW_WORDS)
+            first_row = start // chunk_units * _CHUNK_ROWS
+            of_rows = coefficients(FIRST_ROW + first_row, len(rows), sums.device)
+            by_row = ((rows.long() & 0xFFFFFFFF) * of_columns).sum(1)
+            sums[idx] += (by_row * of_rows).sum()
+
+
+def _units_per_word(units: Tensor) -> int:
+    return 2 if units.dtype == torch.float32 else 1
+
+
+@cache
+def _can_run_kernel(device: torch.device) -> bool:
+    words = torch.zeros(4, dtype=torch.int32, device=device)
+    try:
+        add_by_kernel({0: words}, torch.zeros(1, dtype=torch.int64, device=device))
+    except Exception as error:  # Triton's errors have no common class  # noqa: BLE001
+        logger.warning(
+            "Triton cannot compile the kernel for checksums on %s, so they take about ten times as "
+            "long: %s. Install a C compiler where this process runs.",
+            device,
+            error,
+        )
+        return False
+    return True
+
+
+def _can_cast(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel casts them, which saves a pass and memory for the result."""
+    return (
+        values.dtype == torch.float32
+        and dtype == torch.bfloat16
+        and values.is_contiguous()
+        and _is_aligned(values)
+    )
+
+
+def _as_words(values: Tensor) -> Tensor:
+    """Their bytes, filled up with zeros: [N] int32."""
+    flat = values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8)
+    if not _is_aligned(flat):
+        flat = functional.pad(flat, (0, -len(flat) % _LOAD_NBYTES))
+    return flat.view(torch.int32)
+
+
+def _is_aligned(values: Tensor) -> bool:
+    return values.data_ptr() % _LOAD_NBYTES == 0 and values.nbytes % _LOAD_NBYTES == 0
