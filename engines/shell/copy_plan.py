@@ -21,7 +21,7 @@ from umbra.engines.shell.loader_recording import (
     RecordedFill,
     storage_of,
 )
-from umbra.engines.shell.weight_source import WeightSource
+from umbra.engines.shell.weight_source import BlockCopy, WeightSource
 from umbra.runtime.weights.copy_planner import (
     CopyPiece,
     ShardBlock,
@@ -41,17 +41,6 @@ class _Step(NamedTuple):
     piece: CopyPiece | None
     view: StridedView
     target: Tensor
-
-
-class _Prepared(NamedTuple):
-    """A copy between two views. Values are first cast to `dtype`, unless that is None."""
-
-    target: Tensor
-    values: Tensor
-    dtype: torch.dtype | None
-
-    def carry_out(self) -> None:
-        self.target.copy_(self.values if self.dtype is None else self.values.to(self.dtype))
 
 
 class CopyPlan:
@@ -75,7 +64,7 @@ class CopyPlan:
         self._layout: list[list[ShardBlock]] = []
         self._steps: list[_Step] = []
         self._memory: object | None = None  # of the source for which the copies are prepared
-        self._prepared: list[_Prepared] = []
+        self._prepared: list[BlockCopy] = []
         self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
         self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
         self._read_otherwise = recording.read_otherwise
@@ -142,7 +131,7 @@ class CopyPlan:
         Copies to a GPU may still be in progress when it returns; closing the source waits.
         """
         prepared = self._prepare(source)
-        with source.reading():
+        with source.reading(prepared):
             self._fill(self._fills)
             for copy in prepared:
                 copy.carry_out()
@@ -169,7 +158,7 @@ class CopyPlan:
             return [_Step(idx, None, copy.source, target)]
         return [_Step(idx, piece, piece.target, _viewed(target, piece.target)) for piece in pieces]
 
-    def _prepare(self, source: WeightSource) -> list[_Prepared]:
+    def _prepare(self, source: WeightSource) -> list[BlockCopy]:
         """The copies of pieces; those of an earlier version if the source has the same memory."""
         if source.memory is None or source.memory is not self._memory:
             self._resolve(source)
@@ -184,12 +173,14 @@ class CopyPlan:
             self._memory, self._prepared = source.memory, prepared
         return self._prepared
 
-    def _prepare_piece(self, source: WeightSource, step: _Step, piece: CopyPiece) -> _Prepared:
+    def _prepare_piece(self, source: WeightSource, step: _Step, piece: CopyPiece) -> BlockCopy:
         block, target = source.block(step.idx, piece.block), step.target
         values = _within(block, piece.source(block.stride()))
         on_wire: torch.dtype = getattr(torch, self._manifest.entries[step.idx].dtype)
         is_cast_twice = values.dtype != on_wire and target.dtype != on_wire  # as for the loader
-        return _Prepared(target, values, on_wire if is_cast_twice else None)
+        return BlockCopy(
+            *(step.idx, piece.block, values, target), on_wire if is_cast_twice else None
+        )
 
     def _carry_out(self, source: WeightSource, step: _Step) -> None:
         if step.piece is None:

@@ -1,7 +1,7 @@
 """An update whose weights the engine's workers themselves read from the ranks' GPUs.
 
 ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ every worker: its own loader
-                                  compares checksums ◀──regions── what it read and loaded
+                                  compares checksums ◀──regions── what it has loaded
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightImport:
         self._read: list[dict[int, tuple[int, int | None]]] | None = None
 
     def note(self, per_worker: Sequence[WorkerRegions]) -> int:
-        """Takes the workers' reports of what they read and loaded; returns the bytes of the model.
+        """Takes the workers' reports of what they have; returns the bytes of the model.
 
         Raises:
             WeightSyncError: no worker reports anything.
@@ -41,7 +41,7 @@ class WeightImport:
         return min(sum(nbytes for nbytes, _ in read.values()) for read in self._read)
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Compares what was sent with what every worker read; returns count, nbytes and
+        """Compares what was sent with what every worker has; returns count, nbytes and
         mismatches."""
         if self._read is None:
             raise WeightSyncError("nothing was loaded before verifying")
@@ -53,7 +53,7 @@ class WeightImport:
                 if read_nbytes != sent_nbytes or (sent is not None and arrived != sent):
                     mismatches.append(
                         f"worker {worker}, image bytes from {offset}: sent {sent_nbytes} with "
-                        f"checksum {sent}, read {read_nbytes} with {arrived}"
+                        f"checksum {sent}, has {read_nbytes} with {arrived}"
                     )
             count += 1
             nbytes += min(read_nbytes for read_nbytes, _ in found)

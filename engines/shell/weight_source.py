@@ -18,7 +18,7 @@ import os
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,34 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 Regions = list[list[int | None]]
 """[image offset, nbytes, checksum or None] of each region."""
+
+
+class BlockCopy(NamedTuple):
+    """A copy from a view of a block, or all of it, to a view of a parameter.
+
+    Attributes:
+        idx: of the block's entry.
+        number: of the block among those of the entry.
+        values: in the dtype that the block's holder has.
+        on_wire: the dtype to which values are cast before they get that of the target, as they
+            would be on their way to the loader; None if that makes no difference.
+    """
+
+    idx: int
+    number: int
+    values: Tensor
+    target: Tensor
+    on_wire: torch.dtype | None
+
+    def carry_out(self) -> None:
+        self.target.copy_(self._cast_values())
+
+    def expected(self) -> CastValues:
+        """What the target has afterwards."""
+        return CastValues(self._cast_values(), self.target.dtype)
+
+    def _cast_values(self) -> Tensor:
+        return self.values if self.on_wire is None else self.values.to(self.on_wire)
 
 
 class WeightSource(Protocol):
@@ -65,9 +93,9 @@ class WeightSource(Protocol):
         """
         ...
 
-    def reading(self) -> AbstractContextManager[None]:
-        """A context in which blocks are read: the ranks have all of them, and at its end they count
-        as loaded. Errors as in `tensors`, at its beginning and end."""
+    def reading(self, copies: Sequence[BlockCopy]) -> AbstractContextManager[None]:
+        """A context in which these copies are carried out: the ranks have all blocks, and at its
+        end they count as loaded. Errors as in `tensors`, at its beginning and end."""
         ...
 
     def blocks(self, idx: int) -> list[ShardBlock]:
@@ -156,7 +184,7 @@ class _ImageSource:
                 yield name, tensors[entry.name]
 
     @contextmanager
-    def reading(self) -> Generator[None]:
+    def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
         self._check_not_aborted()
         yield
         self._check_not_aborted()
@@ -208,8 +236,8 @@ class _ExportSource:
 
     @property
     def regions(self) -> Regions:
-        """With checksums, if there are any: of what parameters got by copies, or else of what was
-        read."""
+        """With checksums, if there are any: of what parameters got by copies of blocks, and else of
+        what was read."""
         found = [region for idx in range(self._num_entries) for region in self._image.regions(idx)]
         checksums = to_checksums(self._sums) if self._has_checksums else [None] * len(found)
         return [[*region, each] for region, each in zip(found, checksums, strict=True)]
@@ -228,11 +256,11 @@ class _ExportSource:
                 self._end.set_loaded(idx + 1)
 
     @contextmanager
-    def reading(self) -> Generator[None]:
+    def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
         self._end.wait_filled(self._num_entries)
         yield
         if self._has_checksums:
-            self._sum_parts()
+            self._sum_kept(copies)
         self._end.check_not_aborted()
         self._end.set_loaded(self._num_entries)
 
@@ -245,35 +273,75 @@ class _ExportSource:
     def whole(self, idx: int) -> Tensor:
         tensor = self._image.assemble(idx, self._device)
         if self._has_checksums and idx not in self._summed:
+            self._summed.add(idx)
             start, data = self.manifest.entries[idx].offset, flatten(tensor).view(torch.uint8)
-            regions = self._image.regions(idx)
-            parts = [data[offset - start : offset - start + nbytes] for offset, nbytes in regions]
-            self._note_sums([idx], [CastValues(part, torch.uint8) for part in parts])
+            self._add_up(
+                [
+                    _Term(region, CastValues(data[offset - start :][:nbytes], torch.uint8))
+                    for region, (offset, nbytes) in enumerate(
+                        self._image.regions(idx), self._first_regions[idx]
+                    )
+                ]
+            )
         return tensor
 
-    def _sum_parts(self) -> None:
-        """Of the entries that were not read whole: as each rank holds its part, in the dtype in
-        which it travels."""
-        missing = [idx for idx in range(self._num_entries) if idx not in self._summed]
-        parts = [
-            CastValues(self._image.part(idx, number), self._dtype_on_wire(idx))
-            for idx in missing
-            for number in range(len(self._image.regions(idx)))
-        ]
-        self._note_sums(missing, parts)
+    def _sum_kept(self, copies: Sequence[BlockCopy]) -> None:
+        """Takes the checksum of each region from the parameter that got all of it in one copy.
+
+        Of other regions it takes what the rank has, and adds by how much the parameters that got a
+        part of it differ from that part: nothing, if all is well.
+        """
+        by_block: dict[tuple[int, int], list[BlockCopy]] = {}
+        for copy in copies:
+            by_block.setdefault((copy.idx, copy.number), []).append(copy)
+        terms: list[_Term] = []
+        for idx, first in enumerate(self._first_regions[:-1]):
+            on_wire = self._dtype_on_wire(idx)
+            for number in range(len(self._image.regions(idx))):
+                region, made = first + number, by_block.get((idx, number), [])
+                if idx not in self._summed:
+                    part = self._image.part(idx, number)
+                    whole = next((copy for copy in made if _is_whole(copy, part, on_wire)), None)
+                    kept = part if whole is None else whole.target
+                    terms.append(_Term(region, CastValues(kept, on_wire)))
+                    made = [copy for copy in made if copy is not whole]
+                for copy in made:
+                    terms.append(_Term(region, CastValues(copy.target, copy.target.dtype)))
+                    terms.append(_Term(region, copy.expected(), sign=-1))
+        self._summed.update(range(self._num_entries))
+        self._add_up(terms)
 
     @torch.inference_mode()
-    def _note_sums(self, indices: Sequence[int], parts: Sequence[CastValues]) -> None:
-        """Takes the checksums of all regions of these entries, without waiting for the GPU."""
-        self._summed.update(indices)
-        if parts:
-            first = self._first_regions
-            regions = [n for idx in indices for n in range(first[idx], first[idx + 1])]
-            self._sums[torch.tensor(regions, device=self._device)] = sum_all(parts)
+    def _add_up(self, terms: Sequence[_Term]) -> None:
+        """Adds the checksums to those of their regions, without waiting for the GPU."""
+        if terms:
+            sums = sum_all([term.content for term in terms])
+            signs = torch.tensor([term.sign for term in terms], device=sums.device)
+            regions = torch.tensor([term.region for term in terms], device=sums.device)
+            self._sums.index_add_(0, regions, sums * signs)
 
     def _dtype_on_wire(self, idx: int) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.manifest.entries[idx].dtype)
         return dtype
+
+
+class _Term(NamedTuple):
+    """A checksum that is added to that of a region, or subtracted."""
+
+    region: int
+    content: CastValues
+    sign: int = 1
+
+
+def _is_whole(copy: BlockCopy, part: Tensor, on_wire: torch.dtype) -> bool:
+    """Whether the target has the bytes of a rank's whole part, in the order in which they
+    travel."""
+    return (
+        copy.target.dtype == on_wire
+        and copy.values.numel() == part.numel()
+        and copy.values.is_contiguous()
+        and part.is_contiguous()
+    )
 
 
 def _named(manifest: Manifest, names: Collection[str] | None) -> list[list[str]]:

@@ -1,5 +1,8 @@
 """Checksums on a GPU: one launch of a kernel for all tensors, and one for those that it casts.
 
+It reads tensors where they are, and casts float32 to bfloat16 on the way. Others are copied first:
+those that are strided or not aligned to 16 bytes, and those of other casts.
+
     parts   |     0     |  1  |   2   |     addresses and lengths, in a table that the kernel reads
     tiles   | 0 | 1 | 2 |  3  | 4 | 5 |     a program each, which adds to the sum of its part
 
@@ -32,6 +35,8 @@ _TILE_ROWS: Final = 8
 # Of 4 KiB in memory, thus half as many rows of what is cast. More need more registers; fewer spend
 # more time on the start and end of programs.
 _NUM_WARPS: Final = 4
+_MAX_COPIED_NBYTES: Final = 256 << 20
+# Copies of what is strided, misaligned or otherwise cast. Less means more launches.
 _CHUNK_ROWS: Final = 4096
 # What torch sums at a time, 16 MiB, takes eight times as much memory.
 
@@ -45,11 +50,17 @@ def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
         sums = torch.tensor([v.numel() * dtype.itemsize for v, dtype in parts], device=device)
         words: dict[int, Tensor] = {}
         floats: dict[int, Tensor] = {}
+        copied_nbytes = 0
         for idx, (values, dtype) in enumerate(parts):
             if _can_cast(values, dtype):
                 floats[idx] = values.view(-1)
             elif values.numel():
                 words[idx] = _as_words(values.to(dtype))
+                if words[idx].data_ptr() != values.data_ptr():
+                    copied_nbytes += words[idx].nbytes
+            if copied_nbytes > _MAX_COPIED_NBYTES:
+                add_sums(words, sums)
+                words, copied_nbytes = {}, 0
         for units in (words, floats):
             if units:
                 add_sums(units, sums)

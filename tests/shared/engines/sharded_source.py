@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from umbra.engines.shell.weight_source import Regions
+from umbra.engines.shell.weight_source import BlockCopy, Regions
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 
@@ -77,7 +77,7 @@ class ShardedSource:
                     yield name, tensor
 
     @contextmanager
-    def reading(self) -> Generator[None]:
+    def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
         yield
 
     def blocks(self, idx: int) -> list[ShardBlock]:

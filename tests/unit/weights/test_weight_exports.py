@@ -6,8 +6,7 @@ CPU storages stand in for a GPU's (`fake_ipc`); whole syncs are in test_exported
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,42 +16,16 @@ import pytest
 import torch
 from fake_ipc import FakeIpc, FakeOpener
 from local_world import empty_like
+from offered_exports import export_rows, manifest_of, offered
 from torch import Tensor
 
 from umbra.engines.shell.weight_import import WeightImport
 from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports, offer_from_wire
-from umbra.runtime.weights.transports.shared_memory.memfd import (
-    close_fds,
-    create_buckets,
-    serve_fds,
-)
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 from umbra.runtime.weights.weight_receiver import WeightReceiver
-
-
-def export_rows(ipc: FakeIpc, tensors: dict[str, Tensor], num_ranks: int) -> list[RankExports]:
-    """Cuts tensors like FSDP2: runs of rows, some ranks without any."""
-    manifest = manifest_of(tensors)
-    per_rank: list[list[tuple[int, Tensor]]] = [[] for _ in range(num_ranks)]
-    for entry in manifest.entries:
-        offset = entry.offset
-        for rank, part in enumerate(tensors[entry.name].chunk(num_ranks)):
-            per_rank[rank].append((offset, part.clone()))
-            offset += part.nbytes
-    exported = [ipc.export(parts) for parts in per_rank]
-    assert all(isinstance(exports, RankExports) for exports in exported)
-    return [exports for exports in exported if isinstance(exports, RankExports)]
-
-
-def manifest_of(tensors: dict[str, Tensor]) -> Manifest:
-    return Manifest.layout(
-        (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
-    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -172,32 +145,6 @@ def test_an_offer_is_exports_or_a_reason(raw: object) -> None:
         offer_from_wire(raw)
 
 
-@asynccontextmanager
-async def offered(
-    tmp_path: Path, wire: Sequence[object], manifest: Manifest
-) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
-    """The arguments of begin_update for exports that are ready to be read."""
-    fds = create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
-    progress = SyncProgress(fds["progress"], 1, 1)
-    progress.set_filled(0, len(manifest.entries))
-    path = str(tmp_path / "fds")
-    numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
-    buckets = {
-        "transport": "cuda_ipc",
-        "fd_socket": path,
-        "bucket_nbytes": 512,
-        "exports": wire,
-        "has_checksums": True,
-        "progress": {"name": "progress"} | numbers,
-    }
-    try:
-        async with serve_fds(path, fds):
-            yield buckets, progress
-    finally:
-        progress.close()
-        close_fds(fds)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_of_several_ranks_go_straight_into_parameters(
     ipc: FakeIpc, tmp_path: Path, num_ranks: int
@@ -273,7 +220,7 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
         with open_weights(description, cpu, memory=memory) as source:
             if not by_blocks:
                 return dict(source.tensors()), source.regions
-            with source.reading():
+            with source.reading(()):
                 found = {
                     entry.name: [
                         (block.starts, source.block(idx, number).clone())

@@ -1,0 +1,66 @@
+"""Exports of ranks without a GPU (`fake_ipc`), offered to an engine as in a sync."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fake_ipc import FakeIpc
+from torch import Tensor
+
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+from umbra.runtime.weights.transports.shared_memory.memfd import (
+    close_fds,
+    create_buckets,
+    serve_fds,
+)
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+
+
+def export_rows(ipc: FakeIpc, tensors: dict[str, Tensor], num_ranks: int) -> list[RankExports]:
+    """Cuts tensors like FSDP2: runs of rows, some ranks without any."""
+    manifest = manifest_of(tensors)
+    per_rank: list[list[tuple[int, Tensor]]] = [[] for _ in range(num_ranks)]
+    for entry in manifest.entries:
+        offset = entry.offset
+        for rank, part in enumerate(tensors[entry.name].chunk(num_ranks)):
+            per_rank[rank].append((offset, part.clone()))
+            offset += part.nbytes
+    exported = [ipc.export(parts) for parts in per_rank]
+    assert all(isinstance(exports, RankExports) for exports in exported)
+    return [exports for exports in exported if isinstance(exports, RankExports)]
+
+
+def manifest_of(tensors: dict[str, Tensor]) -> Manifest:
+    return Manifest.layout(
+        (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
+    )
+
+
+@asynccontextmanager
+async def offered(
+    tmp_path: Path, wire: Sequence[object], manifest: Manifest
+) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
+    """The arguments of begin_update for exports that are ready to be read."""
+    fds = create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
+    progress = SyncProgress(fds["progress"], 1, 1)
+    progress.set_filled(0, len(manifest.entries))
+    path = str(tmp_path / "fds")
+    numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
+    buckets = {
+        "transport": "cuda_ipc",
+        "fd_socket": path,
+        "bucket_nbytes": 512,
+        "exports": wire,
+        "has_checksums": True,
+        "progress": {"name": "progress"} | numbers,
+    }
+    try:
+        async with serve_fds(path, fds):
+            yield buckets, progress
+    finally:
+        progress.close()
+        close_fds(fds)
