@@ -52,9 +52,11 @@ def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
         floats: dict[int, Tensor] = {}
         copied_nbytes = 0
         for idx, (values, dtype) in enumerate(parts):
+            if not values.numel():
+                continue
             if _can_cast(values, dtype):
                 floats[idx] = values.view(-1)
-            elif values.numel():
+            else:
                 words[idx] = _as_words(values.to(dtype))
                 if words[idx].data_ptr() != values.data_ptr():
                     copied_nbytes += words[idx].nbytes

@@ -1,4 +1,4 @@
-"""Exported memory without a GPU: CPU storages of this process, opened by their handles."""
+"""Exported memory without another process: storages of this one, opened by their handles."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class FakeIpc:
         if address not in self._known:
             number = next(self._numbers)
             handle, device = number.to_bytes(HANDLE_NBYTES, "big"), bytes(UUID_NBYTES)
-            self._exported[handle] = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportUnknownMemberType]
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            self._exported[handle] = memory.set_(storage)  # pyright: ignore[reportUnknownMemberType]
             self._known[address] = Allocation(device, handle, storage.nbytes(), number)
         return self._known[address]
 

@@ -24,12 +24,19 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 ROWS_OF_RANK_0 = 7
 T = TypeVar("T")
 
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+
 
 class Ranks:
     """Two ranks hold float32, which travels as bfloat16; the first has 7 rows of each tensor."""
 
-    def __init__(self, ipc: FakeIpc, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    def __init__(self, ipc: FakeIpc, device: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.device = torch.device(device)
+        self.tensors = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
         self.manifest = manifest_of({name: t.bfloat16() for name, t in self.tensors.items()})
         self._ipc = ipc
 
@@ -66,7 +73,7 @@ def read(ranks: Ranks, ipc: FakeIpc, folder: Path, use: Callable[[WeightSource],
 
     def in_worker(description: dict[str, Any]) -> T:
         memory = OpenedMemory(lambda: FakeOpener(ipc))
-        with open_weights(description, torch.device("cpu"), memory=memory) as source:
+        with open_weights(description, ranks.device, memory=memory) as source:
             return use(source)
 
     async def body() -> T:
@@ -95,16 +102,17 @@ def copies_of(source: WeightSource, parameters: Mapping[str, Tensor]) -> list[Bl
 REGION_OF = {"fused": 0, "columns": 1, "bias": 2, "float32": 2}
 
 
+@on_each_device
 @pytest.mark.parametrize("wrong", [None, *REGION_OF])
 def test_one_wrong_bit_of_a_parameter_is_found(
-    ipc: FakeIpc, tmp_path: Path, wrong: str | None
+    ipc: FakeIpc, tmp_path: Path, wrong: str | None, device: str
 ) -> None:
-    ranks = Ranks(ipc, {"a": (10, 4), "bias": (5,)})
+    ranks = Ranks(ipc, device, {"a": (10, 4), "bias": (5,)})
     parameters = {
-        "fused": torch.zeros(20, 4).bfloat16(),
-        "columns": torch.zeros(3, 2).bfloat16(),
-        "bias": torch.zeros(5).bfloat16(),
-        "float32": torch.zeros(5),
+        "fused": torch.zeros(20, 4, dtype=torch.bfloat16, device=device),
+        "columns": torch.zeros(3, 2, dtype=torch.bfloat16, device=device),
+        "bias": torch.zeros(5, dtype=torch.bfloat16, device=device),
+        "float32": torch.zeros(5, device=device),
     }
 
     def use(source: WeightSource) -> Regions:
@@ -167,15 +175,16 @@ class Loader:
         raise AssertionError("all layers have a plan")
 
 
+@on_each_device
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_a_replay_has_the_checksums_of_the_ranks(
-    ipc: FakeIpc, tmp_path: Path, num_workers: int, is_inference: bool
+    ipc: FakeIpc, tmp_path: Path, num_workers: int, is_inference: bool, device: str
 ) -> None:
-    ranks = Ranks(ipc, {"q": (12, 8), "k": (12, 8), "columns": (8, 12), "norm": (9,)})
+    ranks = Ranks(ipc, device, {"q": (12, 8), "k": (12, 8), "columns": (8, 12), "norm": (9,)})
     loadings = [
         PlannedLoading(model, Loader(model))
-        for model in (Model(worker, num_workers) for worker in range(num_workers))
+        for model in (Model(worker, num_workers).to(device) for worker in range(num_workers))
     ]
     for _ in range(3):
         for tensor in ranks.tensors.values():
