@@ -1,4 +1,4 @@
-"""The checksum of tensor bytes, which GPUs and CPUs compute about as fast as they read memory.
+"""The checksum of tensor bytes, made to be computed in parallel: by GPUs and by CPUs.
 
 The bytes are little-endian 32-bit words in rows of 1024 (4 KiB), filled up with zeros:
 

