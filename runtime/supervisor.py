@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 
 from umbra.runtime.actor.actor_calls import ActorCalls
-from umbra.runtime.actor.job_stop import STOP_WINDOW_S, JobStop
+from umbra.runtime.actor.job_end import AfterRanks, JobEnd, StopDecision
+from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.remote_actor import RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
@@ -32,7 +33,7 @@ from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of, request_name
 from umbra.runtime.cluster.job_requests import JobRequests
 from umbra.runtime.cluster.run_events import EventKind, EventLog
-from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, SupervisorAddress
+from umbra.runtime.cluster.run_notice import JobRequest, SupervisorAddress
 from umbra.runtime.errors import ActorNotFound, DeadlineExceeded, JobFailed
 from umbra.runtime.first_of import first_of
 from umbra.runtime.hang_bundle import JobBundles, NodeReport
@@ -104,14 +105,11 @@ class Supervisor:
         self._waiting: JobRequest | None = None  # until the nodes have met again
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._warm = WarmEngines(client)
-        self._may_restart = False  # whether torchrun would start failed ranks again
-        self._is_stopped_for_good = False  # also for torchrun
-        self._has_lost_node = False  # in this epoch
+        self._end = JobEnd(nodes_may_change=nodes_may_change)
         self._round_id = ""  # of torchrun's rendezvous
         self._links = links = JobLinks(client)
         self._ranks = AttachedRanks(on_event=self._on_rank_event)
         self._job_stop = JobStop()
-        self._stopped_at: float | None = None  # when a stop signal reached this process
         self._tasks: asyncio.TaskGroup
         self._started_over = asyncio.Event()
         self._started_over.set()
@@ -187,10 +185,10 @@ class Supervisor:
         if is_new_round and process_stat(pid) is None:
             return  # torchrun ends all ranks before the next round: it was a rank of an earlier one
         if incarnation > self._ranks.incarnation or is_new_round:
-            if self._is_stopped_for_good:
+            if self._end.is_for_good:
                 raise JobFailed("the job was stopped; torchrun is about to end")
             self._start_over(incarnation)
-        self._may_restart = may_restart
+        self._end.may_restart = may_restart
         self._round_id = round_id
         try:
             async with asyncio.timeout(_START_OVER_LIMIT_S):
@@ -213,7 +211,7 @@ class Supervisor:
         finally:
             watch.close()
             if self._ranks.remove(me):
-                self._on_rank_gone(me, local_world_size, may_restart)
+                self._on_rank_gone(me, local_world_size)
 
     def _start_over(self, incarnation: int) -> None:
         """Torchrun has restarted the ranks: the old ranks' actors end, and engines stay warm.
@@ -223,7 +221,7 @@ class Supervisor:
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
         self.record(f"torchrun has restarted the ranks ({incarnation})", "restart", "ranks")
         self._job_stop.withdraw()
-        self._stopped_at = None
+        self._end.start_over()
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
         if self._nodes_may_change:
@@ -381,7 +379,7 @@ class Supervisor:
         elif self._links.lead is not None:
             self._links.tell_lead({"kind": "request", "request": to_wire(request)})
         else:
-            self._is_stopped_for_good = True
+            self._end.is_for_good = True
             self._links.tell({"kind": "stopped for good"})
             cause = f"{request.asker} asked for it, within {request.grace_s:g} s"
             self.stop_job(request.number, request.grace_s, cause)
@@ -396,21 +394,22 @@ class Supervisor:
         Args:
             grace_s, cause: see `AttachedRanks.pass_on_signal`.
         """
-        now = time.monotonic()
-        if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
-            if number == PREEMPT_SIGNAL:
+        match self._end.stop(number, time.monotonic()):
+            case StopDecision.IGNORE:
                 return
-            self.end_for("the supervisor", "a second signal stopped it before the ranks had left")
-            return
-        self._job_stop.request()
-        self._stopped_at = now if self._stopped_at is None else self._stopped_at
-        cause = cause or _got("the supervisor", number)
-        is_new = self._ranks.pass_on_signal(cause, self._ranks.incarnation, number, grace_s)
-        is_restart_prevented = self._ranks.has_failed and self._may_restart
-        if number == PREEMPT_SIGNAL and (is_new or is_restart_prevented):
+            case StopDecision.END:
+                why = "a second signal stopped it before the ranks had left"
+                self.end_for("the supervisor", why)
+                return
+            case StopDecision.STOP_RANKS:
+                self._job_stop.request()
+        cause, ranks = cause or _got("the supervisor", number), self._ranks
+        is_first = ranks.pass_on_signal(cause, ranks.incarnation, number, grace_s)
+        has_failed = ranks.has_failed
+        if self._end.is_preempted(number, is_first_signal=is_first, has_failed=has_failed):
             assert self._requests is not None
             self._tasks.create_task(self._requests.mark_preempted(), name="mark-preempted")
-        if not len(self._ranks):
+        if not len(ranks):
             self.over.set()
 
     def note(self, text: str, kind: EventKind = "note", who: str = "") -> None:
@@ -453,7 +452,7 @@ class Supervisor:
         memory = {rank.name: rank.gpu_memory for rank in ranks if rank.gpu_memory is not None}
         return await read_gpu_memory(roots, memory)
 
-    def _on_rank_gone(self, gone: AttachedRank, local_world_size: int, may_restart: bool) -> None:
+    def _on_rank_gone(self, gone: AttachedRank, local_world_size: int) -> None:
         if not self._ranks.has_detached(gone.rank):
             self._end_syncs_of(gone.rank)
             self._ranks.fail(
@@ -463,19 +462,18 @@ class Supervisor:
             )
         if len(self._ranks):
             return
-        if self._is_stopped_for_good:
-            is_over = True
-        elif self._ranks.has_failed:
-            is_over = not may_restart
-        elif self._nodes_may_change and self._ranks.was_stopped:
-            is_over = False  # torchrun stops ranks so, to start them again with another node
-        else:
-            is_over = self._ranks.num_detached >= local_world_size
-        if is_over or self._stopped_at is not None:
-            self.over.set()
-        elif self._nodes_may_change:
-            self._stop_others()  # this node may be cut off, and another one have its role
-            self._tasks.create_task(self._await_ranks(), name="await-ranks")
+        match self._end.after_last_rank(
+            has_failed=self._ranks.has_failed,
+            was_stopped=self._ranks.was_stopped,
+            have_all_detached=self._ranks.num_detached >= local_world_size,
+        ):
+            case AfterRanks.OVER:
+                self.over.set()
+            case AfterRanks.KEEP_ENGINES:
+                self._stop_others()  # this node may be cut off, and another one have its role
+                self._tasks.create_task(self._await_ranks(), name="await-ranks")
+            case AfterRanks.KEEP:
+                pass
 
     async def _await_ranks(self) -> None:
         """Ends the job here if torchrun starts no ranks on this node."""
@@ -484,7 +482,7 @@ class Supervisor:
                 await first_of(self._ranks.attached, self.over)
         except TimeoutError:
             logger.info("no ranks for %g s: ending the engines", _WARM_LIMIT_S)
-            self._is_stopped_for_good = self._waiting is not None
+            self._end.is_for_good = self._waiting is not None
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
@@ -511,7 +509,7 @@ class Supervisor:
             DeadlineExceeded: another supervisor cannot be reached.
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
-        self._has_lost_node = False
+        self._end.begin_epoch()
         self._links.begin(parsed, node, epoch, self, self._tasks)
         if self._nodes_may_change:
             self._request_name = request_name(parsed)
@@ -568,7 +566,7 @@ class Supervisor:
                 cause = f"{cause} (node {node})"
                 self._ranks.pass_on_signal(cause, self._ranks.incarnation, number, grace_s)
             case {"kind": "stopped for good"}:
-                self._is_stopped_for_good = True
+                self._end.is_for_good = True
                 if self._torchrun_pid and not len(self._ranks):
                     self.over.set()
             case {"kind": "request"}:
@@ -649,7 +647,7 @@ class Supervisor:
         self.record(f"{name}: {why}", "lost", nodes[node].node_id)
         self._mark_interrupted()
         if self._nodes_may_change:
-            self._has_lost_node = True
+            self._end.lose_node()
             self._ranks.fail(name, why)  # the others may continue without it
         else:
             self.end(name, why)  # before syncs fail for it
@@ -715,11 +713,10 @@ class Supervisor:
             self._forget_keys()
 
     def _forget_keys(self) -> None:
-        """Removes the file of keys on rank 0's node, unless the others may go on without it: if it
-        is cut off, stopped, or its ranks have failed."""
-        is_done = not (self._has_lost_node or self._ranks.has_failed or self._stopped_at)
+        """Removes the file of keys on rank 0's node, unless the others may go on without it."""
         is_lead = self._requests is not None and self._requests.is_lead
-        if self._owns_keys and is_lead and is_done:
+        is_last = self._end.may_forget_keys(has_failed=self._ranks.has_failed)
+        if self._owns_keys and is_lead and is_last:
             Path(self._secret_file).unlink(missing_ok=True)
 
     async def _run_actors(self) -> None:
@@ -738,8 +735,7 @@ class Supervisor:
             await self._links.leave()
 
     async def _await_end(self) -> None:
-        """Returns when the job is over. Torchrun is then ended, too, if it would start the ranks of
-        a job again that was stopped for good."""
+        """Returns when the job is over, and ends torchrun then if it has to."""
         if self._is_lead:
             await self._set_lead(True)
         looking = [self._tasks.create_task(self._ranks.watch_stops(self.note), name="stopped")]
@@ -748,7 +744,7 @@ class Supervisor:
         await self.over.wait()
         for task in looking:
             task.cancel()
-        if self._is_stopped_for_good and self._may_restart and self._torchrun_pid:
+        if self._end.ends_torchrun and self._torchrun_pid:
             logger.info("the job was stopped: ending torchrun (pid %d)", self._torchrun_pid)
             try:
                 os.kill(self._torchrun_pid, signal.SIGTERM)
