@@ -2,14 +2,13 @@
 
 It keeps actors running (`supervised_actor`), keeps engines in their lifecycle and in sync
 (`engine_pool`), notifies every attached rank when the job is lost, and leaves nothing behind. It is
-an actor itself: its public methods, and those of `actor_calls` and `pool_calls`, are its RPC
-interface.
+an actor itself: its RPC interface are the methods in `CALLS`, and the public ones of its
+`call_parts`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import secrets
@@ -28,7 +27,6 @@ from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.remote_actor import RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
-from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of, request_name
 from umbra.runtime.cluster.job_requests import JobRequests
@@ -42,14 +40,13 @@ from umbra.runtime.pools.pool_calls import PoolCalls
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.report_calls import MetricsHost, ReportCalls
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.state_collector import StateCollector
 
 if TYPE_CHECKING:
     from umbra.runtime.job_state import JobState
-    from umbra.runtime.metrics_endpoint import MetricsEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +72,17 @@ class Supervisor:
         secret_file: path of the job's keys; "" for none.
         owns_keys: whether that file ends with the job, and no rank removes it.
         torchrun_pid: of the agent that starts this node's ranks; 0 for none.
+
+    Attributes:
+        over: set when the job is over here.
+        call_parts: objects whose public methods are calls, too.
     """
+
+    CALLS: Final = (
+        *("attach", "detach", "fail_job", "pass_on_signal", "join_job"),  # by ranks
+        *("join", "report", "bundle_late"),  # by supervisors
+        *("generate", "request"),  # by programs on this node
+    )
 
     def __init__(
         self,
@@ -90,24 +97,21 @@ class Supervisor:
         torchrun_pid: int = 0,
     ) -> None:
         self._node = node
-        self._run_dir = run_dir
         self._torchrun_pid = torchrun_pid
         self._is_lead = is_lead
         self._nodes_may_change = nodes_may_change
         self._tcp_endpoint = ""
         self._secret_file = secret_file
         self._owns_keys = owns_keys
-        self._client = client
         self._requests = None if run_dir is None else JobRequests(run_dir, self._act_on)
-        self._endpoint: MetricsEndpoint | None = None
         self._events = None if run_dir is None else EventLog(run_dir)
         self._request_name = secrets.token_hex(8)  # see `JobNode.job`
         self._waiting: JobRequest | None = None  # until the nodes have met again
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._warm = WarmEngines(client)
+        self._warm = WarmEngines(client, nodes_may_change=nodes_may_change)
         self._end = JobEnd(nodes_may_change=nodes_may_change)
         self._round_id = ""  # of torchrun's rendezvous
-        self._links = links = JobLinks(client)
+        self._links = JobLinks(client)
         self._ranks = AttachedRanks(on_event=self._on_rank_event)
         self._job_stop = JobStop()
         self._tasks: asyncio.TaskGroup
@@ -119,14 +123,14 @@ class Supervisor:
             node,
             self._context,
             self._job_stop,
-            links=links,
+            links=self._links,
             note=self.note,
-            describe_gpu_memory=self._describe_gpu_memory,
+            ranks=self._ranks,
             explain_late=self._explain_late,
             processes_path=(folder or node.log_dir) / "processes.json",
             over=self.over,
             take_warm=self._warm.take,
-            keeps_warm=self._keeps_warm,
+            keeps_warm=self._warm.outlives_lead,
             on_change=self._on_actor_change,
             on_remote_change=self._on_remote_change,
         )
@@ -135,14 +139,13 @@ class Supervisor:
             client,
             self._actors,
             self._warm,
-            links=links,
+            links=self._links,
             note=self.note,
             record=self.record,
         )
-        self.pool_calls = PoolCalls(self._pools, links=links)
         self.actor_calls = ActorCalls(
             self._actors,
-            links=links,
+            links=self._links,
             check_may_stop=self._pools.check_may_stop,
             check_may_restart=self._pools.check_may_restart,
         )
@@ -151,14 +154,20 @@ class Supervisor:
             client,
             self._actors,
             self._ranks,
-            links=links,
+            links=self._links,
             pools=self._pools.all,
         )
         self._bundles = JobBundles(
             run_dir,
             NodeReport(node, client, self._actors, self._ranks),
-            links=links,
+            links=self._links,
             state=self._read_state,
+        )
+        self._metrics = MetricsHost(run_dir, self._read_state)
+        self.call_parts = (
+            self.actor_calls,
+            PoolCalls(self._pools, self._links),
+            ReportCalls(self._ranks, self._states, self._bundles, self._metrics, self._read_state),
         )
 
     # -- ranks ---------------------------------------------------------------------------
@@ -229,38 +238,14 @@ class Supervisor:
             self._ranks.forget_nodes()
         if self._started_over.is_set():  # else the actors of an earlier restart are still ending
             self._started_over.clear()
-            self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
+            self._tasks.create_task(self._end_all_but_engines(), name="start-over")
 
-    def _stop_others(self) -> list[SupervisedActor]:
-        """Stops all actors but the engines that may stay warm."""
-        others = [actor for actor in self._actors.own() if not self._may_stay(actor)]
-        for actor in others:
-            actor.stop()
-        return others
-
-    def _may_stay(self, actor: SupervisedActor) -> bool:
-        """Whether ranks that are started again can use it."""
-        if self._nodes_may_change:
-            return self._warm.may_keep(actor)
-        return actor.spec.role == "engine"
-
-    def _keeps_warm(self, actor: SupervisedActor) -> bool:
-        """Whether it outlives the supervisor of another node that wanted it here."""
-        return self._nodes_may_change and self._warm.may_keep(actor)
-
-    async def _stop_all_but_engines(self) -> None:
-        others = self._stop_others()
+    async def _end_all_but_engines(self) -> None:
         try:
-            if self._nodes_may_change:
-                await self._pools.dissolve()
-            else:
-                await self._pools.invalidate()
+            await self._pools.start_over()
         except DeadlineExceeded as error:
             self.end("starting over", str(error))
             return
-        for actor in others:
-            await actor.ended.wait()
-            self._actors.forget(actor)
         self._started_over.set()
 
     def detach(self, rank: int) -> None:
@@ -295,52 +280,8 @@ class Supervisor:
         found = await self.bundle_late(why)
         return f"\n{found}" if found else ""
 
-    async def report_node(self) -> dict[str, str]:
-        """Called by the supervisor of rank 0's node: what this node's processes are doing."""
-        return dict(await self._bundles.report_node())
-
-    def node_status(self) -> dict[str, Any]:
-        """Called by the supervisor of rank 0's node: a `NodeStatus`."""
-        found: dict[str, Any] = to_wire(self._states.node())
-        return found
-
-    @idempotent
-    async def job_state(self) -> dict[str, Any]:
-        """What the job is doing now, a `JobState`. Called on rank 0's node."""
-        found: dict[str, Any] = to_wire(await self._read_state())
-        return found
-
     async def _read_state(self) -> JobState:
         return await self._states.job(self._request_name)
-
-    async def serve_metrics(self, address: str) -> str:
-        """Called by rank 0: serves metrics for Prometheus until the job ends, or rank 0 is on
-        another node.
-
-        Args:
-            address: HOST:PORT; port 0 takes a free one, which a later call finds again.
-
-        Returns:
-            The URL.
-
-        Raises:
-            ConfigError: it cannot listen there.
-        """
-        assert self._run_dir is not None
-        if self._endpoint is None or self._endpoint.address != address:
-            await asyncio.to_thread(importlib.import_module, "umbra.runtime.metrics_endpoint")
-            from umbra.runtime.metrics_endpoint import MetricsEndpoint
-
-            endpoint = MetricsEndpoint(address, self._run_dir, self._read_state)
-            await endpoint.open()
-            await self._close_endpoint()
-            self._endpoint = endpoint
-        return self._endpoint.url
-
-    async def _close_endpoint(self) -> None:
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            await endpoint.close()
 
     def end(self, who: str, why: str) -> None:
         """Ends the job for a reason outside it; waiting ranks are notified."""
@@ -436,22 +377,6 @@ class Supervisor:
         else:
             self.record(f"{event['cause']}: all ranks stop", "stop", "job")
 
-    def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
-        """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
-        memory = RankMemory(allocated_nbytes=allocated_nbytes, reserved_nbytes=reserved_nbytes)
-        self._ranks.note_gpu_memory(rank, memory)
-
-    async def _describe_gpu_memory(self) -> str:
-        ranks = self._ranks.all()
-        roots = {rank.pid: rank.name for rank in ranks}
-        roots |= {
-            actor.pid: f"{actor.spec.name} (pid {actor.pid})"
-            for actor in self._actors.own()
-            if actor.has_process
-        }
-        memory = {rank.name: rank.gpu_memory for rank in ranks if rank.gpu_memory is not None}
-        return await read_gpu_memory(roots, memory)
-
     def _on_rank_gone(self, gone: AttachedRank, local_world_size: int) -> None:
         if not self._ranks.has_detached(gone.rank):
             self._end_syncs_of(gone.rank)
@@ -470,7 +395,7 @@ class Supervisor:
             case AfterRanks.OVER:
                 self.over.set()
             case AfterRanks.KEEP_ENGINES:
-                self._stop_others()  # this node may be cut off, and another one have its role
+                self._pools.stop_others()  # this node may be cut off, and another one have its role
                 self._tasks.create_task(self._await_ranks(), name="await-ranks")
             case AfterRanks.KEEP:
                 pass
@@ -528,7 +453,7 @@ class Supervisor:
             return
         if not is_lead:
             self._requests.is_lead = False
-            await self._close_endpoint()
+            await self._metrics.close()
             return
         address = SupervisorAddress(
             job=self._request_name,
@@ -611,36 +536,14 @@ class Supervisor:
         finally:
             self.over.set()
 
-    async def admit(self, node: dict[str, Any]) -> dict[str, int]:
-        """Called by the supervisor of a node that only generates; returns its index in the job
-        ("node"), and the "epoch".
-
-        Raises:
-            ConfigError: the job cannot use that node.
-        """
-        generator = from_wire(JobNode, node)
-        self._pools.current.check_node(generator)
-        idx = await self._links.admit(generator)
-        engines = self._pools.current.add_node(idx, generator)
-        what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
-        node_id = generator.node_id
-        text = f"node {idx} ({node_id}) has joined to generate, and {what}"
-        self.note(text, "joined", node_id)
-        return {"node": idx, "epoch": self._links.epoch}
-
     def on_node_left(self, node: int) -> None:
         if self._links.only_generates(node):
-            self._remove_generator(node, "has left", "left")
-
-    def _remove_generator(self, node: int, what: str, kind: EventKind) -> None:
-        self._pools.current.remove_node(node)
-        node_id = self._links.nodes[node].node_id
-        self.note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
+            self._pools.remove_generator(node, "has left", "left")
 
     def on_node_lost(self, node: int, why: str) -> None:
         nodes = self._links.nodes
         if self._links.only_generates(node) and self._links.lead is None:
-            self._remove_generator(node, f"cannot be reached any more: {why}", "lost")
+            self._pools.remove_generator(node, f"cannot be reached any more: {why}", "lost")
             return
         name = f"node {node} ({nodes[node].node_id})"
         why = f"it cannot be reached any more: {why}"
@@ -665,7 +568,7 @@ class Supervisor:
         if node >= len(self._links.nodes):
             return  # of an epoch that is over
         if self._links.only_generates(node):
-            self._on_generator_change(node, actor)
+            self._pools.on_generator_change(node, actor)
             return
         is_lost = actor.state == ActorState.FAILED and actor.has_run
         if is_lost and actor.spec.essential and not self._links.has_left(node):
@@ -674,14 +577,6 @@ class Supervisor:
                 for rank in ranks_of(self._links.nodes, node):
                     self._end_syncs_of(rank)
             self._ranks.fail(actor.spec.name, actor.failure)
-
-    def _on_generator_change(self, node: int, actor: RemoteActor) -> None:
-        if actor.state not in (ActorState.STOPPED, ActorState.FAILED):
-            return
-        for pool in self._pools.all():
-            pool.remove(actor)
-        if actor.state == ActorState.FAILED and not actor.has_run and actor.spec.role == "engine":
-            self._links.dismiss(node, actor.failure)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -728,7 +623,7 @@ class Supervisor:
                 self._tasks.create_task(self._events.run(), name="events")
             async with self._actors.open():
                 await self._await_end()
-            await self._close_endpoint()
+            await self._metrics.close()
             if self._events is not None:
                 self._events.close()
             self._pools.close()

@@ -138,7 +138,8 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             supervisor,
             ref.incarnation,
             describing_calls(client, lambda: server),
-            parts=(supervisor.actor_calls, supervisor.pool_calls),
+            calls=supervisor.CALLS,
+            parts=supervisor.call_parts,
         )
         with contextlib.ExitStack() as stack:
             # Not `term`, which would wait forever for a socket whose server never ran.

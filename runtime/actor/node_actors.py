@@ -21,6 +21,8 @@ from umbra.runtime.actor.hosted_actors import HostedActors
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
+from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.gpu_shortage import read_gpu_memory
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
@@ -44,7 +46,8 @@ class NodeActors:
 
     Args:
         links: to the other nodes.
-        job_stop, note, describe_gpu_memory, explain_late: of `SupervisedActor`.
+        ranks: of this node, which share its GPUs with the actors.
+        job_stop, note, explain_late: of `SupervisedActor`.
         processes_path: a file that describes the processes for people and scripts.
         over: once set, no actor is started, because nobody would stop it.
         take_warm: returns the running engine of that name which no pool uses, if there is one.
@@ -61,7 +64,7 @@ class NodeActors:
         *,
         links: JobLinks,
         note: Notify,
-        describe_gpu_memory: Callable[[], Awaitable[str]],
+        ranks: AttachedRanks,
         explain_late: Callable[[str], Awaitable[str]],
         processes_path: Path,
         over: asyncio.Event,
@@ -76,7 +79,7 @@ class NodeActors:
         self._job_stop = job_stop
         self._links = links
         self._note = note
-        self._describe_gpu_memory = describe_gpu_memory
+        self._ranks = ranks
         self._explain_late = explain_late
         self._processes_path = processes_path
         self._over = over
@@ -227,6 +230,17 @@ class NodeActors:
             await asyncio.wait(self._following.values())
         self._following.clear()
         self._remote.clear()
+
+    async def _describe_gpu_memory(self) -> str:
+        ranks = self._ranks.all()
+        roots = {rank.pid: rank.name for rank in ranks}
+        roots |= {
+            actor.pid: f"{actor.spec.name} (pid {actor.pid})"
+            for actor in self.own()
+            if actor.has_process
+        }
+        memory = {rank.name: rank.gpu_memory for rank in ranks if rank.gpu_memory is not None}
+        return await read_gpu_memory(roots, memory)
 
     def _check_may_start(self, spec: ActorSpec) -> None:
         if self._over.is_set():

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.node_actors import NodeActors
-from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.actor.remote_actor import RemoteActor
+from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.job_links import JobLinks
-from umbra.runtime.cluster.run_events import Notify
+from umbra.runtime.cluster.job_nodes import JobNode
+from umbra.runtime.cluster.run_events import EventKind, Notify
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.rpc.rpc_client import Client
@@ -123,17 +125,68 @@ class JobPools:
                     f"{actor} is a part of engine {engine.name}: restart {engine.name}"
                 )
 
-    async def invalidate(self) -> None:
-        """Called when the trainer that made the weights was restarted, and the pools stay."""
-        if self._loaded is not None:
-            await self._loaded.invalidate()
+    def stop_others(self) -> list[SupervisedActor]:
+        """Stops all actors of this node but the engines that ranks can use which are started
+        again."""
+        others = [each for each in self._actors.own() if not self._warm.outlives_ranks(each)]
+        for actor in others:
+            actor.stop()
+        return others
 
-    async def dissolve(self) -> None:
+    async def start_over(self) -> None:
+        """Called when the ranks were started again. Their weights are no longer valid: engines wait
+        for a sync of the new ranks. Returns when all other actors have ended.
+
+        Raises:
+            DeadlineExceeded: what pools were doing does not end.
+        """
+        others = self.stop_others()
+        if self._warm.nodes_may_change:
+            await self._dissolve()
+        elif self._loaded is not None:
+            await self._loaded.invalidate()
+        for actor in others:
+            await actor.ended.wait()
+            self._actors.forget(actor)
+
+    async def _dissolve(self) -> None:
         """Ends the pools, if this node had them, and leaves their engines running everywhere."""
         pools, self._loaded = self._loaded, None
         if pools is not None:
             await pools.dissolve()
         await self._actors.leave_remote()
+
+    # -- nodes that only generate, which have engines of the job's pools --------------------
+
+    async def admit_generator(self, node: JobNode) -> int:
+        """Takes in a node, and starts engines there; returns its index in the job.
+
+        Raises:
+            ConfigError: the job cannot use that node.
+        """
+        self.current.check_node(node)
+        idx = await self._links.admit(node)
+        engines = self.current.add_node(idx, node)
+        what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
+        text = f"node {idx} ({node.node_id}) has joined to generate, and {what}"
+        self._note(text, "joined", node.node_id)
+        return idx
+
+    def remove_generator(self, node: int, what: str, kind: EventKind) -> None:
+        """Called when a node has left or is lost."""
+        self.current.remove_node(node)
+        node_id = self._links.nodes[node].node_id
+        self._note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
+
+    def on_generator_change(self, node: int, actor: RemoteActor) -> None:
+        """Called after each change of an actor there. The node leaves if an engine of its own
+        cannot start."""
+        if actor.state not in (ActorState.STOPPED, ActorState.FAILED):
+            return
+        for pool in self.all():
+            pool.remove(actor)
+        if actor.state == ActorState.FAILED and not actor.has_run and actor.spec.role == "engine":
+            self._links.dismiss(node, actor.failure)
 
     # -- engines of the last epoch: see `warm_engines` -----------------------------------
 

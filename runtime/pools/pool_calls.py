@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.pools.job_pools import JobPools
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire
@@ -93,6 +94,18 @@ class PoolCalls:
 
     def sync_abort(self, call: dict[str, Any]) -> None:
         self._pools.current.sync_abort(call)
+
+    # -- nodes that only generate ----------------------------------------------------------
+
+    async def admit(self, node: dict[str, Any]) -> dict[str, int]:
+        """Called by the supervisor of a node that only generates; returns its index in the job
+        ("node"), and the "epoch".
+
+        Raises:
+            ConfigError: the job cannot use that node.
+        """
+        idx = await self._pools.admit_generator(from_wire(JobNode, node))
+        return {"node": idx, "epoch": self._links.epoch}
 
     # -- what pools of rank 0's node need on this one --------------------------------------
 

@@ -27,10 +27,16 @@ _REST_LIMIT_S: Final = 15.0
 
 
 class WarmEngines:
-    """Owned by the supervisor, as are the actors."""
+    """Owned by the supervisor, as are the actors.
 
-    def __init__(self, client: Client) -> None:
+    Args:
+        nodes_may_change: whether torchrun may start the ranks again on other nodes. If not, pools
+            stay as they are.
+    """
+
+    def __init__(self, client: Client, *, nodes_may_change: bool) -> None:
         self._client = client
+        self.nodes_may_change = nodes_may_change
         self._engines: dict[str, SupervisedActor] = {}
 
     @staticmethod
@@ -42,6 +48,14 @@ class WarmEngines:
             return False
         is_usable = actor.state == ActorState.RUNNING and not actor.is_stopping
         return is_usable and not spec.kwargs.get("load_weights")
+
+    def outlives_ranks(self, actor: SupervisedActor) -> bool:
+        """Whether ranks that are started again can use it."""
+        return self.may_keep(actor) if self.nodes_may_change else actor.spec.role == "engine"
+
+    def outlives_lead(self, actor: SupervisedActor) -> bool:
+        """Whether it outlives the supervisor of another node that wanted it here."""
+        return self.nodes_may_change and self.may_keep(actor)
 
     async def keep(self, actors: Iterable[SupervisedActor]) -> None:
         """Makes engines what a new pool expects: awake, idle, and without an update. One that does

@@ -12,7 +12,10 @@ from rank_processes import Ranks, poll
 from watching import all_end, kill
 
 from umbra.runtime.cluster.run_events import read_events
+from umbra.runtime.errors import ActorNotFound
 from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S
+from umbra.runtime.session import Session
+from umbra.runtime.supervisor import Supervisor
 
 pytestmark = pytest.mark.process
 
@@ -166,3 +169,29 @@ def test_a_low_soft_limit_of_open_files_does_not_bind_the_supervisor(
 
     assert limits == {min(hard, 262_144)}
     assert_all_gone(socket_root)
+
+
+CALLS = {
+    "ranks": "attach detach fail_job join_job note_gpu_memory pass_on_signal serve_metrics",
+    "supervisors": "admit bundle_late command_hosted dismiss_from_ring end_warm hold_ring "
+    "host_actor join node_status report report_node",
+    "programs": "generate job_state request",
+    "actors": "list_actors resolve restart signalled spawn stop",
+    "pools": "catch_up create_pool pool_has_work pool_pause pool_resume pool_sleep pool_states "
+    "pool_wake watch_pool sync_abort sync_begin sync_end sync_filled sync_progress",
+}
+"""All that a supervisor answers, by who calls or what is called."""
+
+
+def test_a_supervisor_answers_these_calls_and_no_other_of_its_methods(
+    umbra_session: Session,
+) -> None:
+    listed = {name for names in CALLS.values() for name in names.split()}
+    methods = {name for name in dir(Supervisor) if not name.startswith("_")} - listed
+
+    assert {"end", "end_for", "note", "record", "run", "stop_job"} <= methods
+    for name in methods:
+        with pytest.raises(ActorNotFound, match=f"no method '{name}'; there are: ") as caught:
+            umbra_session.supervisor_call(name, timeout_s=5.0)
+        _, _, answered = str(caught.value).partition("there are: ")
+        assert {each for each in answered.split(", ") if each[0] != "_"} == listed

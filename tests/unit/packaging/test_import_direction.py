@@ -39,6 +39,7 @@ LAYERS: Final = (
     ("runtime.hang_verdicts",),
     ("runtime.hang_bundle", "runtime.state_collector", "runtime.prometheus_text"),
     ("runtime.metrics_endpoint",),
+    ("runtime.report_calls",),
     ("runtime.supervisor",),
     ("runtime.supervisor_host",),
     ("runtime.session", "runtime.node"),
