@@ -11,10 +11,9 @@ import xxhash
 from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.base import BucketSource
-from umbra.runtime.weights.transports.bucket_sources import open_source
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
-from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
 _OPEN_TIMEOUT_S = 10.0
 
@@ -69,34 +68,35 @@ class EchoUpdates(WeightUpdates):
     def __init__(self, weights: EchoWeights | None, *, verify: bool) -> None:
         self._weights = weights
         self._verify = verify
-        self._mappings = BucketMappings()
-        self._source: BucketSource | None = None
+        self._image = KeptImage()
+        self._source: ImageSource | None = None
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         layout = Manifest.from_wire(manifest)
-        self._bucket_nbytes: int = buckets["bucket_nbytes"]
+        self._nbytes = layout.nbytes
         self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
-        self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
+        self._plan = BucketGrid(layout.nbytes, buckets["bucket_nbytes"]).cut(self._extents)
         self._source = await asyncio.to_thread(
-            open_source, self._mappings, layout.nbytes, buckets, _OPEN_TIMEOUT_S
+            ImageSource, self._image, layout.nbytes, buckets, _OPEN_TIMEOUT_S
         )
 
     async def load(self) -> int:
         return await asyncio.to_thread(self._load)
 
     def _load(self) -> int:
-        nbytes = 0
+        nbytes, source = 0, self._open_source()
         if self._weights is not None:
-            self._weights.lay_out(self._extents, len(self._plan) * self._bucket_nbytes)
-        for idx, memory in self._open_source().buckets(len(self._plan)):
+            self._weights.lay_out(self._extents, self._nbytes)
+        for idx, window in source.buckets():
             if self._weights is not None:
-                self._weights.write(idx * self._bucket_nbytes, memoryview(memory))
+                with memoryview(source.memory) as image:
+                    self._weights.write(window.start, image[window])
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
         return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Counts the regions, and verifies them if `verify` is set."""
-        self._open_source().check_all_loaded(len(self._plan))
+        self._open_source().check_all_loaded()
         mismatches: list[str] = []
         if self._verify and self._weights is not None:
             mismatches = _mismatches(self._weights.image, regions)
@@ -119,12 +119,12 @@ class EchoUpdates(WeightUpdates):
 
     async def release(self) -> None:
         await self.end()
-        self._mappings.close()
+        self._image.close()
 
     async def close(self) -> None:
         await self.release()
 
-    def _open_source(self) -> BucketSource:
+    def _open_source(self) -> ImageSource:
         if self._source is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
         return self._source

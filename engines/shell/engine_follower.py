@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.process.child_process import ChildProcess
-from umbra.runtime.weights.transports.shared_memory.memfd import close_fds, create_buckets
+from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,14 +87,13 @@ class EngineFollower:
         if self._image is None or len(self._image) != nbytes:
             self.close_image()
             loop = asyncio.get_running_loop()
-            making = loop.run_in_executor(None, create_buckets, [_IMAGE], nbytes)  # takes seconds
+            making = loop.run_in_executor(None, create_memory, _IMAGE, nbytes)  # takes seconds
             try:  # shielded: the descriptor of a thread that nobody waits for would stay open
-                made = await asyncio.shield(making)
+                self._image_fd = await asyncio.shield(making)
             except asyncio.CancelledError:
                 with suppress(WeightSyncError):
-                    close_fds(await making)
+                    os.close(await making)
                 raise
-            self._image_fd = made[_IMAGE]
             self._image = mmap.mmap(self._image_fd, nbytes)
         return f"/proc/{os.getpid()}/fd/{self._image_fd}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.memfd import create_buckets
+from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _MIN_NBYTES: Final = mmap.PAGESIZE  # of a mapping, even if a model has no bytes
@@ -90,7 +90,7 @@ class WeightImage:
     def _open(self, manifest: bytes) -> None:
         layout = Manifest.from_wire(manifest)
         self._nbytes = max(layout.nbytes, _MIN_NBYTES)
-        self._fd = create_buckets(["umbra-weights"], self._nbytes)["umbra-weights"]
+        self._fd = create_memory("umbra-weights", self._nbytes)
         self._manifest = manifest
         self._receiver = WeightReceiver(image_tensors(layout, mmap.mmap(self._fd, self._nbytes)))
 

@@ -27,7 +27,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.nccl.link_progress import RingHolder
+from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,14 @@ class EnginePool:
         record: Notify,
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
-        rings: RingHolder,
+        images: ImageHolder,
     ) -> None:
         self.spec = spec
         self.sync = SyncCoordinator(
             spec.name,
             lambda: self.engines.values(),
             fd_server,
-            rings,
+            images,
             SyncSettings(
                 bucket_nbytes=spec.bucket_nbytes,
                 verify_every=spec.verify_every,

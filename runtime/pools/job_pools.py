@@ -1,4 +1,4 @@
-"""The pools of a job in one epoch after the other, and what they take from its nodes: rings for
+"""The pools of a job in one epoch after the other, and what they take from its nodes: images of
 weights, and engines that the pools of the last epoch have left."""
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve
 if TYPE_CHECKING:
     from umbra.runtime.pools.engine_pool import EnginePool
     from umbra.runtime.pools.node_pools import NodePools
-    from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+    from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
 
 # For another node to end engines that no pool uses: their grace, and the reaping.
 _END_WARM_LIMIT_S: Final = 60.0
 
 
 class JobPools:
-    """Owned by the supervisor. Only rank 0's node has pools; the others hold rings and warm engines
-    for them.
+    """Owned by the supervisor. Only rank 0's node has pools; the others hold images and warm
+    engines for them.
 
     Args:
         warm: engines of this node that pools of the last epoch have left.
@@ -59,7 +59,7 @@ class JobPools:
         self._note = note
         self._record = record
         self._loaded: NodePools | None = None
-        self._loaded_rings: NodeRings | None = None
+        self._loaded_images: NodeImages | None = None
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
 
@@ -68,7 +68,10 @@ class JobPools:
         """Pools may be created within the block, and `close` ends what they do."""
         socket_path = str(self._node.socket_dir / "fds")
         async with serve_fds(socket_path) as self._fd_server, asyncio.TaskGroup() as self._tasks:
-            yield
+            try:
+                yield
+            finally:
+                self._free_images()
 
     def close(self) -> None:
         if self._loaded is not None:
@@ -78,7 +81,7 @@ class JobPools:
     def current(self) -> NodePools:
         """Those of this epoch. Loaded with the first pool, because that takes 40 ms."""
         if self._loaded is None:
-            from umbra.runtime.pools.job_rings import JobRings
+            from umbra.runtime.pools.job_images import JobImages
             from umbra.runtime.pools.node_pools import NodePools
 
             self._loaded = NodePools(
@@ -88,20 +91,20 @@ class JobPools:
                 self._record,
                 self._tasks,
                 self._fd_server,
-                JobRings(self.rings, self._node.node_id, self._links),
+                JobImages(self.images, self._node.node_id, self._links),
                 self._warm_specs,
                 self._end_warm,
             )
         return self._loaded
 
     @property
-    def rings(self) -> NodeRings:
+    def images(self) -> NodeImages:
         """Those of this node. Loaded with the first pool, or for another node's."""
-        if self._loaded_rings is None:
-            from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+        if self._loaded_images is None:
+            from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
 
-            self._loaded_rings = NodeRings(self._fd_server)
-        return self._loaded_rings
+            self._loaded_images = NodeImages(self._fd_server)
+        return self._loaded_images
 
     def all(self) -> list[EnginePool]:
         """The pools that there are."""
@@ -155,6 +158,11 @@ class JobPools:
         if pools is not None:
             await pools.dissolve()
         await self._actors.leave_remote()
+        self._free_images()
+
+    def _free_images(self) -> None:
+        if self._loaded_images is not None:
+            self._loaded_images.close()
 
     # -- nodes that only generate, which have engines of the job's pools --------------------
 

@@ -28,7 +28,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncFilled,
     SyncProgressed,
 )
-from umbra.runtime.weights.transports.nccl.link_progress import RingHolder
+from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 _INVALIDATE_LIMIT_S: Final = 60.0
@@ -45,7 +45,7 @@ class NodePools:
         record: called with events that are not shown.
         tasks: lives as long as the supervisor; `close` ends the tasks made here.
         fd_server: offers descriptors.
-        rings: reaches the nodes of the job, for weight syncs.
+        images: reaches the nodes of the job, for weight syncs.
         warm: the engines that pools of the last epoch have left.
         end_warm: ends those of a node, by their names, and waits for their ends.
     """
@@ -58,7 +58,7 @@ class NodePools:
         record: Notify,
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
-        rings: RingHolder,
+        images: ImageHolder,
         warm: Callable[[], WarmSpecs],
         end_warm: Callable[[int, Sequence[str]], Awaitable[None]],
     ) -> None:
@@ -70,7 +70,7 @@ class NodePools:
         self._record = record
         self._tasks = tasks
         self._fd_server = fd_server
-        self._rings = rings
+        self._images = images
         self._pools: dict[str, EnginePool] = {}
         self._slicings: dict[str, PoolSlicing] = {}  # by the host's name
         self._hosts: dict[str, str] = {}  # by the guest's name
@@ -127,7 +127,7 @@ class NodePools:
             self._record,
             self._tasks,
             self._fd_server,
-            self._rings,
+            self._images,
         )
         sync: asyncio.Task[None] | None = None
         if not spec.load_weights:

@@ -109,22 +109,17 @@ class PoolCalls:
 
     # -- what pools of rank 0's node need on this one --------------------------------------
 
-    async def hold_ring(
+    async def hold_image(
         self, epoch: int, order: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
-        from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
+        """Called by the supervisor of rank 0's node, for a sync; see `NodeImages.hold`."""
+        from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder
 
         await self._links.check_epoch(epoch)
-        held = self._pools.rings.hold(from_wire(RingOrder, order))
+        held = self._pools.images.hold(from_wire(ImageOrder, order))
         async with contextlib.aclosing(held) as states:
             async for state in states:
                 yield state
-
-    async def dismiss_from_ring(self, epoch: int, key: str, engine: int) -> None:
-        """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
-        await self._links.check_epoch(epoch)
-        self._pools.rings.dismiss(key, engine)
 
     async def end_warm(self, epoch: int, names: list[str]) -> None:
         """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool

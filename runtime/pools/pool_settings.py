@@ -138,9 +138,9 @@ class PoolSettings(EnginePoolSettings):
             trainer's GPUs, "memfd" sends them through host memory, "nccl" sends them over the
             network to each node, and there through host memory. "auto" is the first of these that
             every rank and engine can use.
-        sync_bucket_mib: Size of each of the buffers that weights travel in, unless the transport is
-            "cuda_ipc". There are four for a pool with "memfd"; with "nccl" each node with engines
-            has four, and each rank two. Larger ones cost memory.
+        sync_bucket_mib: Part of the weights that a rank writes before engines load it, unless the
+            transport is "cuda_ipc". With larger parts, engines begin later and read what has left
+            the cache. With smaller ones, they wake each other more often.
         sync_timeout_s: Limit for one weight update across all waves; the first also covers engine
             start-up. An engine that makes no progress for most of it is replaced.
         stall_limit_s: How long an engine that has requests may generate no token before it is

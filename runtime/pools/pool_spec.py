@@ -48,7 +48,7 @@ class PoolSpec(Settings):
             while the others generate. For standalone engines, at most one wave for each.
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines get it as an argument of the same name.
-        bucket_nbytes: size of each of the buffers that weights travel in, see SyncSettings.
+        bucket_nbytes: part of the weights that a rank fills at a time, see SyncSettings.
         verify_every: how many versions after one with checksums the next one has them, see there.
         transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
     """

@@ -1,7 +1,8 @@
 """The contents of a sync: names, dtypes, shapes and offsets of tensors in one flat image.
 
-The image is virtual: no process holds all of it. Every tensor starts at a multiple of `ALIGNMENT`,
-in row-major order, without strides; buckets are windows into the image (see `bucket_grid`).
+The image is in shared memory; with CUDA IPC it is only a way to count bytes. Every tensor starts at
+a multiple of `ALIGNMENT`, in row-major order, without strides; buckets are windows into the image
+(see `bucket_grid`).
 Torch-free, because the supervisor checks manifests too.
 """
 

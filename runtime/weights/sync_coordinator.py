@@ -36,10 +36,10 @@ from umbra.runtime.weights.transport_choice import TransportChooser, TransportSe
 from umbra.runtime.weights.transports.base import LayoutOrder, RankOffer, TransportPlan
 from umbra.runtime.weights.transports.cuda_ipc.export_plan import ExportPlan
 from umbra.runtime.weights.transports.nccl.link_plan import LinkPlan
-from umbra.runtime.weights.transports.nccl.link_progress import LinkProgress, RingHolder
+from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder, LinkProgress
+from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory
+from umbra.runtime.weights.transports.shared_memory.image_plan import ImagePlan
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
-from umbra.runtime.weights.transports.shared_memory.ring_plan import RingPlan
-from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,8 @@ class SyncSettings:
     """Settings of a pool's syncs.
 
     Attributes:
-        bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should fit the
-            last-level cache, so that only the tensors themselves go through memory; smaller buffers
-            spend the time in wake-ups.
+        bucket_nbytes: the part of the image that a rank fills before engines load it. Larger ones
+            leave engines waiting and the cache behind; smaller ones spend the time in wake-ups.
         verify_every: checksums are verified for the first version, for every n-th after it, and
             whenever an engine takes part for the first time. Counts and bytes are always verified.
         pause_mode: what happens to running generation: abort, keep or drain.
@@ -80,13 +79,13 @@ class SyncCoordinator:
     """Serves the syncs of one pool, one after the other. `run()` lives until cancelled.
 
     The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs. The
-    coordinator owns the memory of the syncs: `run` makes it when it begins (engines take longer to
-    start) and frees it when it ends. `version` is the last committed one.
+    coordinator owns the memory of syncs within a node, which `run` frees when it ends. `version` is
+    the last committed one.
 
     Args:
         engines: all engines of the pool, in any state.
-        fd_server: offers the buckets' descriptors.
-        rings: reaches the nodes of the job, for syncs over several of them.
+        fd_server: offers the descriptors of that memory.
+        images: reaches the nodes of the job, for syncs over several of them.
         on_abort: called with the version and the reason when a sync has failed.
     """
 
@@ -95,7 +94,7 @@ class SyncCoordinator:
         pool: str,
         engines: Callable[[], Iterable[SyncEngine]],
         fd_server: FdServer,
-        rings: RingHolder,
+        images: ImageHolder,
         settings: SyncSettings | None = None,
         on_abort: Callable[[int, str], None] | None = None,
     ) -> None:
@@ -103,9 +102,9 @@ class SyncCoordinator:
         self.pool = pool
         self._engines = engines
         self._settings = settings or SyncSettings()
-        self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
+        self._memory = ImageMemory(pool, fd_server)
         self._on_abort = on_abort
-        plans = [ExportPlan(self._memory), RingPlan(self._memory), LinkPlan(pool, rings)]
+        plans = [ExportPlan(self._memory), ImagePlan(self._memory), LinkPlan(pool, images)]
         self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
@@ -137,10 +136,8 @@ class SyncCoordinator:
     async def run(self) -> None:
         """Runs syncs until cancelled; then an open one fails at its ranks."""
         try:
-            await self._memory.make()
             while True:
                 run = await self._to_start.get()
-                await self._memory.make()  # retried after a failure: memory may be free now
                 try:
                     await run.run()
                     if run.failure is not None and self._on_abort is not None:
@@ -249,7 +246,8 @@ class SyncCoordinator:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
         manifest, chosen = action.manifest, self._choose_engines(version, plan)
-        bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
+        most_nbytes = max(align(manifest.nbytes), ALIGNMENT)
+        bucket_nbytes = min(align(self._settings.bucket_nbytes), most_nbytes)
         order = LayoutOrder(
             manifest=manifest,
             bucket_nbytes=bucket_nbytes,

@@ -29,7 +29,7 @@ from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter
 from umbra.runtime.weights.transports.nccl.link_sender import LinkSender
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardSource
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
-from umbra.runtime.weights.transports.shared_memory.ring_sender import RingSender
+from umbra.runtime.weights.transports.shared_memory.image_sender import ImageSender
 
 _ABORT_TIMEOUT_S: Final = 5.0
 # How long a failing rank tries to reach the supervisor; after that the lease ends the sync anyway.
@@ -93,7 +93,7 @@ class WeightPublisher:
         self._exports = ExportSender(shards, export or MemoryExporter().export, stays=keeps_memory)
         self._links = LinkSender(shards, supervisor, link_host)
         self._senders: dict[str, Sender] = {
-            "memfd": RingSender(shards, supervisor.check),
+            "memfd": ImageSender(shards),
             "cuda_ipc": self._exports,
             "nccl": self._links,
         }
@@ -118,7 +118,7 @@ class WeightPublisher:
                 report = report.joined(self._publish_wave(pool, version, deadline))
             return report
         finally:
-            self._links.close()
+            self._links.stop_listening()
 
     def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
         supervisor, rank = self._supervisor, self._rank
@@ -158,7 +158,7 @@ class WeightPublisher:
             raise
 
     def close(self) -> None:
-        """Unmaps the buckets, which `publish` keeps mapped; it maps them again. Idempotent."""
+        """Unmaps the image, which `publish` keeps mapped; it maps it again. Idempotent."""
         for sender in self._senders.values():
             sender.close()
 

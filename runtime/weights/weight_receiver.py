@@ -1,6 +1,6 @@
-"""The engine's side of syncs: copies buckets into parameters, and verifies that they arrived.
+"""The engine's side of syncs: copies the image of its node into parameters, and verifies them.
 
-If the ranks' GPUs can be read, parameters are filled from there, without buckets.
+If the ranks' GPUs can be read, parameters are filled from there, without an image.
 
 begin -> load -> finish -> end         once for each version; `abort` if it is aborted
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.base import Receiver
-from umbra.runtime.weights.transports.bucket_receiver import BucketReceiver
-from umbra.runtime.weights.transports.bucket_sources import open_source
 from umbra.runtime.weights.transports.cuda_ipc.export_receiver import ExportReceiver
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
-from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.image_receiver import ImageReceiver
+from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -33,13 +33,13 @@ class WeightReceiver:
     """Receives versions into one engine's parameters. Lives as long as they do.
 
     Calls block. An engine makes them from the thread that owns the parameters, except `stop`. It
-    owns the mappings of the buckets and of the ranks' memory, and what it derived from a layout.
+    owns the mappings of the image and of the ranks' memory, and what it derived from a layout.
     The next version reuses them.
 
     Args:
         parameters: name -> parameter or buffer of this engine, any strides. Their storages may move
             to other memory between updates.
-        timeout_s: limit for the supervisor to pass the buckets.
+        timeout_s: limit for the supervisor to pass the memory.
         make_opener: makes what opens the ranks' exports.
     """
 
@@ -51,15 +51,15 @@ class WeightReceiver:
     ) -> None:
         self._parameters = parameters
         self._timeout_s = timeout_s
-        self._mappings = BucketMappings()
+        self._image = KeptImage()
         self._memory = OpenedMemory(make_opener)
         self._layout: tuple[bytes, int] | None = None
         self._destinations: Destinations | None = None
         self._update: Receiver | None = None
         self._openers: dict[str, _Opener] = {
-            "memfd": self._open_ring,
+            "memfd": self._open_image,
             "cuda_ipc": self._open_exports,
-            "nccl": self._open_ring,
+            "nccl": self._open_image,
         }
 
     def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
@@ -83,17 +83,17 @@ class WeightReceiver:
         open_receiver = self._openers[buckets["transport"]]
         self._update = open_receiver(destinations, manifest, buckets)
 
-    def _open_ring(
+    def _open_image(
         self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]
     ) -> Receiver:
-        source = open_source(
-            self._mappings,
+        source = ImageSource(
+            self._image,
             Manifest.from_wire(manifest).nbytes,
             buckets,
             self._timeout_s,
             self._parameters.values(),
         )
-        return BucketReceiver(destinations, source)
+        return ImageReceiver(destinations, source)
 
     def _open_exports(
         self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]
@@ -103,8 +103,7 @@ class WeightReceiver:
         return ExportReceiver(destinations, self._memory, image, end_of_sync)
 
     def load(self) -> int:
-        """Copies all buckets into the parameters as ranks fill them, once; returns the bytes
-        copied.
+        """Copies everything into the parameters as ranks provide it, once; returns its bytes.
 
         When it returns, the parameters have their values.
 
@@ -126,7 +125,7 @@ class WeightReceiver:
         tensor, byte range and both checksums.
 
         Raises:
-            WeightSyncError: a bucket was not loaded.
+            WeightSyncError: something was not loaded.
             ProtocolError: a region is not inside one tensor.
         """
         return self._open_update().verify(regions)
@@ -143,14 +142,14 @@ class WeightReceiver:
         self._memory.close()
 
     def release(self) -> None:
-        """Like `end`, and unmaps the buckets, which `begin` maps again. Idempotent."""
+        """Like `end`, and unmaps the image, which `begin` maps again. Idempotent."""
         self.end()
-        self._mappings.close()
+        self._image.close()
 
     def close(self) -> None:
         """Frees everything. Idempotent."""
         self.abort()
-        self._mappings.close()
+        self._image.close()
 
     def _destinations_for(self, manifest: bytes, bucket_nbytes: int) -> Destinations:
         layout = (manifest, bucket_nbytes)

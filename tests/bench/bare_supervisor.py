@@ -22,7 +22,7 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
     Tag,
 )
-from umbra.runtime.pools.job_rings import JobRings
+from umbra.runtime.pools.job_images import JobImages
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
@@ -35,7 +35,7 @@ from umbra.runtime.weights.sync_calls import (
 )
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
-from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
 
 
 @asynccontextmanager
@@ -56,9 +56,9 @@ async def bare_supervisor(
         asyncio.TaskGroup() as tasks,
     ):
         engines = [_Engine(name, node_id, client.handle(_ref(name, folder))) for name in names]
-        rings = JobRings(NodeRings(fds), node_id, JobLinks(client))
+        images = JobImages(NodeImages(fds), node_id, JobLinks(client))
         coordinators = {
-            name: SyncCoordinator(name, lambda: engines, fds, rings, settings)
+            name: SyncCoordinator(name, lambda: engines, fds, images, settings)
             for name, settings in pools.items()
         }
         server = ActorServer(_Supervisor(coordinators), 1)

@@ -72,8 +72,8 @@ from umbra.runtime.rpc.wire import Encoder
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.nccl.link_progress import LinkProgress, RingFollower
-from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
+from umbra.runtime.weights.transports.nccl.link_progress import ImageFollower, LinkProgress
+from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder
 
 _LINKS: Final = Path(__file__).with_name("cluster_links.py")
 _NUM_LINKS: Final = 64
@@ -430,9 +430,9 @@ def _link_costs() -> dict[str, float]:
 def _look_cpu_s() -> float:
     num_ranks, num_engines = 1000, 8
     sizes = {"num_ranks": num_ranks, "num_engines": num_engines}
-    order = RingOrder(key="look", bucket_nbytes=1 << 20, **sizes)
+    order = ImageOrder(pool="look", image_nbytes=100 << 20, bucket_nbytes=1 << 20, **sizes)
     engines = range(num_engines)
-    node = RingFollower(0, [], "node", order, engines, 100, has_receiver=True)
+    node = ImageFollower(0, [], "node", order, engines, has_receiver=True)
     progress = LinkProgress(num_ranks, [node], [])
 
     def look() -> None:

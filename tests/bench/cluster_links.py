@@ -17,6 +17,8 @@ import torch
 from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
 from umbra.runtime.weights.transports.nccl.weight_links import ReceivingLink, SendingLink
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
+from umbra.runtime.weights.transports.shared_memory.mapped_image import MappedImage
+from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 _NBYTES = 4096
@@ -29,7 +31,7 @@ def measure(num_links: int) -> dict[str, float]:
     grid = BucketGrid(2 * _NBYTES, _NBYTES)
     fd, progress = SyncProgress.create("links", num_links, 1)
     os.close(fd)
-    memories = [torch.empty(_NBYTES, dtype=torch.uint8) for _ in range(grid.num_buckets)]
+    image = MappedImage(create_memory("image", grid.image_nbytes), grid.image_nbytes)
     deadline = time.monotonic() + _LIMIT_S
     changed = threading.Condition()
     before = _count("task"), _count("fd")
@@ -41,7 +43,7 @@ def measure(num_links: int) -> dict[str, float]:
     }
     endpoint, receivers = listener.endpoint, list[ReceivingLink]()
     for idx, key in enumerate(senders):
-        link = ReceivingLink(endpoint, key, idx, grid, memories, progress, deadline, _ignore)
+        link = ReceivingLink(endpoint, key, idx, grid, image, progress, deadline, _ignore)
         receivers.append(link)
     listener.serve(senders, deadline)
     chunk = torch.zeros(_NBYTES, dtype=torch.uint8)
@@ -62,6 +64,7 @@ def measure(num_links: int) -> dict[str, float]:
         if thread.name == "weight-link":
             thread.join(_LIMIT_S)
     progress.close()
+    image.close()
     listener.close()
     return facts
 

@@ -16,12 +16,12 @@ from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 
 _SYNC_CALLS: Final = (1, 3, 1, 1, 5)
 """Calls in a sync for each engine, one after the other, between which the lead waits for all: the
-ring of its node; pause or wake, begin_update and load; finish_update; commit_update; wake and
+image of its node; pause or wake, begin_update and load; finish_update; commit_update; wake and
 resume, and the three calls of the rank, which are taken to cost as much."""
 _WATCHES_PER_S: Final = 10.0  # `_WATCH_INTERVAL_S` of engine_sync.py
 _REPORTS_PER_S: Final = 4.0
 """`_REPORT_INTERVAL_S` of link_sender.py, the calls of a rank; as often comes the state of a node's
-ring (`_LOOK_INTERVAL_S` of node_rings.py), which is taken to cost half a call."""
+image (`_LOOK_INTERVAL_S` of node_images.py), which is taken to cost half a call."""
 _SOFT_FILE_LIMIT: Final = 1024  # of a rank, on most systems
 
 

@@ -12,7 +12,7 @@ A transport also carries the progress of its syncs, which the supervisor sees as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -118,7 +118,7 @@ class TransferProgress(Protocol):
         ...
 
     def dismiss(self, engine: int) -> None:
-        """Makes nobody wait for this engine any more; it must not be loading."""
+        """Called when this engine is lost: nobody waits for it, or for what it was to receive."""
         ...
 
 
@@ -188,31 +188,6 @@ class Sender(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
-        ...
-
-
-class BucketSource(Protocol):
-    """The buckets of one sync, as an engine gets them; `BucketGrid` says what is in them."""
-
-    def buckets(self, num_buckets: int) -> Iterator[tuple[int, Any]]:
-        """Yields every bucket once all ranks have filled it: its index and its memory, a buffer.
-        Taking the next one gives it back.
-
-        Raises:
-            WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
-        """
-        ...
-
-    def check_all_loaded(self, num_buckets: int) -> None:
-        """Raises WeightSyncError unless this many buckets were given back."""
-        ...
-
-    def stop(self) -> None:
-        """Ends `buckets` within 50 ms. From any thread."""
-        ...
-
-    def close(self) -> None:
-        """Leaves the sync. Idempotent."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ def flatten(tensor: Tensor) -> Tensor:
     as bytes.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def typed_view(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
+    """Bytes, uint8 [nbytes], as a contiguous tensor of that dtype, by its name in a manifest."""
+    return data.view(getattr(torch, dtype)).view(torch.Size(shape))
 
 
 def buffer_bytes(buffer: mmap.mmap | NDArray[np.uint8]) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from ipc_rank import DEVICE
-from local_rings import LocalRings
+from local_images import LocalImages
 from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import (
@@ -162,9 +162,9 @@ async def pool_of(
     path = str(folder / "fds")
     given: dict[str, Any] = {"verify_every": 1}
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
-        rings = LocalRings(server)
+        images = LocalImages(server)
         coordinator = SyncCoordinator(
-            "pool", lambda: [engine], server, rings, SyncSettings(**(given | settings))
+            "pool", lambda: [engine], server, images, SyncSettings(**(given | settings))
         )
         running = tasks.create_task(coordinator.run())
         try:

@@ -180,10 +180,9 @@ def test_a_call_of_a_lead_of_an_earlier_epoch_is_refused(
     session = umbra_session_factory(tcp_host="127.0.0.1")  # in epoch 1
     calls: list[tuple[Any, ...]] = [
         ("command_hosted", 0, "kill", "engine", 1, "it hangs"),
-        ("dismiss_from_ring", 0, "ring", 0),
         ("end_warm", 0, ["engine"]),
     ]
-    streams: list[tuple[Any, ...]] = [("host_actor", 0, {}), ("hold_ring", 0, {})]
+    streams: list[tuple[Any, ...]] = [("host_actor", 0, {}), ("hold_image", 0, {})]
 
     async def stream(method: str, *arguments: Any) -> None:
         async with Client(socket.gethostname()) as client:

@@ -15,7 +15,7 @@ from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.shell.weight_image import image_tensors
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.memfd import close_fds, create_buckets
+from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
 
 SharedCore = VllmCore | SglangCore
 """Those that can be left as if they had just been started."""
@@ -52,15 +52,15 @@ def weight_image(tensors: Mapping[str, Tensor]) -> Generator[dict[str, Any]]:
     manifest = Manifest.layout(
         (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
     )
-    fds = create_buckets(["image"], manifest.nbytes)
+    fd = create_memory("image", manifest.nbytes)
     try:
-        views = image_tensors(manifest, mmap.mmap(fds["image"], manifest.nbytes))
+        views = image_tensors(manifest, mmap.mmap(fd, manifest.nbytes))
         for name, tensor in tensors.items():
             views[name].copy_(tensor.detach())
         yield {
-            "path": f"/proc/{os.getpid()}/fd/{fds['image']}",
+            "path": f"/proc/{os.getpid()}/fd/{fd}",
             "nbytes": manifest.nbytes,
             "manifest": manifest.to_wire(),
         }
     finally:
-        close_fds(fds)
+        os.close(fd)

@@ -1,11 +1,11 @@
-"""A weight sync to engines in this process, with the real publisher, buckets and receivers."""
+"""A weight sync to engines in this process, with the real publisher, image and receivers."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from engine_runs import Engine
 from torch import Tensor
 
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.shards import find_aliases, wire_manifest
 from umbra.runtime.weights.sync_calls import (
     SyncAbort,
     SyncBegin,
@@ -23,22 +24,18 @@ from umbra.runtime.weights.sync_calls import (
     SyncReport,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.memfd import (
-    close_fds,
-    create_buckets,
-    serve_fds,
-)
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEADLINE_S = 20.0
-_serials = itertools.count()  # the name of a bucket is for ever
 
 
 class LocalSync:
     """The supervisor's sync calls of one rank, driving one engine; blocks in the caller's thread.
 
     Args:
+        details: of the image, for an engine.
         tamper: called with the regions before they are verified.
     """
 
@@ -46,9 +43,7 @@ class LocalSync:
         self,
         engine: Engine,
         loop: asyncio.AbstractEventLoop,
-        fd_socket: str,
-        names: list[str],
-        progress: str,
+        details: Mapping[str, Any],
         bucket_nbytes: int,
         tamper: Callable[[list[list[int | None]]], None],
     ) -> None:
@@ -58,16 +53,9 @@ class LocalSync:
         self._regions: list[list[int | None]] = []
         self._buckets: dict[str, Any] = {
             "transport": "memfd",
-            "fd_socket": fd_socket,
-            "names": names,
             "bucket_nbytes": bucket_nbytes,
-            "progress": {
-                "name": progress,
-                "num_ranks": 1,
-                "num_engines": 1,
-                "engine": 0,
-                "timeout_s": DEADLINE_S,
-            },
+            **details,
+            "progress": details["progress"] | {"timeout_s": DEADLINE_S},
         }
         self._loading: Future[dict[str, int]]
         self.verified: dict[str, Any] = {}
@@ -136,19 +124,18 @@ async def publish(
     tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
 ) -> dict[str, Any]:
     """Carries `tensors` to a paused (or fresh) engine and resumes it; what it verified."""
-    serial = next(_serials)
-    fds = create_buckets([f"bucket-{serial}-{idx}" for idx in range(2)], bucket_nbytes)
-    fds |= create_buckets([f"progress-{serial}"], SyncProgress.nbytes_needed(1, 1))
-    *names, progress = fds
-    fd_socket = str(folder / "fds")
-    try:
-        async with serve_fds(fd_socket, fds):
-            loop = asyncio.get_running_loop()
-            sync = LocalSync(engine, loop, fd_socket, names, progress, bucket_nbytes, tamper)
-            publisher = WeightPublisher(sync, 0, 1, tensors)
-            await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
-    finally:
-        close_fds(fds)
+    manifest = wire_manifest(tensors, find_aliases(tensors), None, frozenset())
+    grid = BucketGrid(manifest.nbytes, bucket_nbytes)
+    async with serve_fds(str(folder / "fds")) as server:
+        memory = ImageMemory("pool", server)
+        try:
+            async with memory.opened(grid, 1, 1) as (details, _):
+                loop, own = asyncio.get_running_loop(), numbered(details, 1)[0]
+                sync = LocalSync(engine, loop, own, bucket_nbytes, tamper)
+                with closing(WeightPublisher(sync, 0, 1, tensors)) as publisher:
+                    await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
+        finally:
+            memory.close()
     return sync.verified
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import (
-    close_fds,
-    create_buckets,
+    create_memory,
     serve_fds,
 )
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
@@ -109,13 +109,12 @@ def test_workers_close_the_ranks_memory_when_an_update_is_aborted_or_ranks_may_h
 
 def test_a_worker_stops_loading_an_image_whose_sync_is_aborted(tmp_path: Path) -> None:
     manifest = Manifest.layout([("a", "float32", (3,)), ("b", "float32", (2,))])
-    fds = create_buckets(["image"], 4096)
-    fds |= create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
-    progress = SyncProgress(fds["progress"], 1, 1)
+    image = create_memory("image", 4096)
+    fd, progress = SyncProgress.create("progress", 1, 1)
     path = str(tmp_path / "fds")
     numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
     description = {
-        "path": f"/proc/self/fd/{fds['image']}",
+        "path": f"/proc/self/fd/{image}",
         "nbytes": 4096,
         "manifest": manifest.to_wire(),
         "fd_socket": path,
@@ -131,14 +130,15 @@ def test_a_worker_stops_loading_an_image_whose_sync_is_aborted(tmp_path: Path) -
                 next(tensors)
 
     async def body() -> None:
-        async with serve_fds(path, fds):
+        async with serve_fds(path, {"progress": fd}):
             await asyncio.to_thread(read)
 
     try:
         asyncio.run(body())
     finally:
         progress.close()
-        close_fds(fds)
+        os.close(fd)
+        os.close(image)
 
 
 def test_what_a_loader_writes_to_its_tensors_is_not_in_the_image(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from local_rings import LocalRings
+from local_images import LocalImages
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
 from umbra.runtime.pools import engine_pool
@@ -41,7 +41,7 @@ async def drain(engine: LongDrain, timeout_s: float) -> None:
     spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
     async with Client("node") as client, asyncio.TaskGroup() as tasks:
         fds = FdServer("")
-        pool = EnginePool(spec, client, print, print, tasks, fds, LocalRings(fds))
+        pool = EnginePool(spec, client, print, print, tasks, fds, LocalImages(fds))
         pool.engines["policy-0"] = engine
         await pool.pause("drain", timeout_s)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 from local_actors import actor_without_process
-from local_rings import LocalRings
+from local_images import LocalImages
 
 from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.pools import engine_pool
@@ -37,7 +37,7 @@ def test_a_killed_engine_that_does_not_end_is_reported(
             def note(text: str, kind: EventKind, who: str) -> None:
                 notes.append(text)
 
-            pool = EnginePool(spec, client, note, print, tasks, fds, LocalRings(fds))
+            pool = EnginePool(spec, client, note, print, tasks, fds, LocalImages(fds))
             actor = actor_without_process(tmp_path, context)
             actor.incarnation, actor.pid, actor.has_process = 3, 4711, True  # killed, and not gone
             pool.add(actor)

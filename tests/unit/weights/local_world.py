@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_rings import LocalRings
+from local_images import LocalImages
 from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import (
@@ -189,12 +189,23 @@ class ThreadEngine:
 class LocalSupervisor:
     """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
 
+    images: LocalImages  # of syncs between nodes
+
     def __init__(
         self, loop: LoopThread, coordinator: SyncCoordinator, node_id: str = "here"
     ) -> None:
         self._loop = loop
         self.coordinator = coordinator
         self.node_id = node_id
+
+    def free_images(self) -> None:
+        """Frees what is kept from one sync to the next."""
+
+        async def free() -> None:
+            self.coordinator._memory.close()  # pyright: ignore[reportPrivateUsage]
+            self.images.close()
+
+        self._loop.run(free())
 
     def on_node(self, node_id: str) -> LocalSupervisor:
         """The same for a rank of another node."""
@@ -241,7 +252,7 @@ class LocalSupervisor:
 @asynccontextmanager
 async def coordinated(
     engines: Sequence[ThreadEngine], settings: SyncSettings
-) -> AsyncGenerator[SyncCoordinator]:
+) -> AsyncGenerator[tuple[SyncCoordinator, LocalImages]]:
     """A coordinator that runs while the block does. For the transport "nccl", each engine that was
     "here" is on a node of its own."""
     if settings.transport == "nccl":
@@ -259,14 +270,14 @@ async def coordinated(
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
-            coordinator = SyncCoordinator(
-                "pool", lambda: engines, server, LocalRings(server), settings
-            )
+            images = LocalImages(server)
+            coordinator = SyncCoordinator("pool", lambda: engines, server, images, settings)
             running = tasks.create_task(coordinator.run())
             try:
-                yield coordinator
+                yield coordinator, images
             finally:
                 running.cancel()
+                images.close()
 
 
 @contextmanager
@@ -276,9 +287,11 @@ def local_pool(
     """The same for code that is not asynchronous."""
     with LoopThread("local-pool") as loop:
         context = coordinated(engines, settings)
-        coordinator = loop.run(context.__aenter__())
+        coordinator, images = loop.run(context.__aenter__())
+        supervisor = LocalSupervisor(loop, coordinator)
+        supervisor.images = images
         try:
-            yield LocalSupervisor(loop, coordinator)
+            yield supervisor
         finally:
             loop.run(context.__aexit__(None, None, None))
 

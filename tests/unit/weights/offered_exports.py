@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,6 @@ from torch import Tensor
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 from umbra.runtime.weights.transports.shared_memory.memfd import (
-    close_fds,
-    create_buckets,
     serve_fds,
 )
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
@@ -45,8 +44,7 @@ async def offered(
     tmp_path: Path, wire: Sequence[object], manifest: Manifest
 ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
     """The arguments of begin_update for exports that are ready to be read."""
-    fds = create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
-    progress = SyncProgress(fds["progress"], 1, 1)
+    fd, progress = SyncProgress.create("progress", 1, 1)
     progress.set_filled(0, len(manifest.entries))
     path = str(tmp_path / "fds")
     numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
@@ -59,8 +57,8 @@ async def offered(
         "progress": {"name": "progress"} | numbers,
     }
     try:
-        async with serve_fds(path, fds):
+        async with serve_fds(path, {"progress": fd}):
             yield buckets, progress
     finally:
         progress.close()
-        close_fds(fds)
+        os.close(fd)

@@ -148,7 +148,7 @@ def test_an_engine_continues_if_its_receiver_fails_before_the_weights_come() -> 
         assert other.lifecycle.version == 2
 
 
-def test_ranks_of_a_node_fill_its_ring_and_send_to_the_receivers_of_others() -> None:
+def test_ranks_of_a_node_fill_its_image_and_send_to_the_receivers_of_others() -> None:
     engines = [ThreadEngine(name, empty_like(TENSORS)) for name in ("here", "there", "elsewhere")]
     for engine in engines:
         engine.node_id = engine.name

@@ -74,7 +74,7 @@ def settings_of_pool(request: pytest.FixtureRequest) -> SyncSettings:
 
 @pytest.fixture(scope="module")
 def engine(settings_of_pool: SyncSettings) -> ThreadEngine:
-    """One for each transport, because the first sync of a supervisor has no tensors."""
+    """One for each transport."""
     del settings_of_pool
     return ThreadEngine("engine", {})
 
@@ -82,16 +82,15 @@ def engine(settings_of_pool: SyncSettings) -> ThreadEngine:
 @pytest.fixture(scope="module")
 def supervisor(engine: ThreadEngine, settings_of_pool: SyncSettings) -> Iterator[LocalSupervisor]:
     with local_pool([engine], settings_of_pool) as supervisor:
-        publish(supervisor, {})  # the buckets are there then, and no test is blamed for them
-        engine.unmap()
         yield supervisor
 
 
 @pytest.fixture(autouse=True)
-def unmapped(engine: ThreadEngine) -> Iterator[None]:
-    """Closes with the test the mappings that an engine keeps between syncs."""
+def freed(engine: ThreadEngine, supervisor: LocalSupervisor) -> Iterator[None]:
+    """Frees with the test what engine and supervisor keep between syncs."""
     yield
     engine.unmap()
+    supervisor.free_images()
     gc.collect()  # a view that is part of a cycle keeps the memory mapped
 
 
@@ -258,6 +257,8 @@ def test_ranks_that_publish_different_models_are_found_out(
             lambda: first.publish("pool", version, 10.0),
             lambda: second.publish("pool", version, 10.0),
         )
+        first.close()
+        second.close()
 
     assert all(isinstance(outcome, Exception) for outcome in outcomes)
     assert any("their tensors differ" in str(outcome) for outcome in outcomes)

@@ -27,7 +27,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     RankExports,
     probe_allocations,
 )
-from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory, numbered
+from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ExportPlan:
     reads_exports = True
     connects = False
 
-    def __init__(self, memory: SyncMemory) -> None:
+    def __init__(self, memory: ImageMemory) -> None:
         self._memory = memory
         self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
 

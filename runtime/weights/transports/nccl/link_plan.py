@@ -1,10 +1,11 @@
-"""NCCL, the supervisor's part: a ring on each node, and where ranks meet its receiver. Torch-free.
+"""NCCL, the supervisor's part: an image on each node, and where ranks meet its receiver.
+Torch-free.
 
     rank 0 ──────────────── fills ───────────────┐
-    rank 1, on another node ══ link ══▶ engine a ┴─▶ ring of the node ─▶ engine a
-                                                                      └▶ engine b
+    rank 1, on another node ══ link ══▶ engine a ┴─▶ image of the node ─▶ engine a
+                                                                       └▶ engine b
 
-Each node that has engines has one ring. Ranks of this node fill it themselves. What other ranks
+Each node that has engines has one image. Ranks of this node fill it themselves. What other ranks
 hold reaches it through its receiver, which is the first engine of the node that takes part. So
 bytes cross the network once for each node.
 """
@@ -27,29 +28,29 @@ from umbra.runtime.weights.transports.base import (
     TransportName,
 )
 from umbra.runtime.weights.transports.nccl.link_progress import (
+    ImageFollower,
+    ImageHolder,
     LinkProgress,
-    RingFollower,
-    RingHolder,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
-from umbra.runtime.weights.transports.shared_memory.sync_memory import numbered
+from umbra.runtime.weights.transports.shared_memory.image_memory import numbered
+from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder
 
 
 class LinkPlan:
     """Works between any nodes that reach those of the ranks.
 
     Args:
-        rings: reaches the nodes.
+        images: reaches the nodes.
     """
 
     name: TransportName = "nccl"
     reads_exports = False
     connects = True
 
-    def __init__(self, pool: str, rings: RingHolder) -> None:
+    def __init__(self, pool: str, images: ImageHolder) -> None:
         self._pool = pool
-        self._rings = rings
+        self._images = images
 
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
@@ -64,29 +65,27 @@ class LinkPlan:
 
     @asynccontextmanager
     async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
-        """Engines of a node that makes no ring in time cannot take part."""
-        key = f"{self._pool}-{secrets.token_hex(4)}"
-        num_buckets = BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets
+        """Engines of a node that makes no image in time cannot take part."""
         gone: list[int] = []
-        nodes = _followers(key, order, num_buckets, gone)
-        has_ring = False
+        nodes = _followers(self._pool, order, gone)
+        has_image = False
         async with asyncio.TaskGroup() as tasks:
-            following = [tasks.create_task(node.run(self._rings)) for node in nodes]
+            following = [tasks.create_task(node.run(self._images)) for node in nodes]
             try:
                 await _settle(nodes, order.timeout_s)
-                has_ring = not nodes or not all(node.is_gone for node in nodes)
-                if has_ring:
-                    yield _layout(order, nodes, num_buckets, gone)
+                has_image = not nodes or not all(node.is_gone for node in nodes)
+                if has_image:
+                    yield _layout(order, nodes, gone)
             finally:
                 for task in following:
                     task.cancel()
-        if not has_ring:  # an error inside the group would be one of several
+        if not has_image:  # an error inside the group would be one of several
             names = ", ".join(node.node_id for node in nodes)
-            raise WeightSyncError(f"no ring of buckets could be made on the nodes {names}")
+            raise WeightSyncError(f"no image could be made on the nodes {names}")
 
 
-async def _settle(nodes: Sequence[RingFollower], timeout_s: float) -> None:
-    """Returns once each node has a ring or is gone."""
+async def _settle(nodes: Sequence[ImageFollower], timeout_s: float) -> None:
+    """Returns once each node has an image or is gone."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             for node in nodes:
@@ -96,37 +95,30 @@ async def _settle(nodes: Sequence[RingFollower], timeout_s: float) -> None:
             node.end()
 
 
-def _followers(
-    key: str, order: LayoutOrder, num_buckets: int, gone: list[int]
-) -> list[RingFollower]:
+def _followers(pool: str, order: LayoutOrder, gone: list[int]) -> list[ImageFollower]:
     by_node: dict[str, list[int]] = {}
     for number, engine in enumerate(order.engines):
         by_node.setdefault(engine.node_id, []).append(number)
     return [
-        RingFollower(
+        ImageFollower(
             idx,
             gone,
             node_id,
-            RingOrder(
-                key=f"{key}-{idx}",
+            ImageOrder(
+                pool=pool,
+                image_nbytes=order.manifest.nbytes,
                 bucket_nbytes=order.bucket_nbytes,
                 num_ranks=len(order.offers),
                 num_engines=len(engines),
             ),
             engines,
-            num_buckets,
             has_receiver=any(offer.node_id != node_id for offer in order.offers),
         )
         for idx, (node_id, engines) in enumerate(by_node.items())
     ]
 
 
-def _layout(
-    order: LayoutOrder,
-    nodes: Sequence[RingFollower],
-    num_buckets: int,
-    gone: Sequence[int],
-) -> Layout:
+def _layout(order: LayoutOrder, nodes: Sequence[ImageFollower], gone: Sequence[int]) -> Layout:
     secret = secrets.token_hex(16)  # of this sync: whoever knows it may receive the weights
     own = {node.node_id: idx for idx, node in enumerate(nodes)}
     engine_details: dict[int, Mapping[str, Any]] = {}
@@ -145,12 +137,12 @@ def _layout(
 
     def rank_details(rank: int) -> Mapping[str, Any]:
         idx = own.get(order.offers[rank].node_id)
-        ring: Mapping[str, Any] = {} if idx is None else nodes[idx].details
-        return {"key": secret, "num_nodes": len(nodes), "own_node": idx, "ring": ring}
+        image: Mapping[str, Any] = {} if idx is None else nodes[idx].details
+        return {"key": secret, "num_nodes": len(nodes), "own_node": idx, "image": image}
 
     return Layout(
         rank_details=rank_details,
         engine_details=engine_details,
         progress=LinkProgress(len(order.offers), nodes, gone),
-        num_buckets=num_buckets,
+        num_buckets=BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets,
     )

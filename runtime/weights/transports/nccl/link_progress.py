@@ -1,7 +1,7 @@
 """The progress of a sync over several nodes, for the supervisor. Torch-free.
 
 ranks            ── SyncProgressed ──▶  what they have read; the answer says who is lost
-rings of nodes   ── a stream ────────▶  what has arrived there, and what engines have loaded
+images of nodes  ── a stream ────────▶  what has arrived there, and what engines have loaded
 """
 
 from __future__ import annotations
@@ -9,40 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, cast
 
 from umbra.runtime.errors import ProtocolError, UmbraError, brief
 from umbra.runtime.weights.sync_calls import SyncProgressed
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import NUM_BUFFERS
-from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
+from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder
 
 logger = logging.getLogger(__name__)
 
 
-class RingHolder(Protocol):
-    """Reaches the `NodeRings` of every node of the job, by node id."""
+class ImageHolder(Protocol):
+    """Reaches the `NodeImages` of every node of the job, by node id."""
 
     def hold(
-        self, node_id: str, order: RingOrder
+        self, node_id: str, order: ImageOrder
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """See `NodeRings.hold`; the end of the block ends the generator."""
-        ...
-
-    async def dismiss(self, node_id: str, key: str, engine: int) -> None:
-        """See `NodeRings.dismiss`."""
+        """See `NodeImages.hold`; the end of the block ends the generator."""
         ...
 
 
-class RingFollower:
-    """The ring of one node, as the supervisor of rank 0's follows it. `run` lives until the ring is
-    gone.
+class ImageFollower:
+    """The image of one node, as the supervisor of rank 0's follows it. `run` lives until the node
+    takes no part any more.
 
     Args:
-        gone: gets `idx`, the node's index, when the ring is gone.
+        gone: gets `idx`, the node's index, when that is so.
         engines: numbers of the node's engines in the sync. The first one is its receiver.
         has_receiver: whether there are ranks on other nodes, from which it receives.
-        num_buckets: of the sync.
 
     Attributes:
         details: what processes of the node need to map it; empty until then.
@@ -55,9 +49,8 @@ class RingFollower:
         idx: int,
         gone: list[int],
         node_id: str,
-        order: RingOrder,
+        order: ImageOrder,
         engines: Sequence[int],
-        num_buckets: int,
         *,
         has_receiver: bool,
     ) -> None:
@@ -70,37 +63,29 @@ class RingFollower:
         self.is_gone = False
         self._gone = gone
         self._order = order
-        self._num_buckets = num_buckets
+        self._num_buckets = order.grid.num_buckets
         self._filled = 0
         self._loaded = [0] * len(engines)
-        self._dismissed: set[int] = set()
-        self._dismissals: asyncio.Queue[int] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
 
-    async def run(self, rings: RingHolder) -> None:
-        """Holds and follows the ring until `end`."""
+    async def run(self, images: ImageHolder) -> None:
+        """Holds and follows the image until `end`."""
         async with asyncio.TaskGroup() as tasks:
-            self._following = tasks.create_task(self._follow(rings))
-            sending = tasks.create_task(self._send_dismissals(rings))
-            self._following.add_done_callback(lambda _: sending.cancel())
+            self._following = tasks.create_task(self._follow(images))
             if self.is_gone:
                 self._following.cancel()
 
     def end(self) -> None:
-        """Makes everybody stop who waits in the ring. Idempotent."""
+        """Makes everybody stop who waits for the sync on this node. Idempotent."""
         self._note_gone()
         if self._following is not None:
             self._following.cancel()
 
     def dismiss(self, engine: int) -> None:
-        """Makes nobody wait for this engine, which is lost. Nor can the others of the node continue
-        if it received for them."""
-        number = self.engines.index(engine)
-        self._dismissed.add(number)
-        if self.has_receiver and number == 0 and self._filled < self._num_buckets:
+        """Called when this engine is lost. The others of the node cannot continue if it still had
+        to receive for them."""
+        if self._receives(engine) and self._filled < self._num_buckets:
             self.end()
-        else:
-            self._dismissals.put_nowait(number)
 
     def num_loaded(self, engine: int) -> int:
         return self._loaded[self.engines.index(engine)]
@@ -108,23 +93,20 @@ class RingFollower:
     def has_work(self, engine: int, num_read: int) -> bool:
         """Whether an engine has buckets to load, or to receive: of `num_read`, which all ranks have
         read."""
-        number = self.engines.index(engine)
-        if self._loaded[number] < self._filled:
+        if self.num_loaded(engine) < self._filled:
             return True
-        slowest = min(
-            (n for idx, n in enumerate(self._loaded) if idx not in self._dismissed),
-            default=self._filled,
-        )
-        has_room = self._filled < slowest + NUM_BUFFERS
-        return self.has_receiver and number == 0 and has_room and self._filled < num_read
+        return self._receives(engine) and self._filled < num_read
 
-    async def _follow(self, rings: RingHolder) -> None:
+    def _receives(self, engine: int) -> bool:
+        return self.has_receiver and engine == self.engines[0]
+
+    async def _follow(self, images: ImageHolder) -> None:
         try:
-            async with rings.hold(self.node_id, self._order) as states:
+            async with images.hold(self.node_id, self._order) as states:
                 async for state in states:
                     self._enter(state)
         except UmbraError as error:
-            logger.warning("the ring of weights on node %s is lost: %s", self.node_id, error)
+            logger.warning("the image of weights on node %s is lost: %s", self.node_id, error)
         finally:
             self._note_gone()
 
@@ -136,30 +118,24 @@ class RingFollower:
 
     def _enter(self, state: Mapping[str, Any]) -> None:
         match state:
-            case {"names": [*_], "fd_socket": str(), "progress": dict()}:
+            case {"image": dict(), "fd_socket": str(), "progress": dict()}:
                 self.details = state
                 self.settled.set()
             case {"filled": int(filled), "loaded": [*loaded]} if len(loaded) == len(self._loaded):
                 self._filled, self._loaded = filled, cast("list[int]", loaded)
             case _:
-                raise ProtocolError(f"not the state of a ring: {brief(state)}")
-
-    async def _send_dismissals(self, rings: RingHolder) -> None:
-        while True:
-            number = await self._dismissals.get()
-            with suppress(UmbraError):  # the node is lost, which ends the stream
-                await rings.dismiss(self.node_id, self._order.key, number)
+                raise ProtocolError(f"not the state of an image: {brief(state)}")
 
 
 class LinkProgress:
     """Implements `TransferProgress`.
 
     Args:
-        nodes: the rings of all nodes that have engines of the sync.
+        nodes: the images of all nodes that have engines of the sync.
         gone: indices of those that are gone.
     """
 
-    def __init__(self, num_ranks: int, nodes: Sequence[RingFollower], gone: Sequence[int]) -> None:
+    def __init__(self, num_ranks: int, nodes: Sequence[ImageFollower], gone: Sequence[int]) -> None:
         self.is_aborted = False
         self._filled = [0] * num_ranks
         self._num_ranks_at = {0: num_ranks}  # by the number of buckets that they have read

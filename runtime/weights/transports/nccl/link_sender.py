@@ -1,5 +1,5 @@
 """NCCL, a rank's part: sends its shards to the receiver of every other node, bucket by bucket, and
-fills the ring of its own node.
+fills the image of its own node.
 
 A bucket's shards are read once, for all nodes, into memory on the GPU if they are there. A node
 whose link is broken or that the supervisor reports as gone is skipped from then on; its receiver
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
+from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.weights.sync_calls import (
     Region,
     SyncGrant,
@@ -29,8 +29,8 @@ from umbra.runtime.weights.transports.nccl.link_pairs import link_device
 from umbra.runtime.weights.transports.nccl.weight_links import SendingLink, find_runs
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
-from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
-from umbra.runtime.weights.transports.shared_memory.ring_filler import RingFiller
+from umbra.runtime.weights.transports.shared_memory.image_filler import ImageFiller
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
 _NUM_SLOTS: Final = 2
 # A bucket is sent while the next one is read.
@@ -54,10 +54,11 @@ class LinkSender:
         self._supervisor = supervisor
         self._host = host
         self._listener: LinkListener | None = None
+        self._image = KeptImage()
 
     def listen(self) -> str:
         """Lets receivers connect in the next sync; returns the endpoint, or "" for none."""
-        self.close()
+        self.stop_listening()
         if not self._host:
             return ""
         self._listener = LinkListener(self._host)
@@ -68,21 +69,28 @@ class LinkSender:
         """See `Sender.send`."""
         plan = self._buckets.cut(grant)
         assert self._listener is not None, "the transport was chosen, so this rank listens"
-        sync = _Sending(self._shards, self._supervisor, grant, deadline, self._listener)
+        sync = _Sending(
+            self._shards, self._supervisor, grant, deadline, self._listener, self._image
+        )
         try:
             return sync.send(plan)
         finally:
             sync.close()
 
     def close(self) -> None:
-        """Ends to listen. Idempotent."""
+        """Ends to listen, and unmaps the image of the node. Idempotent."""
+        self.stop_listening()
+        self._image.close()
+
+    def stop_listening(self) -> None:
+        """Idempotent."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 class _Sending:
-    """One sync. Owns the links and the mapping of the ring."""
+    """One sync. Owns the links and this rank's end of the image of its node."""
 
     def __init__(
         self,
@@ -91,6 +99,7 @@ class _Sending:
         grant: SyncGrant,
         deadline: float,
         listener: LinkListener,
+        image: KeptImage,
     ) -> None:
         self._listener = listener
         self._shards = shards
@@ -103,8 +112,8 @@ class _Sending:
         self._report_at = 0.0
         self._is_aborted = False
         self._links: dict[int, SendingLink] = {}  # by node
-        self._ring: RingFiller | None = None
-        self._mappings = BucketMappings()
+        self._filler: ImageFiller | None = None  # while its node takes part
+        self._image = image
         self._device = link_device([source.tensor for source in shards.sources])
 
     def send(self, plan: Sequence[Sequence[BucketPiece]]) -> list[Region] | None:
@@ -116,10 +125,10 @@ class _Sending:
             for _ in range(_NUM_SLOTS)
         ]
         for idx, pieces in enumerate(plan):
-            in_ring = self._wait_ring(idx)
+            in_image = self._bucket_of_image(idx)
             if not self._wait_sent(idx + 1 - _NUM_SLOTS):
                 return None
-            memory = slots[idx % _NUM_SLOTS] if self._links or in_ring is None else in_ring
+            memory = slots[idx % _NUM_SLOTS] if self._links or in_image is None else in_image
             regions += reader.read_bucket(pieces, memory, self._grant.has_checksums)
             if memory.is_cuda:
                 torch.cuda.current_stream(memory.device).synchronize()  # links have other streams
@@ -127,11 +136,11 @@ class _Sending:
             runs = find_runs(pieces)
             for link in self._links.values():
                 link.put([memory[start:stop] for start, stop in runs])
-            if self._ring is not None and in_ring is not None:
-                if memory is not in_ring:
+            if self._filler is not None and in_image is not None:
+                if memory is not in_image:
                     for start, stop in runs:
-                        in_ring[start:stop] = memory[start:stop]
-                self._ring.set_filled(idx)
+                        in_image[start:stop] = memory[start:stop]
+                self._filler.set_filled(idx)
         is_sent = self._wait_sent(len(plan))
         return regions if is_sent and self._report() else None
 
@@ -141,16 +150,23 @@ class _Sending:
         for link in self._links.values():
             if link.num_sent == self._grant.num_buckets:
                 link.wait_ended()
-        self._leave_ring()
+        self._leave_image()
 
     def _open(self) -> bool:
         """Opens links to all other nodes but those that were lost while their engines got ready,
-        and the ring of this one; returns False if the sync is aborted."""
+        and the image of this one; returns False if the sync is aborted."""
         answer, details = self._exchange(), self._grant.details
         key, own = details["key"], details["own_node"]
         for node in sorted({*range(details["num_nodes"])}.difference(answer["gone"])):
             if node == own:
-                self._open_ring(details["ring"], own)
+                self._filler = ImageFiller.open(
+                    self._shards.rank,
+                    details["image"],
+                    self._grant,
+                    self._shards.manifest.nbytes,
+                    self._image,
+                    self._deadline,
+                )
                 continue
             self._links[node] = SendingLink(
                 self._shards.extents,
@@ -164,31 +180,21 @@ class _Sending:
             self._listener.serve(links, self._deadline)
         return not answer["is_aborted"]
 
-    def _open_ring(self, details: Mapping[str, Any], node: int) -> None:
-        """Raises WeightSyncError if the ring of this node cannot be mapped, though it is there."""
-        rank, nbytes = self._shards.rank, self._grant.bucket_nbytes
-        try:
-            self._ring = RingFiller.open(rank, details, nbytes, self._mappings, self._deadline)
-        except WeightSyncError:
-            if node not in self._exchange()["gone"]:
-                raise
-
-    def _wait_ring(self, idx: int) -> Tensor | None:
-        """The memory of a bucket in the ring of this node, once it has room; None if there is no
-        ring any more."""
-        if self._ring is None:
+    def _bucket_of_image(self, idx: int) -> Tensor | None:
+        """The memory of a bucket in the image of this node; None if the node takes no part any
+        more."""
+        if self._filler is None:
             return None
-        memory = self._ring.wait(idx, self._report_in_time)
+        memory = self._filler.bucket(idx)
         if memory is None:
-            self._leave_ring()
+            self._leave_image()
             self._report()  # the node is gone, or the sync was aborted
         return memory
 
-    def _leave_ring(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
-        self._mappings.close()
+    def _leave_image(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
 
     def _wait_sent(self, num_buckets: int) -> bool:
         """Waits until this many buckets have been sent to every node whose link works; returns

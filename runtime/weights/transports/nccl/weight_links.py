@@ -21,7 +21,7 @@ as soon as the link is closed or NCCL reports that the peer has failed.
 
 A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
 bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
-ring of its node, in the rank's name, and answers the last one.
+image of its node, in the rank's name, and answers the last one.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch import Tensor
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.weights.manifest import MAX_TENSORS
 from umbra.runtime.weights.sync_calls import remaining_s
+from umbra.runtime.weights.transports.byte_views import buffer_bytes
 from umbra.runtime.weights.transports.nccl.link_connection import LinkConnection
 from umbra.runtime.weights.transports.nccl.link_pairs import (
     HOST,
@@ -53,6 +54,7 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     BucketPiece,
     Extent,
 )
+from umbra.runtime.weights.transports.shared_memory.mapped_image import MappedImage
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 logger = logging.getLogger(__name__)
@@ -195,13 +197,12 @@ class SendingLink(_Link):
 
 
 class ReceivingLink(_Link):
-    """A receiver's end, which fills the ring of its node with what one rank holds.
+    """A receiver's end, which fills the image of its node with what one rank holds.
 
     Args:
         endpoint: "HOST:PORT" of the rank's `LinkListener`.
         key: of this link there.
-        memories: of the ring's buckets, uint8 [bucket_nbytes] each.
-        progress: of the ring.
+        progress: of the sync on this node.
         on_error: called in the link's thread if the link fails.
     """
 
@@ -211,7 +212,7 @@ class ReceivingLink(_Link):
         key: str,
         rank: int,
         grid: BucketGrid,
-        memories: Sequence[Tensor],
+        image: MappedImage,
         progress: SyncProgress,
         deadline: float,
         on_error: Callable[[int, Exception], None],
@@ -219,8 +220,9 @@ class ReceivingLink(_Link):
     ) -> None:
         self._rank = rank
         self._grid = grid
-        self._memories = memories
+        self._image = image
         self._progress = progress
+        self._writing = threading.Lock()
         self._fail = on_error
         self._key = key
         super().__init__(_RECEIVER, deadline, device)
@@ -228,8 +230,11 @@ class ReceivingLink(_Link):
         threading.Thread(target=self._open, args=args, name="weight-link", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the link, unless everything has arrived. Idempotent."""
+        """Ends the link, unless everything has arrived. When it returns, nothing is written to the
+        image any more. Idempotent."""
         self._break()
+        with self._writing:
+            pass
 
     def _open(self, endpoint: str) -> None:
         host, _, port = endpoint.rpartition(":")
@@ -245,13 +250,14 @@ class ReceivingLink(_Link):
         return super()._make_pair(connection)
 
     def _exchange(self, pair: LinkPair) -> None:
-        memories, progress = self._memories, self._progress
+        image, progress = buffer_bytes(self._image.memory), self._progress
         for idx, pieces in enumerate(self._grid.cut(self._receive_extents(pair))):
-            num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
-            if not progress.wait_loaded(num_needed, self._deadline, self._check_open):
-                return
-            memory = memories[idx % len(memories)]
-            pair.receive([memory[start:stop] for start, stop in find_runs(pieces)])
+            window = self._grid.window(idx)
+            self._image.make_present(window)
+            memory = image[window]
+            with self._writing:
+                self._check_open()
+                pair.receive([memory[start:stop] for start, stop in find_runs(pieces)])
             if idx == self._grid.num_buckets - 1:
                 self._is_complete = True  # the engine may close the link once this one is filled
             progress.set_filled(self._rank, idx + 1)

@@ -1,9 +1,9 @@
 """Cuts the flat image into buckets.
 
-Bucket i is the window [i * bucket_nbytes, (i + 1) * bucket_nbytes) of the image; it travels in
-buffer i % NUM_BUFFERS. An extent is a byte range of the image that one process holds in one piece
-of its own memory: a whole parameter in an engine, a shard in a rank. A piece is the part of an
-extent that falls into one bucket.
+Bucket i is the window [i * bucket_nbytes, (i + 1) * bucket_nbytes) of the image: ranks and engines
+count in buckets what they have filled and loaded. An extent is a byte range of the image that one
+process holds in one piece of its own memory: a whole parameter in an engine, a shard in a rank. A
+piece is the part of an extent that falls into one bucket.
 
     image    |--- w0 ---|.|---------------- w1 ----------------|...|- w2 -|
     buckets  [     0     ][     1     ][     2     ][     3     ][     4 ...
@@ -14,13 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from umbra.runtime.weights.manifest import ALIGNMENT
-
-NUM_BUFFERS: Final = 4
-# With two, filling and loading could overlap; the others give a process that lost its core time to
-# come back before the other side runs out of buckets. More would not fit the cache.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +61,15 @@ class BucketGrid:
     @property
     def num_buckets(self) -> int:
         return max(1, -(-self.image_nbytes // self.bucket_nbytes))
+
+    def window(self, idx: int) -> slice:
+        """The bytes of bucket `idx` in the image."""
+        start = idx * self.bucket_nbytes
+        return slice(start, min(start + self.bucket_nbytes, self.image_nbytes))
+
+    def num_reaching(self, end: int) -> int:
+        """The first buckets that hold all image bytes before `end`; their number."""
+        return min(self.num_buckets, -(-end // self.bucket_nbytes))
 
     def cut(self, extents: Sequence[Extent]) -> list[list[BucketPiece]]:
         """The pieces of every bucket; a list per bucket, in the order of `extents`."""

@@ -1,11 +1,11 @@
 """Shared memory without a name: memfds whose descriptors are passed over a Unix socket.
 
-The supervisor creates the buckets and serves their descriptors; ranks and engines request one by
-name and map it. Only the socket has an entry in a file system, so the memory is freed when the last
+The supervisor creates the memory and serves its descriptors; ranks and engines request one by name
+and map it. Only the socket has an entry in a file system, so the memory is freed when the last
 process closes it or dies.
 
     client                       server
-      | -- "bucket-0" (1 packet) -> |   peer's uid must be the server's (SO_PEERCRED)
+      | -- "image" (1 packet) ----> |   peer's uid must be the server's (SO_PEERCRED)
       | <- "ok" + SCM_RIGHTS fd --- |   or a text with the reason of a refusal
 """
 
@@ -18,13 +18,11 @@ import mmap
 import os
 import socket
 import struct
-import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Final
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.transports.shared_memory.pages import populate_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -34,113 +32,58 @@ _ANSWER_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 
 
-def create_buckets(names: Sequence[str], nbytes: int) -> dict[str, int]:
-    """Creates memfds of `nbytes` each, close-on-exec, sealed so that nobody can change their size.
+def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
+    """Creates a memfd of `nbytes`, close-on-exec, sealed so that nobody can change its size.
 
-    Without seals, a peer that truncates one would kill every process that has it mapped (SIGBUS).
-    Memory that is missing at its first use would do the same, so it is allocated now. That blocks:
-    160 ms for 64 MiB of memory that a virtual machine has never used. The caller owns the
-    descriptors.
+    Without seals, a peer that truncates it would kill every process that has it mapped (SIGBUS).
+    The caller owns the descriptor.
+
+    Args:
+        is_allocated: the memory is allocated now, because memory that is missing at its first use
+            would also kill. That blocks: 160 ms for 64 MiB that a virtual machine has never used.
+            False: whoever writes to it allocates it (`populate_mapping`).
 
     Raises:
-        WeightSyncError: the system has no memory or descriptors for them.
+        WeightSyncError: the system has no memory or descriptor for it.
     """
-    fds: dict[str, int] = {}
+    fd = -1
     try:
-        for name in names:
-            fd = fds[name] = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if is_allocated:
             os.posix_fallocate(fd, 0, nbytes)
-            fcntl.fcntl(
-                fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
+        else:
+            os.ftruncate(fd, nbytes)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
     except OSError as error:
-        close_fds(fds)
-        raise WeightSyncError(
-            f"cannot make {len(names)} buckets of {nbytes} bytes: {error}"
-        ) from error
-    return fds
+        if fd >= 0:
+            os.close(fd)
+        raise WeightSyncError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
+    return fd
 
 
-def close_fds(fds: Mapping[str, int]) -> None:
-    for fd in fds.values():
-        os.close(fd)
+def map_memory(fd: int, nbytes: int) -> mmap.mmap:
+    """The first `nbytes` of a memfd, shared and writable.
 
-
-class MappedBucket:
-    """The first `nbytes` of a memfd, shared and writable, every page present.
-
-    Owns the mapping, not the fd.
-
-    Views of `memory` keep it mapped: drop them before `close`.
+    Raises:
+        WeightSyncError: it is smaller.
     """
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        size_nbytes = os.fstat(fd).st_size
-        if size_nbytes < nbytes:
-            raise WeightSyncError(f"a bucket has {size_nbytes} bytes, expected {nbytes} or more")
-        self.memory = mmap.mmap(fd, nbytes)
-        populate_mapping(self.memory)
-
-    def close(self) -> None:
-        # A traceback may still hold a view: then the mapping is freed with the view.
-        with suppress(BufferError):
-            self.memory.close()
+    size_nbytes = os.fstat(fd).st_size
+    if size_nbytes < nbytes:
+        raise WeightSyncError(f"shared memory has {size_nbytes} bytes, expected {nbytes} or more")
+    return mmap.mmap(fd, nbytes)
 
 
-class BucketMappings:
-    """Keeps the buckets of the last sync mapped, because mapping 64 MiB again costs 5 ms per sync.
-
-    One thread at a time. The memory is shared; it counts as resident in every process.
-    """
-
-    def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
-        self._buckets: list[MappedBucket] = []
-
-    def open(
-        self, socket_path: str, names: Sequence[str], nbytes: int, timeout_s: float
-    ) -> list[MappedBucket]:
-        """The first `nbytes` of the named buckets, owned by this object. Names are never reused.
-
-        Raises:
-            ConnectionLost, DeadlineExceeded, WeightSyncError.
-        """
-        key = (socket_path, *names, nbytes)
-        if key != self._key:
-            self.close()
-            self._buckets = _open_buckets(socket_path, names, nbytes, timeout_s)
-            self._key = key
-        return self._buckets
-
-    def close(self) -> None:
-        """Unmaps them. Idempotent."""
-        for bucket in self._buckets:
-            bucket.close()
-        self._buckets, self._key = [], ()
+def unmap(memory: mmap.mmap) -> None:
+    """Idempotent. If something still has a view, such as a traceback, it is unmapped with that."""
+    with suppress(BufferError):
+        memory.close()
 
 
-def _open_buckets(
-    socket_path: str, names: Sequence[str], nbytes: int, timeout_s: float
-) -> list[MappedBucket]:
-    """Receives and maps the named buckets. No descriptor stays open; the caller closes the maps."""
-    deadline = time.monotonic() + timeout_s
-    buckets: list[MappedBucket] = []
-    try:
-        for name in names:
-            fd = receive_fd(socket_path, name, max(0.001, deadline - time.monotonic()))
-            try:
-                buckets.append(MappedBucket(fd, nbytes))
-            finally:
-                os.close(fd)
-    except BaseException:
-        for bucket in buckets:
-            bucket.close()
-        raise
-    return buckets
-
-
-def receive_fd(socket_path: str, name: str, timeout_s: float) -> int:
-    """Requests a descriptor from the server at `socket_path`; the caller owns it. Blocks.
+@contextmanager
+def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]:
+    """Requests a descriptor from the server at `socket_path`, open within the block. Blocks.
 
     Raises:
         ConnectionLost: no server listens there, or it disconnected.
@@ -161,10 +104,13 @@ def receive_fd(socket_path: str, name: str, timeout_s: float) -> int:
             ) from None
         except OSError as error:
             raise ConnectionLost(f"no descriptor server at {socket_path}: {error}") from error
-    if len(fds) == 1 and answer == b"ok":
-        return fds[0]
-    for fd in fds:
-        os.close(fd)
+    try:
+        if len(fds) == 1 and answer == b"ok":
+            yield fds[0]
+            return
+    finally:
+        for fd in fds:
+            os.close(fd)
     if not answer:
         raise ConnectionLost(f"the descriptor server at {socket_path} closed without an answer")
     raise WeightSyncError(f"no descriptor for {name!r}: {answer.decode(errors='replace')}")

@@ -7,6 +7,7 @@ machine a copy to 512 MB of fresh memory took 1290 ms, to the same memory again 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 from typing import Final
 
@@ -17,17 +18,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def populate_mapping(memory: mmap.mmap) -> None:
-    """Makes every page of a shared mapping present. Contents are kept, even while others write.
+def populate_mapping(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Makes pages of a shared mapping present, and allocates those that nobody has written to yet.
+    Contents are kept, even while others write.
 
     Reading is enough, because pages of shared memory are mapped writable at once: 2 ms for 32 MiB
     that exist already, where populating for writing takes 7 ms.
+
+    Raises:
+        OSError: there is no memory. Without this call, the first use of a page would end the
+            process (SIGBUS).
     """
     try:
-        memory.madvise(_MADV_POPULATE_READ)
-    except OSError:  # an older kernel
-        for start in range(0, len(memory), mmap.PAGESIZE):
-            memory[start]
+        memory.madvise(_MADV_POPULATE_READ, start, nbytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for at in range(start, start + nbytes, mmap.PAGESIZE):  # an older kernel
+            memory[at]
 
 
 def populate_range(address: int, nbytes: int) -> None:
@@ -40,6 +48,13 @@ def populate_range(address: int, nbytes: int) -> None:
     if length > 0:
         _libc.madvise(start, length, mmap.MADV_HUGEPAGE)
         _libc.madvise(start, length, _MADV_POPULATE_WRITE)
+
+
+def free_pages(fd: int, nbytes: int) -> None:
+    """Gives the pages of a memfd back to the system, even those that processes have mapped: they
+    read zeros from then on."""
+    with mmap.mmap(fd, nbytes) as memory:
+        memory.madvise(mmap.MADV_REMOVE)
 
 
 def trim_heap() -> None:

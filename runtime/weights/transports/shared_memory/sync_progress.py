@@ -6,9 +6,12 @@ written by one process only:
 
     word                written by      means
     abort               supervisor      1: the sync was aborted
-    filled[rank]        that rank       buckets it has filled
+    filled[rank]        that rank       buckets it has filled, in the name of a rank of another
+                                        node the receiver of this one
     loaded[engine]      that engine     buckets it has loaded
-    dismissed[engine]   supervisor      1: the engine is lost, nobody waits for it
+    stopped[engine]     that engine     1: its workers, which are other processes, stop waiting
+
+Engines wait for ranks, and nobody waits for an engine here: nothing is filled twice in a sync.
 
 Each sync has a new control block, so a process that is late from an earlier sync disturbs nobody.
 Every wait consists of short ones: a missed wake costs one of these. Torch-free.
@@ -25,9 +28,10 @@ from typing import Any, Final, Self
 from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.transports.shared_memory import futex
 from umbra.runtime.weights.transports.shared_memory.memfd import (
-    MappedBucket,
-    create_buckets,
-    receive_fd,
+    create_memory,
+    map_memory,
+    received_fd,
+    unmap,
 )
 
 _WORD_NBYTES: Final = 4
@@ -53,10 +57,10 @@ class SyncProgress:
         self._num_ranks = num_ranks
         self._num_engines = num_engines
         nbytes = self.nbytes_needed(num_ranks, num_engines)
-        self._mapping = MappedBucket(fd, nbytes)
+        self._mapping = map_memory(fd, nbytes)
         array = ctypes.c_uint32 * (nbytes // _WORD_NBYTES)
         # An aligned word is read and written in one access.
-        self._words: ctypes.Array[ctypes.c_uint32] = array.from_buffer(self._mapping.memory)
+        self._words: ctypes.Array[ctypes.c_uint32] = array.from_buffer(self._mapping)
 
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int) -> tuple[int, Self]:
@@ -65,8 +69,8 @@ class SyncProgress:
         Raises:
             WeightSyncError: the system has no memory or descriptors for it.
         """
-        fds = create_buckets([name], cls.nbytes_needed(num_ranks, num_engines))
-        return fds[name], cls(fds[name], num_ranks, num_engines)
+        fd = create_memory(name, cls.nbytes_needed(num_ranks, num_engines))
+        return fd, cls(fd, num_ranks, num_engines)
 
     @classmethod
     def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
@@ -74,13 +78,10 @@ class SyncProgress:
         "num_engines"}.
 
         Raises:
-            ConnectionLost, DeadlineExceeded, WeightSyncError: see `receive_fd`.
+            ConnectionLost, DeadlineExceeded, WeightSyncError: see `received_fd`.
         """
-        fd = receive_fd(socket_path, wire["name"], timeout_s)
-        try:
+        with received_fd(socket_path, wire["name"], timeout_s) as fd:
             return cls(fd, wire["num_ranks"], wire["num_engines"])
-        finally:
-            os.close(fd)
 
     @classmethod
     def receive_open(
@@ -101,7 +102,7 @@ class SyncProgress:
         more: a waiting thread waits until its deadline, or until `while_waiting` ends it.
         """
         self._words = type(self._words)(*self._words)
-        self._mapping.close()
+        unmap(self._mapping)
 
     # -- ranks and engines ---------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class SyncProgress:
 
     def set_loaded(self, engine: int, num_buckets: int) -> None:
         """Notes that the engine has loaded this many buckets and no longer reads them."""
-        self._publish(self._loaded(engine), num_buckets)
+        self._words[self._loaded(engine)] = num_buckets
 
     def wait_filled(
         self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
@@ -132,19 +133,22 @@ class SyncProgress:
         """
         for rank in range(self._num_ranks):
             word = self._filled(rank)
-            if not self._wait(word, num_buckets, None, deadline, while_waiting):
+            if not self._wait(word, num_buckets, deadline, while_waiting):
                 return False
         return True
 
-    def wait_loaded(
-        self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
-    ) -> bool:
-        """Like `wait_filled`, for every engine that is not dismissed to load this many."""
-        for engine in range(self._num_engines):
-            word, gone = self._loaded(engine), self._dismissed(engine)
-            if not self._wait(word, num_buckets, gone, deadline, while_waiting):
-                return False
-        return True
+    def see_filled(self) -> int:
+        """Buckets that every rank has filled; their contents are seen."""
+        num_filled = min(self.num_filled())
+        futex.order(self._address(0))
+        return num_filled
+
+    def stop(self, engine: int) -> None:
+        """Makes the workers of an engine stop waiting."""
+        self._words[self._stopped(engine)] = 1
+
+    def is_stopped(self, engine: int) -> bool:
+        return self._words[self._stopped(engine)] != 0
 
     # -- the supervisor ------------------------------------------------------------------
 
@@ -153,13 +157,9 @@ class SyncProgress:
         self._words[0] = 1
         for rank in range(self._num_ranks):
             futex.wake(self._address(self._filled(rank)))
-        for engine in range(self._num_engines):
-            futex.wake(self._address(self._loaded(engine)))
 
     def dismiss(self, engine: int) -> None:
-        """Makes nobody wait for this engine any more; it must not be loading."""
-        self._words[self._dismissed(engine)] = 1
-        futex.wake(self._address(self._loaded(engine)))
+        """Nobody waits for an engine here."""
 
     def num_filled(self) -> list[int]:
         """Buckets filled by each rank."""
@@ -184,7 +184,7 @@ class SyncProgress:
     def _loaded(self, engine: int) -> int:
         return (1 + self._num_ranks + engine) * _STRIDE
 
-    def _dismissed(self, engine: int) -> int:
+    def _stopped(self, engine: int) -> int:
         return (1 + self._num_ranks + self._num_engines + engine) * _STRIDE
 
     def _address(self, word: int) -> int:
@@ -197,20 +197,15 @@ class SyncProgress:
         futex.wake(address)
 
     def _wait(
-        self,
-        word: int,
-        least: int,
-        gone: int | None,
-        deadline: float,
-        while_waiting: Callable[[], None],
+        self, word: int, least: int, deadline: float, while_waiting: Callable[[], None]
     ) -> bool:
-        """Waits until the word is at least `least` or the word `gone` is set; False if aborted."""
+        """Waits until the word is at least `least`; False if aborted."""
         address = self._address(word)
         sleeps_from = time.monotonic() + _SPIN_S
         while not self.is_aborted:
             value = self._words[word]
-            if value >= least or (gone is not None and self._words[gone]):
-                futex.order(address)  # the data is read or overwritten after the value
+            if value >= least:
+                futex.order(address)  # the data is read after the value
                 return True
             now = time.monotonic()
             left_s = deadline - now
@@ -244,6 +239,7 @@ class EngineEnd:
         self._progress = SyncProgress.receive(wire["fd_socket"], progress, timeout_s)
         self._counts = counts
         self._is_stopped = False
+        self._num_filled = 0  # as seen last
         self.num_loaded = 0
 
     def buckets(self, num_buckets: int) -> Iterator[int]:
@@ -262,6 +258,8 @@ class EngineEnd:
 
     def wait_filled(self, num_buckets: int) -> None:
         """Waits until all ranks have filled this many. Raises the errors of `buckets`."""
+        if num_buckets <= self._num_filled and not self._progress.is_aborted:
+            return
         try:
             is_filled = self._progress.wait_filled(num_buckets, self._deadline, self._check_stop)
         except DeadlineExceeded:
@@ -272,6 +270,7 @@ class EngineEnd:
             raise WeightSyncError(
                 f"the sync was aborted before bucket {num_buckets - 1} was filled"
             )
+        self._num_filled = self._progress.see_filled()
 
     def set_loaded(self, num_buckets: int) -> None:
         """Notes that this many were loaded and are not read any more."""
@@ -292,14 +291,14 @@ class EngineEnd:
             )
 
     def stop(self) -> None:
-        """Ends `buckets` within 50 ms. From any thread."""
-        self._is_stopped = True
+        """Ends `buckets` within 50 ms, in every process of the engine. From any thread."""
+        self._progress.stop(self._engine)
 
     def close(self) -> None:
-        """Stops waits and unmaps the control block. Idempotent."""
-        self.stop()
+        """Stops own waits and unmaps the control block. Idempotent."""
+        self._is_stopped = True
         self._progress.close()
 
     def _check_stop(self) -> None:
-        if self._is_stopped:
+        if self._is_stopped or self._progress.is_stopped(self._engine):
             raise WeightSyncError("the engine is being stopped")

@@ -1,4 +1,4 @@
-"""An engine's part of transports with buckets: copies them into its parameters as they arrive."""
+"""Shared memory, an engine's part: copies the image into its parameters, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from typing import Any
 
 import torch
 
-from umbra.runtime.weights.transports.base import BucketSource
 from umbra.runtime.weights.transports.byte_views import buffer_bytes
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
+from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
 
 
-class BucketReceiver:
+class ImageReceiver:
     """One version being loaded. Owns the source."""
 
-    def __init__(self, destinations: Destinations, source: BucketSource) -> None:
+    def __init__(self, destinations: Destinations, source: ImageSource) -> None:
         self._destinations = destinations
         self._source = source
 
     @torch.no_grad()
     def load(self) -> int:
         nbytes = 0
-        for idx, memory in self._source.buckets(self._destinations.num_buckets):
-            nbytes += self._destinations.write(idx, buffer_bytes(memory))
+        image = buffer_bytes(self._source.memory)
+        for idx, window in self._source.buckets():
+            nbytes += self._destinations.write(idx, image[window])
         self._destinations.settle()
         return nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        self._source.check_all_loaded(self._destinations.num_buckets)
+        self._source.check_all_loaded()
         return self._destinations.verify(regions)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory, the supervisor's part: a ring of buckets, which works on any node. Torch-free."""
+"""Shared memory, the supervisor's part: one image, which works on any node. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from umbra.runtime.weights.transports.base import (
     find_distance,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory, numbered
+from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
 
 
-class RingPlan:
-    """Args: memory: holds the buckets; the pool's coordinator owns it."""
+class ImagePlan:
+    """Args: memory: holds the image; the pool's coordinator owns it."""
 
     name: TransportName = "memfd"
     reads_exports = False
     connects = False
 
-    def __init__(self, memory: SyncMemory) -> None:
+    def __init__(self, memory: ImageMemory) -> None:
         self._memory = memory
 
     async def find_problem(
@@ -38,12 +38,12 @@ class RingPlan:
 
     @asynccontextmanager
     async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
-        names = self._memory.names()
-        with self._memory.progress(len(order.offers), len(order.engines)) as (wire, progress):
-            details = {"names": names, **wire}
+        grid = BucketGrid(order.manifest.nbytes, order.bucket_nbytes)
+        numbers = len(order.offers), len(order.engines)
+        async with self._memory.opened(grid, *numbers) as (details, progress):
             yield Layout(
                 rank_details=lambda rank: details,
                 engine_details=numbered(details, len(order.engines)),
                 progress=progress,
-                num_buckets=BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets,
+                num_buckets=grid.num_buckets,
             )

@@ -1,0 +1,102 @@
+"""The shared memory of a pool's syncs on one node: the image, and a control block for each sync."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, create_memory
+from umbra.runtime.weights.transports.shared_memory.pages import free_pages
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+
+
+class ImageMemory:
+    """Owned by a process that outlives ranks and engines: the supervisor of the node.
+
+    The image stays from one sync to the next, so that nobody has to map it again. It is freed if
+    the next one has another size, and after a sync that was not filled to the end: somebody may
+    still be writing. Ranks allocate its pages as they fill it. Names are never reused, because
+    others keep mapped what they have.
+
+    Args:
+        fd_server: offers the descriptors.
+    """
+
+    def __init__(self, pool: str, fd_server: FdServer) -> None:
+        self._pool = pool
+        self._fd_server = fd_server
+        self._turn = asyncio.Lock()
+        self._name = ""
+        self._fd = -1
+        self._nbytes = 0
+
+    @asynccontextmanager
+    async def opened(
+        self, grid: BucketGrid, num_ranks: int, num_engines: int
+    ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
+        """The image and a control block for one sync, offered inside the block; first what ranks
+        and engines need to map them. Waits for the end of the last sync.
+
+        Raises:
+            WeightSyncError: the system has no memory or descriptors for it.
+        """
+        async with self._turn:
+            self._make(max(grid.image_nbytes, 1))  # nothing cannot be mapped
+            with self.progress(num_ranks, num_engines) as (wire, progress):
+                try:
+                    yield {**wire, "image": {"name": self._name, "nbytes": self._nbytes}}, progress
+                finally:
+                    if min(progress.num_filled()) < grid.num_buckets:
+                        self.close()
+
+    @contextmanager
+    def progress(
+        self, num_ranks: int, num_engines: int
+    ) -> Generator[tuple[dict[str, Any], SyncProgress]]:
+        """A control block for one sync, offered inside the block; first what ranks and engines need
+        to map it.
+
+        Raises:
+            WeightSyncError: the system has no memory or descriptors for it.
+        """
+        name = f"{self._pool}-{secrets.token_hex(4)}-progress"
+        fd, progress = SyncProgress.create(name, num_ranks, num_engines)
+        self._fd_server.offer({name: fd})
+        wire = {"name": name, "num_ranks": num_ranks, "num_engines": num_engines}
+        try:
+            yield {"fd_socket": self._fd_server.socket_path, "progress": wire}, progress
+        finally:
+            self._fd_server.withdraw([name])
+            progress.close()
+            os.close(fd)
+
+    def _make(self, nbytes: int) -> None:
+        if nbytes == self._nbytes:
+            return
+        self.close()
+        name = f"{self._pool}-{secrets.token_hex(4)}"
+        self._fd = create_memory(name, nbytes, is_allocated=False)
+        self._name, self._nbytes = name, nbytes
+        self._fd_server.offer({name: self._fd})
+
+    def close(self) -> None:
+        """Frees the image, although processes may still have it mapped. Idempotent."""
+        if self._fd >= 0:
+            self._fd_server.withdraw([self._name])
+            free_pages(self._fd, self._nbytes)
+            os.close(self._fd)
+        self._fd, self._nbytes = -1, 0
+
+
+def numbered(details: Mapping[str, Any], num_engines: int) -> dict[int, Mapping[str, Any]]:
+    """The details for each engine of one control block, with its number there."""
+    progress = details["progress"]
+    return {
+        number: {**details, "progress": progress | {"engine": number}}
+        for number in range(num_engines)
+    }

@@ -1,0 +1,84 @@
+"""The image of a node's weights as one process has it mapped. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.transports.shared_memory.memfd import map_memory, received_fd, unmap
+from umbra.runtime.weights.transports.shared_memory.pages import populate_mapping
+
+_PIECE_NBYTES: Final = 32 << 20
+# Mapped at a time, which takes about 2 ms. Larger pieces make the first buckets of a first sync
+# wait; smaller ones cost more calls.
+
+
+class MappedImage:
+    """Owns the mapping, which is shared and writable.
+
+    Args:
+        fd: of the image. It is not kept.
+
+    Attributes:
+        memory: the whole image. Views keep it mapped: drop them before `close`.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.memory = map_memory(fd, nbytes)
+        self._is_present = bytearray(-(-nbytes // _PIECE_NBYTES))
+
+    def make_present(self, window: slice) -> None:
+        """Allocates and maps the pages of these bytes: faults take several times as long.
+
+        Raises:
+            WeightSyncError: there is no memory.
+        """
+        for piece in range(window.start // _PIECE_NBYTES, -(-window.stop // _PIECE_NBYTES)):
+            if not self._is_present[piece]:
+                start = piece * _PIECE_NBYTES
+                nbytes = min(_PIECE_NBYTES, len(self.memory) - start)
+                try:
+                    populate_mapping(self.memory, start, nbytes)
+                except OSError as error:
+                    raise WeightSyncError(
+                        f"no shared memory for an image of {len(self.memory)} bytes: {error}. Each "
+                        "node needs as much as the weights have"
+                    ) from error
+                self._is_present[piece] = True
+
+    def close(self) -> None:
+        """Idempotent."""
+        unmap(self.memory)
+
+
+class KeptImage:
+    """The image that this process had mapped for the last sync. It stays mapped until the owner
+    offers another one: then nothing has to be mapped again. One thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._image: MappedImage | None = None
+
+    def receive(self, wire: Mapping[str, Any], timeout_s: float) -> MappedImage:
+        """The image that the supervisor offers, owned by this object.
+
+        Args:
+            wire: "fd_socket", and the "name" and "nbytes" of the "image". Names are never reused.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded, WeightSyncError.
+        """
+        name, nbytes = wire["image"]["name"], wire["image"]["nbytes"]
+        if self._image is None or name != self._name:
+            self.close()
+            with received_fd(wire["fd_socket"], name, timeout_s) as fd:
+                self._image, self._name = MappedImage(fd, nbytes), name
+        return self._image
+
+    def close(self) -> None:
+        """Unmaps it. Idempotent."""
+        image, self._image = self._image, None
+        if image is not None:
+            image.close()

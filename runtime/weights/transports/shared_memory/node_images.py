@@ -1,0 +1,97 @@
+"""The images of weights that a node holds for syncs between nodes, one for each pool.
+
+    coordinator ── hold_image ──▶ supervisor of a node      how far a sync is comes back
+
+They belong to the node's supervisor, which lives longer than any of the engines that use them: it
+makes those that wait stop, whoever of them was killed or is stopped. Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+
+_LOOK_INTERVAL_S: Final = 0.25
+# Time between two looks at a control block, which tells nobody on an event loop that it has
+# changed. A shorter one costs the supervisor of rank 0's node a message from each node; with a
+# longer one, engines that stand still are noticed later.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOrder:
+    """The image of a pool, for one sync.
+
+    Attributes:
+        num_engines: of this node.
+    """
+
+    pool: str
+    image_nbytes: int
+    bucket_nbytes: int
+    num_ranks: int
+    num_engines: int
+
+    @property
+    def grid(self) -> BucketGrid:
+        return BucketGrid(self.image_nbytes, self.bucket_nbytes)
+
+
+class NodeImages:
+    """Owned by the supervisor.
+
+    Args:
+        fd_server: offers the descriptors to processes of this node.
+    """
+
+    def __init__(self, fd_server: FdServer) -> None:
+        self._fd_server = fd_server
+        self._memories: dict[str, ImageMemory] = {}
+
+    async def hold(self, order: ImageOrder) -> AsyncGenerator[dict[str, Any], None]:
+        """Offers an image and a control block as long as this generator lives. Its end makes
+        everybody stop who waits for the sync.
+
+        Yields:
+            First what processes of this node need to map both. Then, whenever it has changed,
+            {"filled": buckets that every rank has filled, "loaded": [buckets of each engine, ...]}.
+
+        Raises:
+            WeightSyncError: the system has no memory or descriptors for it.
+        """
+        made = ImageMemory(order.pool, self._fd_server)
+        memory = self._memories.setdefault(order.pool, made)
+        numbers = order.num_ranks, order.num_engines
+        async with memory.opened(order.grid, *numbers) as (details, progress):
+            try:
+                yield details
+                async for state in _changes(progress, order.num_engines):
+                    yield state
+            finally:
+                progress.abort()
+
+    def close(self) -> None:
+        """Frees all images. Idempotent."""
+        for memory in self._memories.values():
+            memory.close()
+
+
+async def _changes(
+    progress: SyncProgress, num_engines: int
+) -> AsyncGenerator[dict[str, Any], None]:
+    last: dict[str, Any] = {}
+    while True:
+        state = {
+            "filled": min(progress.num_filled()),
+            "loaded": [progress.num_loaded(engine) for engine in range(num_engines)],
+        }
+        if state != last:
+            yield state
+            last = state
+        await asyncio.sleep(_LOOK_INTERVAL_S)

@@ -1,0 +1,30 @@
+"""The images of weights of a pool whose nodes are all in one process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder, NodeImages
+
+
+class LocalImages:
+    """Those of every node. `close` frees them."""
+
+    def __init__(self, server: FdServer) -> None:
+        self._server = server
+        self._nodes: dict[str, NodeImages] = {}
+
+    @asynccontextmanager
+    async def hold(
+        self, node_id: str, order: ImageOrder
+    ) -> AsyncGenerator[AsyncIterator[dict[str, Any]]]:
+        node = self._nodes.setdefault(node_id, NodeImages(self._server))
+        async with aclosing(node.hold(order)) as states:
+            yield states
+
+    def close(self) -> None:
+        for node in self._nodes.values():
+            node.close()
