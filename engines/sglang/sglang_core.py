@@ -380,7 +380,7 @@ class SglangCore(AdapterCore):
         reports = await self._order_between("probe", allocations=allocations)
         return next((report["problem"] for report in reports if report["problem"]), "")
 
-    async def close_exports(self) -> None:
+    async def close_memory(self) -> None:
         await self._order_between("close")
 
     async def _order_between(self, action: str, **details: Any) -> list[dict[str, Any]]:

@@ -18,14 +18,13 @@ from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_orders import unpack_order, write_reports
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.planned_loading import PlannedLoading
-from umbra.engines.shell.weight_source import WeightSource, open_weights
+from umbra.engines.shell.weight_source import WeightSource, WorkerMemory, open_weights
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
-from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 
 _dist: Final[Any] = torch.distributed
 _loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
-_memory: Final = OpenedMemory()
+_memory: Final = WorkerMemory()
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
 
 
@@ -137,7 +136,7 @@ def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _close(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Closes the ranks' memory."""
+    """Closes what is left open of the ranks' memory, or of the image."""
     _memory.close()
     return {}
 

@@ -4,13 +4,14 @@ recording ──CopyPlan.accept──▶ plan ──replay──▶ the paramete
 
 A plan refers to the source by names and elements, so it holds for images and exports wherever they
 are. It refers to parameters by views of their memory. The views of both sides are prepared once for
-all versions in the same memory.
+all versions in the same memory, and are given up with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +64,8 @@ class CopyPlan:
         self._fills: list[RecordedFill] = recording.fills
         self._layout: list[list[ShardBlock]] = []
         self._steps: list[_Step] = []
-        self._memory: object | None = None  # of the source for which the copies are prepared
-        self._prepared: list[BlockCopy] = []
+        # By the source's memory. Their views keep it mapped, and go with it.
+        self._prepared: WeakKeyDictionary[object, list[BlockCopy]] = WeakKeyDictionary()
         self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
         self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
         self._read_otherwise = recording.read_otherwise
@@ -134,9 +135,11 @@ class CopyPlan:
         with source.reading(prepared):
             self._fill(self._fills)
             for copy in prepared:
+                source.wait(copy.idx)
                 copy.carry_out()
             for step in self._steps:
                 if step.piece is None:
+                    source.wait(step.idx)
                     self._carry_out(source, step)
 
     # -- copies --------------------------------------------------------------------------
@@ -147,7 +150,8 @@ class CopyPlan:
         if self._steps and layout == self._layout:
             return
         self._layout = layout
-        self._steps = [step for copy in self._copies for step in self._split(copy)]
+        steps = [step for copy in self._copies for step in self._split(copy)]
+        self._steps = sorted(steps, key=lambda step: step.idx)  # in the order in which they arrive
 
     def _split(self, copy: RecordedCopy) -> list[_Step]:
         idx, target = self._names[copy.name], self._tensors.view_of(copy.target)
@@ -160,18 +164,19 @@ class CopyPlan:
 
     def _prepare(self, source: WeightSource) -> list[BlockCopy]:
         """The copies of pieces; those of an earlier version if the source has the same memory."""
-        if source.memory is None or source.memory is not self._memory:
+        memory = source.memory
+        prepared = None if memory is None else self._prepared.get(memory)
+        if prepared is None:
+            self._prepared.clear()  # the steps may now be others
             self._resolve(source)
-            self._memory, self._prepared = None, []
             prepared = [
                 self._prepare_piece(source, step, step.piece)
                 for step in self._steps
                 if step.piece is not None
             ]
-            if source.memory is None:
-                return prepared
-            self._memory, self._prepared = source.memory, prepared
-        return self._prepared
+            if memory is not None:
+                self._prepared[memory] = prepared
+        return prepared
 
     def _prepare_piece(self, source: WeightSource, step: _Step, piece: CopyPiece) -> BlockCopy:
         block, target = source.block(step.idx, piece.block), step.target

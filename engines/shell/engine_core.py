@@ -186,8 +186,8 @@ class AdapterCore(PolledCore):
         """Loads the described weights into the model, in every worker of the engine.
 
         Args:
-            description: of a `WeightImage` or a `WeightImport`, for `weight_source`
-                in the workers.
+            description: of an `ImageImport` or a `WeightImport`, for `weight_source` in the
+                workers.
 
         Returns:
             The regions of the ranks' own memory that each worker has read.
@@ -196,7 +196,7 @@ class AdapterCore(PolledCore):
             EngineError: they do not fit, or loading failed; the weights are then undefined.
         """
 
-    async def close_exports(self) -> None:
-        """Closes the ranks' memory in every worker, if `load_weights` left it open; see
-        `OpenedMemory`."""
+    async def close_memory(self) -> None:
+        """Closes the ranks' memory and the image in every worker, if `load_weights` left them open;
+        see `WorkerMemory`."""
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import mmap
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.engines.shell.weight_source import filled_image
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.rpc.rpc_client import Handle
@@ -67,7 +67,7 @@ class FollowerGroup:
             self._handles.append(follower)
 
     async def send_image(self, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies the image of an update to all followers, if there are any.
+        """Copies the image of an update to all followers, if there are any, when it is filled.
 
         Args:
             description: of the update, see `weight_source`.
@@ -80,14 +80,14 @@ class FollowerGroup:
         """
         if not self._handles:
             return dict(description)
-        path: str = description["path"]
-        image = _mapped(path, description["nbytes"])
+        image = await asyncio.to_thread(filled_image, description)
         try:
             async with asyncio.TaskGroup() as tasks:
                 sent = [tasks.create_task(_send(image, handle)) for handle in self._handles]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        return {**description, "paths": [path, *(task.result() for task in sent)]}
+        paths = [description.get("path", ""), *(task.result() for task in sent)]
+        return {**description, "nbytes": image.nbytes, "paths": paths}
 
     async def close_images(self) -> None:
         """Frees the followers' images."""
@@ -97,12 +97,6 @@ class FollowerGroup:
     async def close(self) -> None:
         """Ends the programs. Idempotent."""
         await self._streams.aclose()
-
-
-def _mapped(path: str, nbytes: int) -> NDArray[np.uint8]:
-    with open(path, "rb") as file:
-        memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-    return np.frombuffer(memory, np.uint8)
 
 
 async def _send(image: NDArray[np.uint8], follower: Handle) -> str:

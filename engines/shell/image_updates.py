@@ -1,7 +1,7 @@
 """Weight updates of engines that load weights by themselves, in processes of their own.
 
-shared memory   ranks ──buckets──▶ WeightImage ───description──▶ Core.load_weights
-CUDA IPC        ranks ──exports──▶ WeightImport ──description──▶ Core.load_weights
+shared memory   ranks ──fill──▶ image of the node ◀──read── Core.load_weights ◀── ImageImport
+CUDA IPC        ranks ──exports──────────────────▶ read by  Core.load_weights ◀── WeightImport
 
 When `load` returns, the model has the weights, whichever transport carried them; `finish` only
 verifies.
@@ -15,76 +15,82 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from umbra.engines.shell.engine_core import AdapterCore
-from umbra.engines.shell.weight_image import WeightImage
+from umbra.engines.shell.image_import import ImageImport
 from umbra.engines.shell.weight_import import WeightImport
 from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
 _T = TypeVar("_T")
 
 
 class ImageUpdates(WeightUpdates):
-    """Owns the image and the thread that fills it."""
+    """Owns the engine process's mapping of the image, and the thread that checks it."""
 
     def __init__(self, core: AdapterCore) -> None:
         self._core = core
-        self._image = WeightImage()
-        self._import: WeightImport | None = None  # set during an update without an image
+        self._image = KeptImage()
+        self._update: WeightImport | ImageImport | None = None
         self._is_loaded = False
-        self._may_hold_exports = False  # the core's workers may have memory of ranks open
+        self._holds_memory = False  # the core's workers may have memory of ranks or an image open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        await self.end()
         self._is_loaded = False
         if buckets["transport"] == "cuda_ipc":
-            await self._in_thread(self._image.close)
-            self._import = WeightImport(manifest, buckets)
-            return
-        self._import = None
-        await self._in_thread(lambda: self._image.begin(manifest, buckets))
+            self._update = WeightImport(manifest, buckets)
+        else:
+            self._update = await self._in_thread(
+                lambda: ImageImport(self._image, manifest, buckets)
+            )
 
     async def load(self) -> int:
-        update = self._import
-        if update is None:
-            nbytes = await self._in_thread(self._image.load)
-            await self._core.load_weights(self._image.describe())
-            self._may_hold_exports = False
-        else:
-            self._may_hold_exports = True
+        update = self._open_update()
+        self._holds_memory = True
+        with update.receiving():
             nbytes = update.note(await self._core.load_weights(update.description))
         self._is_loaded = True
         return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        update = self._open_update()
         if not self._is_loaded:
             raise WeightSyncError("the weights have not been loaded; load comes first")
-        if self._import is not None:
-            return self._import.finish(regions)
-        return await self._in_thread(lambda: self._image.finish(regions))
+        return await self._in_thread(lambda: update.finish(regions))
 
     def stop(self) -> None:
-        self._image.stop()
+        if self._update is not None:
+            self._update.stop()
 
     async def end(self) -> None:
-        self._import = None
-        await self._in_thread(self._image.end)
+        update, self._update = self._update, None
+        if update is not None:
+            await self._in_thread(update.close)
 
     async def abort(self) -> None:
         await self.end()
-        if self._may_hold_exports:
-            await self._core.close_exports()
-            self._may_hold_exports = False
+        await self._in_thread(self._image.close)
+        if self._holds_memory:
+            await self._core.close_memory()
+            self._holds_memory = False
 
     async def release(self) -> None:
-        """The ranks' memory is none that the engine could free: it stays open."""
-        await self._in_thread(self._image.close)
+        """Neither the image nor the ranks' memory is the engine's: they stay open."""
+        await self.end()
 
     async def close(self) -> None:
-        self._image.stop()
+        self.stop()
         try:
+            await self.end()
             await self._in_thread(self._image.close)
         finally:
             self._thread.shutdown()
+
+    def _open_update(self) -> WeightImport | ImageImport:
+        if self._update is None:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+        return self._update
 
     async def _in_thread(self, job: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)

@@ -7,6 +7,7 @@ ranks ──exports──▶ supervisor ──▶ engine process ──descripti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from umbra.runtime.errors import WeightSyncError
@@ -25,6 +26,10 @@ class WeightImport:
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest
         self._read: list[dict[int, tuple[int, int | None]]] | None = None
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """The workers read the ranks' memory themselves."""
+        return nullcontext()
 
     def note(self, per_worker: Sequence[WorkerRegions]) -> int:
         """Takes the workers' reports of what they have; returns the bytes of the model.
@@ -61,3 +66,9 @@ class WeightImport:
             more = len(mismatches) - _MAX_MISMATCHES
             mismatches = [*mismatches[:_MAX_MISMATCHES], f"and {more} more"]
         return {"count": count, "nbytes": nbytes, "mismatches": mismatches}
+
+    def stop(self) -> None:
+        """An abort ends the waits of workers."""
+
+    def close(self) -> None:
+        """Holds nothing: workers do."""

@@ -3,33 +3,39 @@
 A description is a plain map. The engine's process makes it, and the engine's own channels carry it
 to the workers:
 
-    image     path, nbytes, manifest, fd_socket, progress, paths      weight_image
+    image     image, bucket_nbytes, manifest, fd_socket, progress     image_import
     exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
+    copy      path, nbytes, manifest                                  an image without a sync
 
-Both notice that the sync was aborted: between tensors, and before and after the copies of a plan.
-An image that came without a sync has neither fd_socket nor progress. The paths are those of the
-image on each node of an engine on several; the first one is `path`.
+The first two notice that the sync was aborted: between tensors, and before and after the copies of
+a plan. An engine on several nodes adds to that of an image its nbytes, and the paths of the copies
+on its nodes; the first one is not used.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.engines.shell.weight_image import image_tensors
+from umbra.engines.shell.image_import import image_tensors
 from umbra.runtime.weights.checksums.checksum import CastValues, sum_all, to_checksums
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
-from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage, MappedImage
+from umbra.runtime.weights.transports.shared_memory.memfd import received_fd
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -73,8 +79,9 @@ class WeightSource(Protocol):
 
     @property
     def memory(self) -> object | None:
-        """The same object as in an earlier update if every block is where it was then, so that
-        views of blocks may be used again. None: they are lost at the end of the update."""
+        """The same object as in an earlier update if every block is where it was then: views of
+        blocks may be used again as long as it exists. None: they are lost at the end of the
+        update."""
         ...
 
     @property
@@ -94,8 +101,13 @@ class WeightSource(Protocol):
         ...
 
     def reading(self, copies: Sequence[BlockCopy]) -> AbstractContextManager[None]:
-        """A context in which these copies are carried out: the ranks have all blocks, and at its
-        end they count as loaded. Errors as in `tensors`, at its beginning and end."""
+        """A context in which these copies are carried out; at its end the blocks count as loaded.
+        Errors as in `tensors`."""
+        ...
+
+    def wait(self, idx: int) -> None:
+        """Within `reading`: returns when the blocks of an entry may be read, which is sooner for
+        earlier entries. Errors as in `tensors`."""
         ...
 
     def blocks(self, idx: int) -> list[ShardBlock]:
@@ -112,41 +124,65 @@ class WeightSource(Protocol):
         ...
 
 
+class WorkerMemory:
+    """What a worker keeps open from one update to the next: the ranks' memory, or the image of its
+    node."""
+
+    def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
+        self.exports = OpenedMemory(make_opener)
+        self.image = KeptImage()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.exports.close()
+        self.image.close()
+
+
 @contextmanager
 def open_weights(
     description: Mapping[str, Any],
     device: torch.device,
     *,
-    memory: OpenedMemory | None = None,
+    memory: WorkerMemory | None = None,
 ) -> Generator[WeightSource]:
     """Opens the described source; it is closed at the end of the block. The first of the engine's
     workers reports the engine's progress.
 
     Args:
         device: of the tensors, unless they come from an image.
-        memory: what the worker has open of the ranks' memory. Without it, nothing stays open.
+        memory: what the worker keeps open. Without it, nothing stays open.
 
     Raises:
         WeightSyncError, ProtocolError: it disagrees with the manifest, or cannot be read.
     """
-    if "exports" not in description and memory is not None:
-        memory.close()
-    description, rank = _on_this_node(description), _worker_rank()
+    description = _on_this_node(description)
     if "progress" not in description:
-        yield _ImageSource(description, None)
+        yield _ImageCopy(description)
         return
-    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=rank == 0)) as end:
-        if "exports" not in description:
-            yield _ImageSource(description, end)
-            return
-        opened = memory or OpenedMemory()
-        try:
-            image = opened.image(description["manifest"], description["exports"])
-            yield _ExportSource(
-                image, end, device, has_checksums=bool(description["has_checksums"])
-            )
-        finally:
-            opened.leave() if memory is not None else opened.close()
+    opened = memory or WorkerMemory()
+    try:
+        with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=_worker_rank() == 0)) as end:
+            if "exports" in description:
+                opened.image.close()
+                yield from _open_exports(description, opened.exports, end, device)
+            else:
+                opened.exports.close()
+                source = _ImageSource(description, opened.image, end)
+                yield source
+                source.finish()
+    finally:
+        if memory is None:
+            opened.close()
+
+
+def _open_exports(
+    description: Mapping[str, Any], opened: OpenedMemory, end: EngineEnd, device: torch.device
+) -> Iterator[WeightSource]:
+    try:
+        image = opened.image(description["manifest"], description["exports"])
+        yield _ExportSource(image, end, device, has_checksums=bool(description["has_checksums"]))
+    finally:
+        opened.leave()
 
 
 def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,28 +202,58 @@ def _worker_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-class _ImageSource:
-    memory = None
+def filled_image(description: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """The whole image, once ranks have filled it. Blocks. Raises the errors of `WeightSource`."""
+    if "progress" not in description:
+        return np.fromfile(description["path"], np.uint8)
+    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=False)) as end:
+        end.wait_filled(_grid(description).num_buckets)
+    wire = description["image"]
+    with received_fd(description["fd_socket"], wire["name"], _OPEN_TIMEOUT_S) as fd:
+        return np.frombuffer(mmap.mmap(fd, wire["nbytes"], access=mmap.ACCESS_READ), np.uint8)
 
-    def __init__(self, description: Mapping[str, Any], end: EngineEnd | None) -> None:
+
+def _grid(description: Mapping[str, Any]) -> BucketGrid:
+    return BucketGrid(
+        Manifest.from_wire(description["manifest"]).nbytes, description["bucket_nbytes"]
+    )
+
+
+class _ImageCopy:
+    """An image that is complete, such as a follower's copy. Its mapping is private, because a
+    loader may write to its tensors."""
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
         self.manifest = Manifest.from_wire(description["manifest"])
-        self.regions: Regions = []  # the engine's process verifies the image
-        self._description = description
-        self._end = end
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors = image_tensors(self.manifest, self._map(description))
+
+    def _map(self, description: Mapping[str, Any]) -> mmap.mmap:
+        with open(description["path"], "rb") as file:
+            return mmap.mmap(file.fileno(), description["nbytes"], access=mmap.ACCESS_COPY)
+
+    @property
+    def memory(self) -> object | None:
+        return None
+
+    @property
+    def regions(self) -> Regions:
+        """None: the engine's process verifies the image."""
+        return []
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        wanted, tensors = _named(self.manifest, names), self._map()
-        for idx, entry in enumerate(self.manifest.entries):
-            self._check_not_aborted()
-            for name in wanted[idx]:
-                yield name, tensors[entry.name]
+        tensors = self._loader_tensors()
+        for idx, named in enumerate(_named(self.manifest, names)):
+            if named:
+                self.wait(idx)
+            for name in named:
+                yield name, tensors[self.manifest.entries[idx].name]
 
     @contextmanager
     def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
-        self._check_not_aborted()
         yield
-        self._check_not_aborted()
+
+    def wait(self, idx: int) -> None:
+        """All is there."""
 
     def blocks(self, idx: int) -> list[ShardBlock]:
         shape = self.manifest.entries[idx].shape
@@ -197,22 +263,61 @@ class _ImageSource:
         return self.whole(idx)
 
     def whole(self, idx: int) -> Tensor:
-        self._tensors = self._tensors or self._map()
         return self._tensors[self.manifest.entries[idx].name]
 
-    def _check_not_aborted(self) -> None:
-        if self._end is not None:
-            self._end.check_not_aborted()
+    def _loader_tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors
 
-    def _map(self) -> dict[str, Tensor]:
-        """A mapping of its own: a loader may write to its tensors, but others read the image."""
-        fd = os.open(self._description["path"], os.O_RDONLY)
-        try:
-            nbytes = self._description["nbytes"]
-            memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        return image_tensors(self.manifest, memory)
+
+class _ImageSource(_ImageCopy):
+    """The image of the node, which is read while ranks fill it."""
+
+    def __init__(self, description: Mapping[str, Any], kept: KeptImage, end: EngineEnd) -> None:
+        self._image = kept.receive(description, _OPEN_TIMEOUT_S)
+        self._description = description
+        self._grid = _grid(description)
+        self._end = end
+        super().__init__(description)
+
+    def _map(self, description: Mapping[str, Any]) -> mmap.mmap:
+        return self._image.memory
+
+    @property
+    def memory(self) -> MappedImage:
+        return self._image
+
+    @contextmanager
+    def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
+        self._end.check_not_aborted()
+        yield
+        self._end.check_not_aborted()
+
+    def wait(self, idx: int) -> None:
+        """Waits for all pages of the entry: a loader may write to one, which then does not show any
+        more what ranks write to it."""
+        entry = self.manifest.entries[idx]
+        self._end.check_not_aborted()
+        self._end.wait_filled(
+            self._grid.num_reaching(-(-entry.end // mmap.PAGESIZE) * mmap.PAGESIZE)
+        )
+        self._image.make_present(slice(entry.offset, entry.end))
+        self._note_loaded(entry.offset // self._grid.bucket_nbytes)
+
+    def finish(self) -> None:
+        """Called when everything was taken."""
+        self._end.check_not_aborted()
+        self._note_loaded(self._grid.num_buckets)
+
+    def _note_loaded(self, num_buckets: int) -> None:
+        if num_buckets > self._end.num_loaded:
+            self._end.set_loaded(num_buckets)
+
+    def _loader_tensors(self) -> Mapping[str, Tensor]:
+        """In a private mapping, which shows what ranks fill later."""
+        wire = self._description
+        with received_fd(wire["fd_socket"], wire["image"]["name"], _OPEN_TIMEOUT_S) as fd:
+            copy = mmap.mmap(fd, wire["image"]["nbytes"], access=mmap.ACCESS_COPY)
+        return image_tensors(self.manifest, copy)
 
 
 class _ExportSource:
@@ -254,6 +359,9 @@ class _ExportSource:
                     yield name, tensor
             if self._end.num_loaded == idx:
                 self._end.set_loaded(idx + 1)
+
+    def wait(self, idx: int) -> None:
+        """All is there when `reading` has begun."""
 
     @contextmanager
     def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:

@@ -241,8 +241,8 @@ class VllmCore(AdapterCore):
         self.log_loading(way for _, way in reports)
         return [regions for regions, _ in reports]
 
-    async def close_exports(self) -> None:
-        await self.call(self._llm.collective_rpc("umbra_close_exports"))
+    async def close_memory(self) -> None:
+        await self.call(self._llm.collective_rpc("umbra_close_memory"))
 
 
 def _memory_hint(text: str) -> str:

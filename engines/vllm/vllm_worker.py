@@ -20,12 +20,16 @@ from torch import Tensor, nn
 
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.planned_loading import PlannedLoading
-from umbra.engines.shell.weight_source import Regions, WeightSource, open_weights
+from umbra.engines.shell.weight_source import (
+    Regions,
+    WeightSource,
+    WorkerMemory,
+    open_weights,
+)
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
-from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
 _factory: Any = importlib.import_module(
@@ -78,7 +82,7 @@ class SourceTransferEngine(_base):
     update_info_cls = UpdateInfo
     report: LoadReport = ([], "")
     _loading: PlannedLoading | None = None
-    _memory: OpenedMemory | None = None
+    _memory: WorkerMemory | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -87,7 +91,7 @@ class SourceTransferEngine(_base):
         if self._loading is None:  # before the first update, which may leave the model half-loaded
             loader = LayerwiseLoader(self.model, self.model_config)
             self._loading = PlannedLoading(self.model, loader)
-            self._memory = OpenedMemory()
+            self._memory = WorkerMemory()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
@@ -100,8 +104,8 @@ class SourceTransferEngine(_base):
     def finish_weight_update(self) -> None:
         pass
 
-    def close_exports(self) -> None:
-        """Closes the ranks' memory."""
+    def close_memory(self) -> None:
+        """Closes what is left open of the ranks' memory, or of the image."""
         if self._memory is not None:
             self._memory.close()
 
@@ -359,8 +363,8 @@ class UmbraWorkerExtension:
         report: LoadReport = self.weight_transfer_engine.report
         return report
 
-    def umbra_close_exports(self) -> None:
-        self.weight_transfer_engine.close_exports()
+    def umbra_close_memory(self) -> None:
+        self.weight_transfer_engine.close_memory()
 
     def umbra_pid(self) -> int:
         """Pid of the worker's process, which from now on writes its stacks on request."""

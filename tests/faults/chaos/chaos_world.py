@@ -68,7 +68,7 @@ _ENGINE: Final[dict[str, Any]] = {
     "max_context_len": MAX_CONTEXT_LEN,
 }
 _BUCKET_NBYTES: Final = 256 << 10
-"""The weights take more buckets than there are buffers, so a sync reuses buffers."""
+"""The weights take several buckets, so that a sync may be cut in the middle."""
 
 
 class ChaosWorld:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.shell.weight_image import image_tensors
+from umbra.engines.shell.image_import import image_tensors
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
@@ -44,6 +44,7 @@ class SharedEngine(AdapterEngine):
             await core.wake(["weights", "kv_cache"])
         await core.pause(keep=False)
         await core.reset_prefix_cache()
+        await core.close_memory()
 
 
 @contextmanager

@@ -80,6 +80,9 @@ class ShardedSource:
     def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
         yield
 
+    def wait(self, idx: int) -> None:
+        """All is there."""
+
     def blocks(self, idx: int) -> list[ShardBlock]:
         return self._blocks[self.manifest.entries[idx].name]
 

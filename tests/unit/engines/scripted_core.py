@@ -89,8 +89,8 @@ class ScriptedCore(AdapterCore):
         self.descriptions.append(description)
         return [self.regions]
 
-    async def close_exports(self) -> None:
-        await self._do("close_exports")
+    async def close_memory(self) -> None:
+        await self._do("close_memory")
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         await self._do("probe_import")

@@ -59,6 +59,10 @@ ONE_RANK = rows(1)
 HIDDEN, HEADS, KV_HEADS, VOCAB, PADDED, EXPERTS, INNER = 8, 8, 4, 22, 32, 4, 6
 
 
+class Memory:
+    """Where a source has its blocks."""
+
+
 class Model(nn.Module):
     """One worker's part of a small model, with the idioms of vLLM's loaders."""
 
@@ -256,7 +260,7 @@ def test_copies_are_prepared_once_for_versions_in_the_same_memory(is_inference: 
     model = Model()
     loading, loader = planned(model)
     kept, other = (source_of(version(seed), rows(3)) for seed in (1, 2))
-    kept.memory, other.memory = object(), object()
+    kept.memory, other.memory = Memory(), Memory()
     with torch.inference_mode(is_inference):
         loading.load(kept)
         loading.load(kept)  # prepares
@@ -281,7 +285,7 @@ def test_masters_are_cast_each_time_that_prepared_copies_run() -> None:
     model = Model()
     loading, _ = planned(model)
     source = source_of(version(1, torch.float32), rows(2))
-    source.memory = object()
+    source.memory = Memory()
     for seed in (1, 2, 3):
         weights = version(seed, torch.float32)
         overwrite(source, weights)
@@ -295,7 +299,7 @@ def test_prepared_copies_are_not_used_after_parameters_have_moved() -> None:
     model = Model()
     loading, loader = planned(model)
     source = source_of(version(1), rows(2))
-    source.memory = object()
+    source.memory = Memory()
     for _ in range(3):
         loading.load(source)
 
@@ -397,7 +401,7 @@ def test_copies_of_whole_tensors_are_made_beside_prepared_ones() -> None:
     model = Flattening()
     loading, _ = planned(model)
     source = source_of(version(1), rows(3))
-    source.memory = object()
+    source.memory = Memory()
     for _ in range(3):
         forget(model)
         loading.load(source)

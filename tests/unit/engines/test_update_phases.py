@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,18 @@ import torch
 from engine_runs import run_async
 from local_sync import publish
 from scripted_core import ScriptedCore
+from torch import Tensor
 
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.shell.weight_source import open_weights
+from umbra.engines.shell.image_import import image_tensors
+from umbra.engines.shell.weight_source import WorkerMemory, open_weights
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
 from umbra.runtime.weights.transports.shared_memory.memfd import (
-    create_memory,
+    map_memory,
+    received_fd,
     serve_fds,
 )
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
@@ -81,7 +88,7 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
     run_async(body)
 
 
-def test_workers_close_the_ranks_memory_when_an_update_is_aborted_or_ranks_may_have_ended(
+def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_ended(
     tmp_path: Path,
 ) -> None:
     async def body() -> None:
@@ -89,56 +96,143 @@ def test_workers_close_the_ranks_memory_when_an_update_is_aborted_or_ranks_may_h
         async with engine_over(core) as engine:
             await publish(engine, WEIGHTS, 1, tmp_path)
             await engine.pause("abort")
+            await engine.sleep(2)
+            assert "close_memory" not in core.done
+            await engine.wake(["weights", "kv_cache"])
             await engine.abort_update()  # as warm engines are brought to rest
-            assert "close_exports" not in core.done
+            assert core.done[-1] == "close_memory"
+            core.done.clear()
 
             await engine.begin_update(2, b"", EXPORTS)
             await engine.load()
             await engine.finish_update([])
             await engine.commit_update()
             await engine.sleep(2)
-            assert "close_exports" not in core.done
+            assert "close_memory" not in core.done
             await engine.abort_update()
-            assert core.done[-1] == "close_exports"
+            assert core.done[-1] == "close_memory"
 
             await engine.abort_update()
-            assert core.done.count("close_exports") == 1
+            assert core.done.count("close_memory") == 1
 
     run_async(body)
 
 
+@asynccontextmanager
+async def node_image(
+    manifest: Manifest, folder: Path, bucket_nbytes: int
+) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
+    """What a worker gets of an image that nobody has filled yet."""
+    async with serve_fds(str(folder / "fds")) as server:
+        owner = ImageMemory("pool", server)
+        async with opened(owner, manifest, bucket_nbytes) as sync:
+            yield sync
+        owner.close()
+
+
+@asynccontextmanager
+async def opened(
+    owner: ImageMemory, manifest: Manifest, bucket_nbytes: int
+) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
+    grid = BucketGrid(manifest.nbytes, bucket_nbytes)
+    async with owner.opened(grid, 1, 1) as (details, progress):
+        own = numbered(details, 1)[0]
+        own = {**own, "progress": own["progress"] | {"timeout_s": 10.0}}
+        yield {**own, "manifest": manifest.to_wire(), "bucket_nbytes": bucket_nbytes}, progress
+
+
+def filled(description: dict[str, Any], manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of the image, to be written to."""
+    wire = description["image"]
+    with received_fd(description["fd_socket"], wire["name"], 5.0) as fd:
+        return image_tensors(manifest, map_memory(fd, wire["nbytes"]))
+
+
 def test_a_worker_stops_loading_an_image_whose_sync_is_aborted(tmp_path: Path) -> None:
     manifest = Manifest.layout([("a", "float32", (3,)), ("b", "float32", (2,))])
-    image = create_memory("image", 4096)
-    fd, progress = SyncProgress.create("progress", 1, 1)
-    path = str(tmp_path / "fds")
-    numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
-    description = {
-        "path": f"/proc/self/fd/{image}",
-        "nbytes": 4096,
-        "manifest": manifest.to_wire(),
-        "fd_socket": path,
-        "progress": {"name": "progress"} | numbers,
-    }
 
-    def read() -> None:
-        with open_weights(description, torch.device("cpu")) as source:
+    def read(description: dict[str, Any], progress: SyncProgress) -> None:
+        with ExitStack() as opened:
+            source = opened.enter_context(open_weights(description, torch.device("cpu")))
             tensors = source.tensors()
             assert next(tensors)[0] == "a"
             progress.abort()
             with pytest.raises(WeightSyncError, match="aborted before the model was loaded"):
                 next(tensors)
+            with pytest.raises(WeightSyncError, match="aborted before the model was loaded"):
+                opened.close()
+        assert progress.num_loaded(0) == 0
 
     async def body() -> None:
-        async with serve_fds(path, {"progress": fd}):
-            await asyncio.to_thread(read)
+        async with node_image(manifest, tmp_path, 512) as (description, progress):
+            progress.set_filled(0, 1)
+            await asyncio.to_thread(read, description, progress)
 
-    try:
-        asyncio.run(body())
-    finally:
-        progress.close()
-        os.close(fd)
-        os.close(image)
+    asyncio.run(body())
+
+
+def test_a_worker_reads_an_entry_when_its_pages_are_filled_and_counts_when_it_has_copied(
+    tmp_path: Path,
+) -> None:
+    manifest = Manifest.layout([(name, "float32", (1024,)) for name in "abc"])  # a page each
+    memory = WorkerMemory()
+
+    def read(description: dict[str, Any], progress: SyncProgress, value: float) -> None:
+        ranks = filled(description, manifest)
+        with open_weights(description, torch.device("cpu"), memory=memory) as source:
+            assert source.memory is not None
+            seen.append(source.memory)
+            with source.reading([]):
+                for idx, name in enumerate("abc"):
+                    assert progress.num_loaded(0) == max(0, 8 * (idx - 1))
+                    ranks[name].fill_(value + idx)
+                    progress.set_filled(0, 8 * (idx + 1))
+                    source.wait(idx)
+                    assert torch.equal(source.block(idx, 0), torch.full((1024,), value + idx))
+        assert progress.num_loaded(0) == 24
+
+    async def body() -> None:
+        async with serve_fds(str(tmp_path / "fds")) as server:
+            owner = ImageMemory("pool", server)
+            for version in range(2):
+                async with opened(owner, manifest, 512) as (description, progress):
+                    await asyncio.to_thread(read, description, progress, 10.0 * version)
+            owner.close()
+
+    seen: list[object] = []
+    asyncio.run(body())
+    memory.close()
+
+    assert seen[0] is seen[1]  # so that prepared copies are used again
+
+
+def test_a_loader_that_writes_to_a_tensor_still_sees_what_comes_later(tmp_path: Path) -> None:
+    manifest = Manifest.layout([("a", "float32", (3,)), ("b", "float32", (3,))])  # on one page
+
+    def read(description: dict[str, Any], progress: SyncProgress) -> None:
+        ranks = filled(description, manifest)
+        ranks["a"].fill_(1.0)
+        later = threading.Timer(0.1, fill_the_rest, (ranks, progress))
+        later.start()
+        progress.set_filled(0, 1)
+        with open_weights(description, torch.device("cpu")) as source:
+            for _, tensor in source.tensors():
+                loaded.append(tensor.add_(1.0).clone())
+        later.join()
+        assert torch.equal(ranks["a"], torch.ones(3))
+
+    def fill_the_rest(ranks: dict[str, Tensor], progress: SyncProgress) -> None:
+        ranks["b"].fill_(2.0)
+        progress.set_filled(0, 2)
+
+    async def body() -> None:
+        async with node_image(manifest, tmp_path, 256) as (description, progress):
+            await asyncio.to_thread(read, description, progress)
+
+    loaded: list[Tensor] = []
+    asyncio.run(body())
+
+    assert torch.equal(torch.cat(loaded), torch.tensor([2.0] * 3 + [3.0] * 3))
 
 
 def test_what_a_loader_writes_to_its_tensors_is_not_in_the_image(tmp_path: Path) -> None:

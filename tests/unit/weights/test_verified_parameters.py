@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.planned_loading import PlannedLoading
 from umbra.engines.shell.weight_import import WeightImport
-from umbra.engines.shell.weight_source import BlockCopy, Regions, WeightSource, open_weights
+from umbra.engines.shell.weight_source import (
+    BlockCopy,
+    Regions,
+    WeightSource,
+    WorkerMemory,
+    open_weights,
+)
 from umbra.runtime.weights.checksums.checksum import checksum_of
-from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 
 ROWS_OF_RANK_0 = 7
@@ -72,7 +77,7 @@ def read(ranks: Ranks, ipc: FakeIpc, folder: Path, use: Callable[[WeightSource],
     """What `use` returns of the source of one sync with checksums."""
 
     def in_worker(description: dict[str, Any]) -> T:
-        memory = OpenedMemory(lambda: FakeOpener(ipc))
+        memory = WorkerMemory(lambda: FakeOpener(ipc))
         with open_weights(description, ranks.device, memory=memory) as source:
             return use(source)
 

@@ -20,7 +20,7 @@ from offered_exports import export_rows, manifest_of, offered
 from torch import Tensor
 
 from umbra.engines.shell.weight_import import WeightImport
-from umbra.engines.shell.weight_source import open_weights
+from umbra.engines.shell.weight_source import WorkerMemory, open_weights
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
@@ -187,7 +187,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
         with open_weights(description, cpu, memory=memory) as source:
             return dict(source.tensors()), source.regions
 
-    memory = OpenedMemory(lambda: FakeOpener(ipc))
+    memory = WorkerMemory(lambda: FakeOpener(ipc))
     found, regions, num_loaded = asyncio.run(read())
 
     assert list(found) == ["a", "head", "b"]
@@ -238,7 +238,7 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
             assert progress.num_loaded(0) == 3
             return found
 
-    memory = OpenedMemory(lambda: FakeOpener(ipc))
+    memory = WorkerMemory(lambda: FakeOpener(ipc))
     blocks, regions, again = asyncio.run(read(by_blocks=True))
     tensors, regions_of_tensors = asyncio.run(read(by_blocks=False))
 

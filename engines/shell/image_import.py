@@ -1,0 +1,74 @@
+"""An update whose weights the engine's workers read from the image of their node.
+
+ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
+                       └──▶ engine process: compares checksums
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from torch import Tensor
+
+from umbra.engines.shell.weight_import import WorkerRegions
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.byte_views import buffer_bytes, typed_view
+from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
+from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
+
+_OPEN_TIMEOUT_S: Final = 10.0
+
+
+class ImageImport:
+    """One update; the arguments are those of begin_update. Owns the engine's side of the sync.
+
+    Raises:
+        ConnectionLost, DeadlineExceeded, WeightSyncError: the supervisor does not pass the memory.
+    """
+
+    def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        self._layout = Manifest.from_wire(manifest)
+        self._bucket_nbytes: int = buckets["bucket_nbytes"]
+        self._source = ImageSource(kept, self._layout.nbytes, buckets, _OPEN_TIMEOUT_S)
+        known = ("fd_socket", "image", "bucket_nbytes", "progress")
+        self.description: dict[str, Any] = {name: buckets[name] for name in known}
+        self.description["manifest"] = manifest
+        self._is_loaded = False
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """See `ImageSource.receiving`."""
+        return self._source.receiving()
+
+    def note(self, per_worker: Sequence[WorkerRegions]) -> int:
+        """Called when all workers have loaded; returns the bytes of the model."""
+        self._is_loaded = True
+        return self._layout.payload_nbytes
+
+    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        """Compares what was sent with the image; returns count, nbytes and mismatches."""
+        if not self._is_loaded:
+            raise WeightSyncError("nothing was loaded before verifying")
+        tensors = image_tensors(self._layout, self._source.memory)
+        return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
+
+    def stop(self) -> None:
+        """Ends waits for ranks, in all workers. From any thread."""
+        self._source.stop()
+
+    def close(self) -> None:
+        """Leaves the sync. Idempotent."""
+        self._source.close()
+
+
+def image_tensors(manifest: Manifest, memory: mmap.mmap) -> dict[str, Tensor]:
+    """The manifest's tensors as views of an image, which stays mapped while they live."""
+    image = buffer_bytes(memory)
+    return {
+        entry.name: typed_view(image[entry.offset : entry.end], entry.dtype, entry.shape)
+        for entry in manifest.entries
+    }
