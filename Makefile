@@ -75,7 +75,8 @@ test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (twelv
 
 test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_process.py \
-	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_tensor_parallel.py \
+	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_synced_lora.py \
+	    tests/process/engines/test_vllm_lora_pool.py tests/process/engines/test_vllm_tensor_parallel.py \
 	    tests/process/engines/test_vllm_output.py tests/process/engines/test_vllm_recorded_plans.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 

@@ -61,7 +61,7 @@ class ConfiguredEngine(AdapterEngine):
 
     def __init__(self, **settings: Any) -> None:
         made = self.settings_class(**settings)
-        folder = local_model(made.model_path, with_weights=made.load_weights)
+        folder = local_model(made.model_path, with_weights=made.reads_weights)
         made = replace(made, model_path=folder)
         super().__init__(
             type(self).core_class(made),

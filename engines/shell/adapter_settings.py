@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.lora_matrices import LoraBase, check_lora_rank
 from umbra.runtime.errors import ConfigError, DataError
 
 
@@ -22,6 +23,9 @@ class AdapterSettings:
         tick_ms: time between two deltas, unless the engine reports the end of a request earlier.
         num_threads: threads of operations on the CPU.
         load_weights: read them from `model_path` and serve as version 0.
+        lora_rank: the largest rank of the LoRA adapters that syncs bring. The engine reads the
+            model's weights from `model_path`, keeps them, and serves once it has an adapter, which
+            it applies to every request. 0: syncs bring weights of the model.
         engine_args: more options of the engine, by name.
     """
 
@@ -34,12 +38,24 @@ class AdapterSettings:
     tick_ms: float = 50.0
     num_threads: int = 1
     load_weights: bool = False
+    lora_rank: int = 0
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_context_len", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_lora_rank(self.lora_rank, load_weights=self.load_weights)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether it starts with the weights in `model_path`."""
+        return self.load_weights or self.lora_rank > 0
+
+    @property
+    def lora_base(self) -> LoraBase | None:
+        """See `AdapterCore`."""
+        return LoraBase(Path(self.model_path), self.lora_rank) if self.lora_rank else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.lora_matrices import LoraBase
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +133,19 @@ class Core(ABC):
         """Allocates memory again."""
         return
 
+    # -- weights -------------------------------------------------------------------------
+
     @abstractmethod
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Why some worker cannot read the ranks' memory, or "": see `Engine.probe_import`."""
+
+    def check_update(self, manifest: Manifest) -> None:
+        """Raises WeightSyncError for an update that the engine could not load, before it does."""
+        if manifest.lora is not None:
+            raise WeightSyncError(
+                f"the sync brings a LoRA adapter, and {self.name} was started for weights of the "
+                "model: publish those, or start engine 'vllm' or 'sglang' with lora_rank"
+            )
 
 
 class PolledCore(Core):
@@ -164,10 +177,16 @@ class PolledCore(Core):
 
 
 class AdapterCore(PolledCore):
-    """The core of an adapter: its library loads weights by itself, mostly in worker processes."""
+    """The core of an adapter: its library loads weights by itself, mostly in worker processes.
 
-    def __init__(self) -> None:
+    Args:
+        lora_base: the model, if updates bring LoRA adapters for it; `load_weights` then applies
+            them to all later requests. None: they bring weights of the model.
+    """
+
+    def __init__(self, lora_base: LoraBase | None = None) -> None:
         super().__init__()
+        self._lora_base = lora_base
         self._ways: set[str] = set()
 
     def show_stacks(self) -> None:
@@ -180,6 +199,12 @@ class AdapterCore(PolledCore):
             level = logging.DEBUG if way in self._ways else logging.INFO
             logger.log(level, "%s: %s", self.name, way)
             self._ways.add(way)
+
+    def check_update(self, manifest: Manifest) -> None:
+        if self._lora_base is None:
+            super().check_update(manifest)
+        else:
+            self._lora_base.check(manifest.lora, manifest.shapes)
 
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:

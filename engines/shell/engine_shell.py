@@ -28,6 +28,7 @@ from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.tracing.spans import gauge, span
+from umbra.runtime.weights.manifest import Manifest
 
 _Core = TypeVar("_Core", bound=Core)
 
@@ -220,6 +221,7 @@ class EngineShell(Generic[_Core]):
         if not self._core.is_paused:
             await self._pause_core(keep=True)
         self._requests.begin_update()
+        self._core.check_update(Manifest.from_wire(manifest))
         await self._weights.begin(manifest, buckets)
 
     async def load(self) -> dict[str, int]:

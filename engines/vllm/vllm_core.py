@@ -32,7 +32,7 @@ from umbra.engines.vllm.vllm_leftovers import (
 from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.engines.vllm.vllm_output import VllmOutput
 from umbra.engines.vllm.vllm_requests import check_request, sampling_params
-from umbra.engines.vllm.vllm_settings import VllmSettings
+from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.process import descendants
@@ -52,13 +52,13 @@ class VllmCore(AdapterCore):
     name = "vLLM"
 
     def __init__(self, settings: VllmSettings) -> None:
-        super().__init__()
+        super().__init__(settings.lora_base)
         self._settings = settings
         self._watches = ExitStack()
         self._followers = FollowerGroup(settings.followers)
         self._llm: Any = None
         self._library: VllmLibrary | None = None
-        self._adapters: dict[str, Any] = {}  # LoRARequests by name
+        self._adapters: dict[str, Any] = {}  # LoRARequests by name; "": of every request
         self.lora_names = tuple(settings.lora_adapters)
         self._asleep: set[str] = set()  # tags
 
@@ -229,7 +229,8 @@ class VllmCore(AdapterCore):
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         update = await self._followers.send_image(description)
-        loading = self._llm.collective_rpc("umbra_load", args=(update,))
+        method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
+        loading = self._llm.collective_rpc(method, args=(update,))
         try:
             reports: list[tuple[WorkerRegions, str]] = await self.call(loading)
         except EngineError:
@@ -237,6 +238,9 @@ class VllmCore(AdapterCore):
                 # vLLM leaves the other workers' answers unread: every later call would get them.
                 self.died.set()
             raise
+        if self._settings.lora_rank:
+            name, number = SYNCED_ADAPTER
+            self._adapters[""] = self.library.LoRARequest(name, number, "no folder")
         await self._load_adapters()
         self.log_loading(way for _, way in reports)
         return [regions for regions, _ in reports]

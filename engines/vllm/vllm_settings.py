@@ -15,6 +15,8 @@ from umbra.runtime.errors import ConfigError
 
 WORKER_EXTENSION: Final = "umbra.engines.vllm.vllm_worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
+SYNCED_ADAPTER: Final = ("of the last sync", 1)
+"""vLLM's name and number of the LoRA adapter that a sync brings."""
 
 _OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"
 _ONE_MODEL: Final = "an engine is one model, and pool.count gives more engines"
@@ -101,6 +103,14 @@ class VllmSettings(SpanningSettings):
 
     lora_adapters: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    def __post_init__(self) -> None:
+        SpanningSettings.__post_init__(self)
+        if self.lora_rank and self.lora_adapters:
+            raise ConfigError(
+                f"lora_rank = {self.lora_rank} and lora_adapters exclude each other: a request has "
+                "one adapter, that of the last sync or one that it names"
+            )
+
     def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
         """More options for a part of an engine on several nodes.
 
@@ -144,7 +154,7 @@ class VllmSettings(SpanningSettings):
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
-            "load_format": "auto" if self.load_weights else "dummy",
+            "load_format": "auto" if self.reads_weights else "dummy",
             "worker_extension_cls": WORKER_EXTENSION,
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
             "disable_log_stats": True,
@@ -170,25 +180,24 @@ class VllmSettings(SpanningSettings):
 
     def _lora_options(self, *, is_cpu: bool) -> dict[str, Any]:
         """Slots for all adapters at once, unless `engine_args` set their number."""
-        if not self.lora_adapters:
+        if not (self.lora_adapters or self.lora_rank):
             return {}
         if not is_cpu and self.dtype == "float32":
             raise ConfigError(
                 "vLLM's LoRA kernels for GPUs do not support float32: use dtype bfloat16"
             )
         model_path = Path(self.model_path)
-        adapters = [
-            LoraAdapter.read(name, Path(path), model_path)
+        ranks = {
+            f"LoRA adapter {name!r}": LoraAdapter.read(name, Path(path), model_path).rank
             for name, path in self.lora_adapters.items()
-        ]
-        largest = max(adapters, key=lambda adapter: adapter.rank)
-        if largest.rank > _LORA_RANKS[-1]:
+        } or {"a LoRA adapter of a sync": self.lora_rank}
+        largest = max(ranks, key=lambda name: ranks[name])
+        if ranks[largest] > _LORA_RANKS[-1]:
             raise ConfigError(
-                f"LoRA adapter {largest.name!r} has rank {largest.rank}; vLLM's limit is "
-                f"{_LORA_RANKS[-1]}"
+                f"{largest} has rank {ranks[largest]}; vLLM's limit is {_LORA_RANKS[-1]}"
             )
-        num_slots = len(adapters)
-        if is_cpu:
+        num_slots = len(ranks)
+        if is_cpu and self.lora_adapters:
             # One slot stays empty: vLLM (0.32.0) makes requests without an adapter use the last
             # slot
             # if others in the batch have one, until its CPU operations skip index -1.
@@ -197,7 +206,7 @@ class VllmSettings(SpanningSettings):
                 raise ConfigError("pool.engine_args.max_loras is set by umbra on the CPU")
         return {
             "enable_lora": True,
-            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= largest.rank),
+            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= ranks[largest]),
             "max_loras": num_slots,
             "max_cpu_loras": num_slots,  # with fewer, folders would be read again and again
         }

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from umbra.engines.shell.weight_source import (
     WorkerMemory,
     open_weights,
 )
+from umbra.engines.vllm.vllm_lora import load_adapter
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
@@ -91,13 +92,17 @@ class SourceTransferEngine(_base):
         if self._loading is None:  # before the first update, which may leave the model half-loaded
             loader = LayerwiseLoader(self.model, self.model_config)
             self._loading = PlannedLoading(self.model, loader)
+
+    def open(self, description: Mapping[str, Any]) -> AbstractContextManager[WeightSource]:
+        """What an update brings; its memory stays open for the next one."""
+        if self._memory is None:
             self._memory = WorkerMemory()
+        return open_weights(description, self.device, memory=self._memory)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
-        opened = open_weights(update_info.description, self.device, memory=self._memory)
-        with opened as source:
+        with self.open(update_info.description) as source:
             way = self._loading.load(source)
             self.report = source.regions, way
 
@@ -362,6 +367,12 @@ class UmbraWorkerExtension:
         self.finish_weight_update()
         report: LoadReport = self.weight_transfer_engine.report
         return report
+
+    def umbra_load_adapter(self, description: dict[str, Any]) -> LoadReport:
+        """An update that brings a LoRA adapter: the weights stay."""
+        with self.weight_transfer_engine.open(description) as source:
+            way = load_adapter(self.model_runner.lora_manager, source)
+            return source.regions, way
 
     def umbra_close_memory(self) -> None:
         self.weight_transfer_engine.close_memory()

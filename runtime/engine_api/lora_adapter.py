@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
+from umbra.runtime.engine_api.lora_matrices import (
+    Shapes,
+    check_fits,
+    model_shapes,
+    module_shapes,
+    read_shapes,
+)
 from umbra.runtime.errors import DataError
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
-_PREFIX: Final = "base_model.model."
-_MAX_HEADER_NBYTES: Final = 100 << 20  # safetensors' own limit
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,9 @@ class LoraAdapter:
         """
         try:
             config = _read_config(path / _CONFIG)
-            shapes = _read_shapes(path / _WEIGHTS)
+            shapes = read_shapes(path / _WEIGHTS)
             ranks = _ranks(config, shapes)
-            _check_fits(shapes, _model_shapes(model_path))
+            check_fits(shapes, model_shapes(model_path))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected a folder as "
@@ -65,75 +68,11 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _read_shapes(path: Path) -> Shapes:
-    """Shapes of a safetensors file's tensors, by name."""
-    with path.open("rb") as file:
-        nbytes = int.from_bytes(file.read(8), "little")
-        if nbytes > _MAX_HEADER_NBYTES:
-            raise ValueError(f"{path.name} is no safetensors file")
-        header: Any = json.loads(file.read(nbytes))
-    if not isinstance(header, dict):
-        raise ValueError(f"{path.name} is no safetensors file")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, entry in cast("dict[str, Any]", header).items():
-        match name, entry:
-            case "__metadata__", _:
-                pass
-            case _, {"shape": [*shape]} if all(isinstance(size, int) for size in shape):
-                shapes[name] = tuple(shape)
-            case _:
-                raise ValueError(f"{path.name} is no safetensors file: {name} has no shape")
-    return shapes
-
-
 def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
-    """Ranks of the matrices; checks that each has both its factors."""
-    ranks: set[int] = set()
-    for name, shape in shapes.items():
-        if ".lora_A." not in name:
-            continue
-        other = shapes.get(name.replace(".lora_A.", ".lora_B."), ())
-        if len(shape) != 2 or len(other) != 2 or shape[0] != other[1]:
-            raise ValueError(f"{name} has shape {shape}, and its lora_B {other or 'is not there'}")
-        ranks.add(shape[0])
+    """Ranks of the matrices; checks that they are those of the config."""
+    ranks = {rank for _, rank, _ in module_shapes(shapes).values()}
     if not ranks:
         raise ValueError(f"{_WEIGHTS} holds no lora_A and lora_B")
     if not config.get("rank_pattern") and any(rank != config.get("r") for rank in ranks):
         raise ValueError(f"{_CONFIG} has r {config.get('r')!r}, its matrices {sorted(ranks)}")
     return ranks
-
-
-def _model_shapes(model_path: Path) -> Shapes:
-    config: Any = json.loads((model_path / "config.json").read_text())
-    if "quantization_config" in config:  # it may be packed
-        return {}
-    return {
-        name: shape
-        for path in sorted(model_path.glob("*.safetensors"))
-        for name, shape in _read_shapes(path).items()
-    }
-
-
-def _check_fits(shapes: Shapes, model: Shapes) -> None:
-    """Raises ValueError for a matrix that the model does not have, or has in another shape."""
-    modules = {
-        name.removeprefix(_PREFIX).partition(".lora_A.")[0]: (
-            shapes[name.replace(".lora_A.", ".lora_B.")][0],
-            shape[1],
-        )
-        for name, shape in shapes.items()
-        if ".lora_A." in name
-    }
-    found = {name: model[f"{name}.weight"] for name in modules if f"{name}.weight" in model}
-    if not found:
-        return
-    for name, shape in modules.items():
-        if name == "lm_head":  # tied weights are not in the checkpoint
-            continue
-        if name not in found:
-            raise ValueError(f"the model has no {name}, so the adapter is for another one")
-        if found[name] != shape:
-            raise ValueError(
-                f"{name} is {found[name]} in the model and {shape} in the adapter, which is of "
-                "another one"
-            )

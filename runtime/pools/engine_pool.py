@@ -234,7 +234,7 @@ class EnginePool:
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
         await self._after_sync(timeout_s)
-        if level == 2 and self.spec.load_weights:
+        if level == 2 and (self.spec.load_weights or self.spec.lora_rank):
             raise EngineError(
                 f"pool {self.spec.name}: level 2 would lose the weights, and no sync restores "
                 "them: sleep at level 1"

@@ -16,7 +16,8 @@ from umbra.runtime.cluster.placement import (
     follower_name,
 )
 from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, engine_target
-from umbra.runtime.errors import ConfigError, SettingError
+from umbra.runtime.engine_api.lora_matrices import check_lora_rank
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Count, Positive, Settings
@@ -48,6 +49,9 @@ class PoolSpec(Settings):
             while the others generate. For standalone engines, at most one wave for each.
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines get it as an argument of the same name.
+        lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the weights
+            beneath them themselves; they get it as an argument of the same name. 0: syncs bring the
+            weights.
         bucket_nbytes: part of the weights that a rank fills at a time, see SyncSettings.
         verify_every: how many versions after one with checksums the next one has them, see there.
         transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
@@ -74,6 +78,7 @@ class PoolSpec(Settings):
     on_update: OnUpdate = "abort"
     update_waves: int = 1
     load_weights: bool = False
+    lora_rank: int = 0
     bucket_nbytes: int = 2 << 20
     verify_every: Positive = 16
     transport: TransportSetting = "auto"
@@ -85,7 +90,8 @@ class PoolSpec(Settings):
         try:
             Settings.__post_init__(self)
             check_update_waves(self.update_waves, self.mode, self.count)
-        except SettingError as error:
+            check_lora_rank(self.lora_rank, load_weights=self.load_weights)
+        except ConfigError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None
         for name in ("engine_gpus", "engine_nodes", "engine_followers"):
             places = getattr(self, name)
@@ -164,6 +170,8 @@ class PoolSpec(Settings):
 
     def _engine_spec(self, idx: int, gpus: EngineGpus | None) -> ActorSpec:
         more: dict[str, Any] = {"load_weights": True} if self.load_weights else {}
+        if self.lora_rank:
+            more["lora_rank"] = self.lora_rank
         if followers := self.follower_specs(idx):
             more["followers"] = [spec.name for spec, _ in followers]
         kwargs = {**self.kwargs, **more}

@@ -16,6 +16,7 @@ from typing import Any, Final, Self, cast
 
 import msgpack
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.errors import ProtocolError, brief
 
 ALIGNMENT: Final = 256
@@ -84,22 +85,27 @@ class Manifest:
         entries: ordered by offset, disjoint.
         aliases: other names of tied tensors -> the name in `entries` that has the bytes.
         nbytes: length of the image, padding included.
+        lora: set if the tensors are a LoRA adapter and the engines keep their weights; None: they
+            are the model's weights.
     """
 
     entries: tuple[TensorEntry, ...]
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     nbytes: int
+    lora: LoraSpec | None = None
 
     @classmethod
     def layout(
         cls,
         tensors: Iterable[tuple[str, str, Sequence[int]]],
         aliases: Mapping[str, str] | None = None,
+        lora: LoraSpec | None = None,
     ) -> Self:
         """Places (name, dtype, shape) triples one after the other.
 
         Raises:
-            ValueError: a name is repeated, a dtype is unknown, or an alias has no target.
+            ValueError: a name is repeated, a dtype is unknown, an alias has no target, or the
+                tensors are not the adapter that `lora` describes.
         """
         entries: list[TensorEntry] = []
         cursor = 0
@@ -113,14 +119,22 @@ class Manifest:
                 )
             )
             cursor = align(cursor + nbytes)
-        manifest = cls(entries=tuple(entries), aliases=dict(aliases or {}), nbytes=cursor)
-        manifest.check_names()
+        manifest = cls(
+            entries=tuple(entries), aliases=dict(aliases or {}), nbytes=cursor, lora=lora
+        )
+        manifest.check()
         return manifest
 
     @property
     def payload_nbytes(self) -> int:
         """Bytes of all tensors, without padding: what a complete sync delivers."""
         return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name, those of tied tensors under each of their names."""
+        shapes = {entry.name: entry.shape for entry in self.entries}
+        return shapes | {alias: shapes[target] for alias, target in self.aliases.items()}
 
     def to_wire(self) -> bytes:
         """Its form in messages, packed once; `from_wire` is its inverse."""
@@ -130,7 +144,12 @@ class Manifest:
     def _packed(self) -> bytes:
         tensors = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
         packed: bytes = msgpack.packb(
-            {"tensors": tensors, "aliases": dict(self.aliases), "nbytes": self.nbytes}
+            {
+                "tensors": tensors,
+                "aliases": dict(self.aliases),
+                "nbytes": self.nbytes,
+                "lora": None if self.lora is None else self.lora.to_wire(),
+            }
         )
         return packed
 
@@ -144,8 +163,9 @@ class Manifest:
         """
         return _read_manifest(_typed(raw, bytes, "manifest"))
 
-    def check_names(self) -> None:
-        """Raises ValueError for a name that stands for two tensors, or for none."""
+    def check(self) -> None:
+        """Raises ValueError for a name that stands for two tensors, or for none, and for tensors
+        that are not the adapter that `lora` describes."""
         names = {entry.name for entry in self.entries}
         if len(names) != len(self.entries):
             raise ValueError(f"{len(self.entries)} tensors have only {len(names)} distinct names")
@@ -154,6 +174,8 @@ class Manifest:
                 raise ValueError(
                     f"alias {alias!r} -> {target!r} must map a new name to the name of a tensor"
                 )
+        if self.lora is not None:
+            self.lora.check(self.shapes)
 
 
 @lru_cache(_NUM_KEPT)
@@ -181,9 +203,11 @@ def _read_manifest(packed: bytes) -> Manifest:
             )
         cursor = entry.end
     names = {_name(alias): _name(target) for alias, target in aliases.items()}
-    manifest = Manifest(entries=entries, aliases=names, nbytes=nbytes)
+    raw_lora = fields.get("lora")
+    lora = None if raw_lora is None else LoraSpec.from_wire(raw_lora)
+    manifest = Manifest(entries=entries, aliases=names, nbytes=nbytes, lora=lora)
     try:
-        manifest.check_names()
+        manifest.check()
     except ValueError as error:
         raise ProtocolError(str(error)) from None
     return manifest

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.transports.byte_views import dtype_name
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
@@ -108,6 +109,7 @@ def wire_manifest(
     aliases: Mapping[str, str],
     wire_dtype: torch.dtype | None,
     keep_dtype: frozenset[str],
+    lora: LoraSpec | None = None,
 ) -> Manifest:
     """The layout, which every rank derives identically from global names, shapes and dtypes."""
 
@@ -125,4 +127,5 @@ def wire_manifest(
             if name not in aliases
         ),
         aliases,
+        lora,
     )

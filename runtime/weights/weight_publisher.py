@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
 from umbra.runtime.weights.sync_calls import (
@@ -47,6 +48,8 @@ class WeightPublisher:
         wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
         aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
         keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
+        lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
+            engines that keep the weights of the model and apply the adapter to every request.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
         on_read: called when the tensors of this rank have been read, by itself or by the engines.
             The engines allocate their KV cache only after it has returned on every rank.
@@ -68,6 +71,7 @@ class WeightPublisher:
         aliases: Mapping[str, str] | None = None,
         keep_dtype: Collection[str] = (),
         *,
+        lora: LoraSpec | None = None,
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
         keeps_memory: bool = True,
@@ -78,7 +82,7 @@ class WeightPublisher:
         self._rank = rank
         self._world_size = world_size
         aliases = find_aliases(tensors) if aliases is None else aliases
-        self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype))
+        self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype), lora)
         sources: list[ShardSource] = []
         extents: list[Extent] = []
         for entry in self.manifest.entries:

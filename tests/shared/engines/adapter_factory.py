@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
+
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
 
@@ -51,6 +53,13 @@ def save_adapter(
     }
     write_adapter(folder, config | changes, tensors)
     return folder
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
+    """Its matrices as a trainer has them, to publish them."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    spec = LoraSpec(rank=config["r"], alpha=config["lora_alpha"])
+    return load_file(folder / "adapter_model.safetensors"), spec
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -8,10 +8,12 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import torch
 from conformance_runs import MakeEngine, requests, results_of, weights
 from engine_runs import Collector, run_async, running
 from local_sync import publish, regions_nbytes
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.errors import EngineError, IllegalTransition, WeightSyncError
 
 
@@ -78,6 +80,29 @@ def test_versions_follow_updates_and_frozen_requests_go_on(
             assert len(completion.tokens) == 100
             assert completion.versions == sorted(completion.versions)
             assert set(completion.versions) == {0, 1}
+
+    run_async(body)
+
+
+def test_an_adapter_is_refused_by_an_engine_for_whole_models(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    matrices = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{which}.weight": torch.zeros(4, 4)
+        for which in "AB"
+    }
+
+    refused = pytest.RaisesExc(WeightSyncError, match=r"brings a LoRA adapter, and .* was started")
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await engine.pause("abort")
+            with pytest.RaisesGroup(refused):
+                await publish(engine, matrices, 1, tmp_path, lora=LoraSpec(rank=4, alpha=4.0))
+            await engine.abort_update()
+            await engine.resume()
+            assert (await results_of(engine, requests(1)))[0].versions == [0] * 8
 
     run_async(body)
 

@@ -12,6 +12,7 @@ from typing import Any
 from engine_runs import Engine
 from torch import Tensor
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.shards import find_aliases, wire_manifest
 from umbra.runtime.weights.sync_calls import (
@@ -37,6 +38,7 @@ class LocalSync:
     Args:
         details: of the image, for an engine.
         tamper: called with the regions before they are verified.
+        begun: called between `begin_update` and `load`.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class LocalSync:
         details: Mapping[str, Any],
         bucket_nbytes: int,
         tamper: Callable[[list[list[int | None]]], None],
+        begun: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._loop = loop
         self._tamper = tamper
+        self._begun = begun
         self._regions: list[list[int | None]] = []
         self._buckets: dict[str, Any] = {
             "transport": "memfd",
@@ -68,6 +72,7 @@ class LocalSync:
     def sync_begin(self, call: SyncBegin) -> SyncGrant:
         assert call.manifest is not None
         self._call(self._engine.begin_update(call.version, call.manifest, self._buckets))
+        self._begun()
         self._loading = asyncio.run_coroutine_threadsafe(self._engine.load(), self._loop)
         nbytes = Manifest.from_wire(call.manifest).nbytes
         bucket_nbytes: int = self._buckets["bucket_nbytes"]
@@ -121,18 +126,20 @@ async def publish(
     folder: Path,
     *,
     bucket_nbytes: int = 1 << 14,
+    lora: LoraSpec | None = None,
     tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
+    begun: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Carries `tensors` to a paused (or fresh) engine and resumes it; what it verified."""
-    manifest = wire_manifest(tensors, find_aliases(tensors), None, frozenset())
+    manifest = wire_manifest(tensors, find_aliases(tensors), None, frozenset(), lora)
     grid = BucketGrid(manifest.nbytes, bucket_nbytes)
     async with serve_fds(str(folder / "fds")) as server:
         memory = ImageMemory("pool", server)
         try:
             async with memory.opened(grid, 1, 1) as (details, _):
                 loop, own = asyncio.get_running_loop(), numbered(details, 1)[0]
-                sync = LocalSync(engine, loop, own, bucket_nbytes, tamper)
-                with closing(WeightPublisher(sync, 0, 1, tensors)) as publisher:
+                sync = LocalSync(engine, loop, own, bucket_nbytes, tamper, begun)
+                with closing(WeightPublisher(sync, 0, 1, tensors, lora=lora)) as publisher:
                     await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
         finally:
             memory.close()

@@ -62,10 +62,40 @@ async def check_each(
         results = await results_of(engine, asked)
         for request in asked:
             found = results[request["id"]]
-            assert len(found.tokens) == NUM_TOKENS
-            for name, adapter in models.items():
-                error = logprob_error(kind, seed, adapter, request, found)
-                if name == request["lora"]:
-                    assert error < tolerance, f"of {name!r}"
-                else:
-                    assert error > max(DIFFERENCE, tolerance), f"{request['lora']!r} is as {name!r}"
+            _check_is(request["lora"], kind, seed, models, request, found, tolerance)
+
+
+async def check_all(
+    engine: Engine,
+    kind: str,
+    adapter: str,
+    adapters: Mapping[str, Path],
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Every request has one adapter, without asking for it; twice as `check_each`."""
+    models: dict[str, Path | None] = {"": None, **adapters}
+    for _ in range(2):
+        asked = asked_of_each([""], 4)
+        results = await results_of(engine, asked)
+        for request in asked:
+            found = results[request["id"]]
+            _check_is(adapter, kind, 0, models, request, found, tolerance)
+
+
+def _check_is(
+    expected: str,
+    kind: str,
+    seed: int,
+    models: Mapping[str, Path | None],
+    request: dict[str, Any],
+    found: Completion,
+    tolerance: float,
+) -> None:
+    """The output is that of one of the models, and of no other."""
+    assert len(found.tokens) == NUM_TOKENS
+    for name, adapter in models.items():
+        error = logprob_error(kind, seed, adapter, request, found)
+        if name == expected:
+            assert error < tolerance, f"of {name!r}"
+        else:
+            assert error > max(DIFFERENCE, tolerance), f"{expected!r} is as {name!r}"

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Collector, wire_request
+from engine_runs import Collector, Completion, wire_request
 
 from umbra.runtime.process import descendants
 from umbra.runtime.rpc.sync_handle import SyncHandle
@@ -25,13 +25,20 @@ def tree_of(pid: int) -> list[int]:
 
 def greedy(engine: SyncHandle, timeout_s: float = 20.0) -> list[int]:
     """The same 20 tokens from every engine with the same weights."""
+    request = wire_request(0, [1, 2, 3], max_new_tokens=20, temperature=0.0)
+    return completion_of(engine, request, timeout_s).tokens
+
+
+def completion_of(
+    engine: SyncHandle, request: dict[str, Any], timeout_s: float = 20.0
+) -> Completion:
     collector = Collector()
-    engine.call("submit", [wire_request(0, [1, 2, 3], max_new_tokens=20, temperature=0.0)])
+    engine.call("submit", [request])
     with closing(engine.stream("deltas", timeout_s=timeout_s)) as batches:
         for batch in batches:
             collector.apply(batch)
             if collector.num_finished():
-                return collector[0].tokens
+                return collector[request["id"]]
     raise AssertionError("the stream ended")
 
 

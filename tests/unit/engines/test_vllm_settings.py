@@ -206,6 +206,19 @@ def test_there_are_slots_for_all_adapters_at_a_time(tmp_path: Path) -> None:
     assert "enable_lora" not in settings(tmp_path).options(KNOWN, is_cpu=True)
 
 
+def test_the_adapter_of_syncs_has_one_slot_over_weights_from_the_folder(tmp_path: Path) -> None:
+    options = settings(tmp_path, lora_rank=9).options(KNOWN, is_cpu=True)
+
+    assert (options["max_lora_rank"], options["max_loras"], options["max_cpu_loras"]) == (16, 1, 1)
+    assert options["load_format"] == "auto"
+    with pytest.raises(ConfigError, match="lora_rank = 9 and lora_adapters exclude each other"):
+        with_adapters(tmp_path, 4, lora_rank=9)
+    with pytest.raises(ConfigError, match="a LoRA adapter of a sync has rank 600"):
+        settings(tmp_path, lora_rank=600).options(KNOWN, is_cpu=True)
+    with pytest.raises(ConfigError, match="lora_rank must be at least 0, got -1"):
+        settings(tmp_path, lora_rank=-1)
+
+
 def test_adapters_that_vllm_has_no_slots_or_kernels_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'rank-600' has rank 600; vLLM's limit is 512"):
         with_adapters(tmp_path, 4, 600).options(KNOWN, is_cpu=True)

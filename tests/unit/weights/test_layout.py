@@ -61,6 +61,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"aliases": {"v": "u"}}, "alias"),
     ({"aliases": {"w": "w"}}, "alias"),
     ({"nbytes": -1}, "must be an integer"),
+    ({"lora": {"rank": 0, "alpha": 1.0}}, "has a rank and an alpha"),
+    ({"lora": {"rank": 1, "alpha": float("nan")}}, "has a rank and an alpha"),
+    ({"lora": {"rank": 1, "alpha": 1.0}}, "'w' is no matrix of a LoRA adapter"),
     ({"nbytes": 1 << 60}, "must be an integer"),
 ]
 

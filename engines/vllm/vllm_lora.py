@@ -1,0 +1,75 @@
+"""In vLLM's worker processes: puts the LoRA adapter of an update in the place of the one before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from umbra.engines.shell.weight_source import WeightSource
+from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER
+from umbra.runtime.errors import WeightSyncError
+
+_Model: Any = importlib.import_module("vllm.lora.lora_model").LoRAModel
+_Config: Any = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
+
+
+def load_adapter(worker_manager: Any, source: WeightSource) -> str:
+    """Gives vLLM the adapter. Returns how it was done, for the engine's log.
+
+    The adapter of earlier versions stays if this one cannot be read or used.
+
+    Args:
+        worker_manager: vLLM's WorkerLoRAManager.
+
+    Raises:
+        WeightSyncError: vLLM has no place for one of its matrices, they cannot be read, or the sync
+            was aborted.
+    """
+    spec = source.manifest.lora
+    assert spec is not None
+    manager = worker_manager._adapter_manager
+    device, dtype = worker_manager.device, worker_manager.lora_config.lora_dtype
+    # Copies, because the source's own memory is gone after the update.
+    tensors: dict[str, Tensor] = {
+        name: tensor.to(device, dtype, copy=True) for name, tensor in source.tensors()
+    }
+    _, number = SYNCED_ADAPTER
+    adapter = _Model.from_lora_tensors(
+        lora_model_id=number,
+        tensors=tensors,
+        peft_helper=_Config(r=spec.rank, lora_alpha=spec.alpha, target_modules=[]),
+        device=str(device),
+        dtype=dtype,
+        model_vocab_size=worker_manager.vocab_size,
+        weights_mapper=_renaming(manager.model),
+        skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+    )
+    places = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+    if homeless := sorted(adapter.loras.keys() - places):
+        raise WeightSyncError(
+            f"vLLM applies no LoRA adapter to {len(homeless)} of the modules that this one is for: "
+            f"{', '.join(homeless[:5])}"
+        )
+    manager.remove_adapter(number)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(number)
+    # vLLM computes with copies of the matrices, in memory that sleeps with the weights. It would
+    # need these again only for another adapter's sake, and there is none.
+    adapter.loras.clear()
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # the ranks' memory is read
+        torch.cuda.empty_cache()
+    return f"loaded a LoRA adapter of rank {spec.rank} for {len(tensors) // 2} modules"
+
+
+def _renaming(model: Any) -> Any:
+    """vLLM's map of names in checkpoints to those of its modules; None if they are the same."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    # The first is 0.32's name. Both leave out which modules are packed into one.
+    renaming = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+    return renaming()

@@ -1,0 +1,194 @@
+"""The matrices of a LoRA adapter, by the names and shapes that PEFT gives them.
+
+    base_model.model.MODULE.lora_A.weight  [rank, in]
+    base_model.model.MODULE.lora_B.weight  [out, rank]
+
+MODULE's weight becomes W + alpha / rank * lora_B @ lora_A.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Self, cast
+
+from umbra.runtime.errors import ConfigError, ProtocolError, WeightSyncError, brief
+
+_PREFIX: Final = "base_model.model."
+_MAX_HEADER_NBYTES: Final = 100 << 20  # safetensors' own limit
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """What a set of tensors must have and say to be a LoRA adapter.
+
+    Attributes:
+        rank: of every matrix.
+        alpha: scales the product of two matrices by alpha / rank. For rank-stabilised LoRA, give
+            PEFT's lora_alpha times the square root of the rank.
+    """
+
+    rank: int
+    alpha: float
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises ValueError unless the tensors are pairs of matrices of this rank, and nothing
+        else."""
+        modules = module_shapes(shapes)
+        pairs = {f"{_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"}
+        if others := sorted(shapes.keys() - pairs):
+            raise ValueError(
+                f"{others[0]!r} is no matrix of a LoRA adapter: they come in pairs, named "
+                f"{_PREFIX}MODULE.lora_A.weight and {_PREFIX}MODULE.lora_B.weight"
+            )
+        for module, (_, rank, _) in modules.items():
+            if rank != self.rank:
+                raise ValueError(
+                    f"the matrices of {module} have rank {rank}, and the adapter's rank is "
+                    f"{self.rank}"
+                )
+        if not modules:
+            raise ValueError("a LoRA adapter needs at least one pair of matrices")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values for a message; `from_wire` is its inverse."""
+        return {"rank": self.rank, "alpha": self.alpha}
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {"rank": int(rank), "alpha": int() | float() as alpha} if (
+                rank > 0 and math.isfinite(alpha)
+            ):
+                return cls(rank=rank, alpha=alpha)
+            case _:
+                raise ProtocolError(f"a LoRA adapter has a rank and an alpha, got {brief(raw)}")
+
+
+class LoraBase:
+    """A model that keeps its weights while syncs bring LoRA adapters for it.
+
+    Args:
+        model_path: folder of its weights.
+        max_rank: of an adapter.
+    """
+
+    def __init__(self, model_path: Path, max_rank: int) -> None:
+        self._model_path = model_path
+        self._max_rank = max_rank
+
+    def check(self, adapter: LoraSpec | None, shapes: Shapes) -> None:
+        """Raises WeightSyncError if a sync brings no adapter, or one that the model cannot have.
+
+        Args:
+            adapter: what the sync brings; None for weights of the model itself.
+            shapes: of its tensors.
+        """
+        if adapter is None:
+            raise WeightSyncError(
+                "the sync brings weights of the model, and the engine was started for LoRA "
+                f"adapters: leave lora_rank = {self._max_rank} out of its arguments, or publish "
+                "an adapter"
+            )
+        if adapter.rank > self._max_rank:
+            raise WeightSyncError(
+                f"the LoRA adapter has rank {adapter.rank}, and the engine was started with "
+                f"lora_rank = {self._max_rank}: raise that"
+            )
+        try:
+            check_fits(shapes, self._model_shapes)
+        except ValueError as error:
+            raise WeightSyncError(f"the LoRA adapter does not fit the model: {error}") from None
+
+    @cached_property
+    def _model_shapes(self) -> Shapes:
+        return model_shapes(self._model_path)
+
+
+def check_lora_rank(lora_rank: int, *, load_weights: bool) -> None:
+    """Raises ConfigError for a `lora_rank` below 0, or beside `load_weights`."""
+    if lora_rank < 0:
+        raise ConfigError(f"lora_rank must be at least 0, got {lora_rank}")
+    if lora_rank and load_weights:
+        raise ConfigError(
+            f"lora_rank = {lora_rank} and load_weights exclude each other: an engine waits for the "
+            "adapter of the first sync, or serves the weights of its folder: leave one of them out"
+        )
+
+
+def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
+    """(out, rank, in) of each pair of matrices, by module; other tensors are left out.
+
+    Raises ValueError for a lora_A whose lora_B is missing, or has other shapes.
+    """
+    modules: dict[str, tuple[int, int, int]] = {}
+    for name, first in shapes.items():
+        module, is_first, rest = name.partition(".lora_A.")
+        if not is_first:
+            continue
+        second = shapes.get(f"{module}.lora_B.{rest}", ())
+        if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
+            raise ValueError(f"{name} has shape {first}, and its lora_B {second or 'is not there'}")
+        modules[module.removeprefix(_PREFIX)] = second[0], first[0], first[1]
+    return modules
+
+
+def check_fits(shapes: Shapes, model: Shapes) -> None:
+    """Raises ValueError for a matrix that the model does not have, or has in another shape.
+
+    Models whose checkpoint has other names than their modules are not compared.
+    """
+    modules = module_shapes(shapes)
+    found = {name: model[f"{name}.weight"] for name in modules if f"{name}.weight" in model}
+    if not found:
+        return
+    for name, (num_out, _, num_in) in modules.items():
+        if name == "lm_head":  # tied weights are not in the checkpoint
+            continue
+        if name not in found:
+            raise ValueError(f"the model has no {name}, so the adapter is for another one")
+        if found[name] != (num_out, num_in):
+            raise ValueError(
+                f"{name} is {found[name]} in the model and {(num_out, num_in)} in the adapter, "
+                "which is of another one"
+            )
+
+
+def model_shapes(model_path: Path) -> Shapes:
+    """Shapes of a model's weights, by name; none if they are quantised, as they may be packed."""
+    config: Any = json.loads((model_path / "config.json").read_text())
+    if "quantization_config" in config:
+        return {}
+    return {
+        name: shape
+        for path in sorted(model_path.glob("*.safetensors"))
+        for name, shape in read_shapes(path).items()
+    }
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Shapes of a safetensors file's tensors, by name."""
+    with path.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+        if nbytes > _MAX_HEADER_NBYTES:
+            raise ValueError(f"{path.name} is no safetensors file")
+        header: Any = json.loads(file.read(nbytes))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path.name} is no safetensors file")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, entry in cast("dict[str, Any]", header).items():
+        match name, entry:
+            case "__metadata__", _:
+                pass
+            case _, {"shape": [*shape]} if all(isinstance(size, int) for size in shape):
+                shapes[name] = tuple(shape)
+            case _:
+                raise ValueError(f"{path.name} is no safetensors file: {name} has no shape")
+    return shapes
