@@ -30,7 +30,7 @@ from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import ReportFile, pack_order
 from umbra.engines.sglang.sglang_output import SglangOutput
 from umbra.engines.sglang.sglang_requests import check_request, generate_fields, stream_interval
-from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER, WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_waits import until_died, within
 from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.follower_group import (
@@ -69,7 +69,7 @@ class SglangCore(AdapterCore):
     name = "SGLang"
 
     def __init__(self, settings: SglangSettings) -> None:
-        super().__init__()
+        super().__init__(settings.lora_base)
         self._settings = settings
         self._watches = ExitStack()
         self._followers = FollowerGroup(settings.followers)
@@ -86,6 +86,7 @@ class SglangCore(AdapterCore):
         self._is_frozen = False  # the schedulers do nothing until they are resumed
         self._released: set[str] = set()  # of _MEMORY_TAGS
         self._is_saved = False  # the sleeping weights are in host memory
+        self._adapter_id = ""  # of every request
 
     @property
     def library(self) -> SglangLibrary:
@@ -246,7 +247,7 @@ class SglangCore(AdapterCore):
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
         interval = stream_interval(num_running) if self.library.has_stream_interval else 1
-        fields = generate_fields(request, key, cache_salt, interval)
+        fields = generate_fields(request, key, cache_salt, interval, self._adapter_id)
         asked = self.library.GenerateReqInput(**fields)
         output = SglangOutput(interval)
         task = asyncio.get_running_loop().create_task(self._follow(key, asked, output))
@@ -363,7 +364,17 @@ class SglangCore(AdapterCore):
         for output, _ in self._live.values():
             output.expect_older()
         update = await self._followers.send_image(description)
-        reports = await self._order("load", weights=update)
+        if self._settings.lora_rank:
+            reports = await self._order("load adapter", weights=update)
+            self._adapter_id = SYNCED_ADAPTER
+        else:
+            reports = await self._order("load", weights=update)
+            self._check_all_read(reports)
+        self.log_loading(report["way"] for report in reports)
+        return [report["regions"] for report in reports]
+
+    @staticmethod
+    def _check_all_read(reports: Sequence[Mapping[str, Any]]) -> None:
         unread = set[str].intersection(*(set(report["unread"]) for report in reports))
         if unread:
             names = sorted(unread)
@@ -371,8 +382,6 @@ class SglangCore(AdapterCore):
                 f"SGLang's model lacks {len(names)} of the trainer's weights: "
                 f"{', '.join(names[:5])}"
             )
-        self.log_loading(report["way"] for report in reports)
-        return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         if self._settings.followers:

@@ -40,12 +40,13 @@ def stream_interval(num_running: int) -> int:
 
 
 def generate_fields(
-    request: GenerationRequest, key: str, cache_salt: str, interval: int
+    request: GenerationRequest, key: str, cache_salt: str, interval: int, adapter_id: str = ""
 ) -> dict[str, Any]:
     """Arguments for GenerateReqInput: the unmodified distribution, and logprobs of sampled tokens.
 
     Args:
         interval: 1 sends each token; larger values need a version with `stream_interval`.
+        adapter_id: of a LoRA adapter that SGLang has loaded; "" for none.
     """
     return {
         "rid": key,
@@ -68,4 +69,5 @@ def generate_fields(
         "logprob_start_len": -1,  # none of the prompt
         "stream": True,
         "extra_key": cache_salt,
+        **({"lora_id": adapter_id} if adapter_id else {}),
     }

@@ -11,6 +11,8 @@ from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings
 from umbra.runtime.errors import ConfigError
 
 WEIGHT_LOADER: Final = "umbra.engines.sglang.sglang_worker.obey"
+SYNCED_ADAPTER: Final = "of-the-last-sync"
+"""SGLang's id of the LoRA adapter that a sync brings."""
 
 _TOKENS: Final = "engines take and give tokens"
 _WEIGHTS: Final = "umbra transfers the weights"
@@ -69,6 +71,9 @@ _SPARE_CONTEXT_LEN: Final = 8
 # SGLang (0.5.17) ends a request two tokens before its context is full,
 _SPARE_KV_NUM_TOKENS: Final = 256
 # and a page and one token before its KV cache is full.
+_LORA_MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NUM_LORA_SLOTS: Final = 2
+# One for the adapter of the last sync, one for the first requests, which have none.
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
@@ -76,7 +81,9 @@ _DTYPES: Final = ("bfloat16", "float16", "float32")
 class SglangSettings(SpanningSettings):
     """Settings of an SGLang engine; `engine_args` are options of its ServerArgs.
 
-    If `kv_cache_num_tokens` is None, SGLang chooses (`mem_fraction_static`).
+    If `kv_cache_num_tokens` is None, SGLang chooses (`mem_fraction_static`). With `lora_rank`, the
+    option `lora_target_modules` has the modules that adapters may have, by the ends of their names;
+    they are the linear layers of a dense decoder unless it is given.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -124,7 +131,7 @@ class SglangSettings(SpanningSettings):
             "context_length": self.max_context_len + _SPARE_CONTEXT_LEN,
             "max_running_requests": self.max_num_seqs,
             "skip_tokenizer_init": True,
-            "load_format": "auto" if self.load_weights else "dummy",
+            "load_format": "auto" if self.reads_weights else "dummy",
             "custom_weight_loader": [WEIGHT_LOADER],
             "watchdog_timeout": _NEVER_S,  # it would take frozen requests for a stall
             "enable_memory_saver": True,
@@ -135,6 +142,13 @@ class SglangSettings(SpanningSettings):
                 args.pop("json_model_override_args", "{}")
             ),
         }
+        if self.lora_rank:
+            options |= {
+                "enable_lora": True,
+                "max_lora_rank": self.lora_rank,
+                "lora_target_modules": list(_LORA_MODULES),
+                "max_loras_per_batch": _NUM_LORA_SLOTS,
+            }
         if self.kv_cache_num_tokens is not None:
             options["max_total_tokens"] = self.kv_cache_num_tokens + _SPARE_KV_NUM_TOKENS
         return options | args

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from umbra.engines.sglang import sglang_processes
+from umbra.engines.sglang.sglang_lora import load_adapter
 from umbra.engines.sglang.sglang_orders import unpack_order, write_reports
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.planned_loading import PlannedLoading
@@ -103,6 +104,13 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
         return {"unread": loader.unread, "regions": source.regions, "way": way}
 
 
+def _load_adapter(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    with open_weights(order["weights"], device, memory=_memory) as source:
+        way = load_adapter(model, source)
+        return {"regions": source.regions, "way": way}
+
+
 class WatchedLoader:
     """SGLang's loader, which fills the parameters in place.
 
@@ -182,6 +190,7 @@ _ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, 
     "settle": _settle,
     "measure": _measure,
     "load": _load,
+    "load adapter": _load_adapter,
     "probe": _probe,
     "close": _close,
     "save": _save,

@@ -57,6 +57,10 @@ class ServerArgs:
     nnodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    lora_target_modules: list[str] | None = None
+    max_loras_per_batch: int = 8
 
 
 def request_class(name: str) -> Any:
@@ -280,6 +284,46 @@ class StandInModel(nn.Module):
         self.made_of_weights.copy_(self.make())
 
 
+@dataclasses.dataclass
+class LoRARef:
+    lora_id: str
+    lora_name: str
+    lora_path: str
+
+
+class LoRAManager:
+    """Adapters in host memory by their ids, of which some are in the slots of a GPU.
+
+    Attributes:
+        slots: the ids of those.
+    """
+
+    def __init__(self, base_model: nn.Module, args: ServerArgs) -> None:
+        self.base_model = base_model
+        self.loras: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+        self.slots: set[str] = set()
+        self._args = args
+
+    def load_lora_adapter_from_tensors(
+        self, ref: LoRARef, tensors: dict[str, Tensor], config: dict[str, Any]
+    ) -> Any:
+        assert ref.lora_id not in self.loras
+        allowed = self._args.lora_target_modules or []
+        if not set(config["target_modules"]) <= set(allowed):
+            return SimpleNamespace(success=False, error_message="it is incompatible")
+        self.loras[ref.lora_id] = tensors, config
+        return SimpleNamespace(success=True, error_message="")
+
+    def unload_lora_adapter(self, ref: LoRARef) -> Any:
+        del self.loras[ref.lora_id]
+        self.slots.discard(ref.lora_id)
+        return SimpleNamespace(success=True, error_message="")
+
+    def fetch_new_loras(self, ids: set[str]) -> None:
+        assert ids <= self.loras.keys()
+        self.slots |= ids
+
+
 @contextmanager
 def stand_in_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> Generator[None]:
     """`import sglang` finds the stand-in."""
@@ -326,6 +370,7 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
                 assert os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0", "it would block"
                 return
             model = StandInModel(make_model())
+            self.lora_manager = LoRAManager(model, self.server_args)
             self.tokenizer_manager = Frontend(self.server_args, model, vocab_size)
             self.port_args = SimpleNamespace(tokenizer_ipc_name="ipc:///nowhere/at-all")
 
@@ -346,6 +391,9 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
         "sglang.srt.sampling": {},
         "sglang.srt.sampling.sampling_params": {"SamplingParams": SamplingParams},
         "sglang.srt.utils": {"MultiprocessingSerializer": Serializer},
+        "sglang.srt.lora": {},
+        "sglang.srt.lora.lora_manager": {"LoRAManager": LoRAManager},
+        "sglang.srt.lora.lora_registry": {"LoRARef": LoRARef},
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {
             f"{name}ReqInput": request_class(f"{name}ReqInput") for name in names

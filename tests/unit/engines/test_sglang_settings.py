@@ -70,6 +70,17 @@ def test_options_are_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
     assert json.loads(json.dumps(options)) == options  # to followers
 
 
+def test_the_adapter_of_syncs_goes_over_weights_from_the_folder(tmp_path: Path) -> None:
+    known = [*KNOWN, "lora_target_modules"]
+    options = settings(tmp_path, lora_rank=16).options(known)
+    chosen = settings(tmp_path, lora_rank=16, engine_args={"lora_target_modules": ["all"]})
+
+    assert options["load_format"] == "auto"
+    assert (options["enable_lora"], options["max_lora_rank"]) == (True, 16)
+    assert {"q_proj", "down_proj"} < set(options["lora_target_modules"])
+    assert chosen.options(known)["lora_target_modules"] == ["all"]
+
+
 def test_cached_prefixes_are_looked_for_by_their_salts_whatever_the_user_has_set(
     tmp_path: Path,
 ) -> None:
