@@ -137,6 +137,8 @@ JOBS: Final = {
     "open-memory": tests_of("", f"{OPEN_MEMORY} -k embedded"),
     "vllm-open-memory": tests_of("vllm", f"{OPEN_MEMORY} -k vllm"),
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
+    "vllm-synced-lora": tests_of("vllm", "tests/gpu/engines/test_synced_lora_gpu.py -k vllm"),
+    "sglang-synced-lora": tests_of("sglang", "tests/gpu/engines/test_synced_lora_gpu.py -k sglang"),
     "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
     "vllm-spanning": tests_of("vllm", f"{SPANNING} -k vllm"),

@@ -13,14 +13,17 @@ import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+from adapter_factory import read_adapter
 from model_factory import make_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.sync_calls import (
     SyncAbort,
@@ -116,6 +119,11 @@ class Rank:
         tensors = mixed_tensors(seed) if kind == "mixed" else model_tensors(kind, seed)
         self._take(tensors, wire, is_sharded)
 
+    def make_adapter(self, folder: str) -> None:
+        """Makes the matrices of a LoRA adapter, on its GPU."""
+        tensors, spec = read_adapter(Path(folder))
+        self._take(tensors, None, False, lora=spec)
+
     def make_uniform(
         self, shapes: dict[str, tuple[int, ...]], wire: str | None, keeps_memory: bool = True
     ) -> None:
@@ -127,6 +135,7 @@ class Rank:
         wire: str | None,
         is_sharded: bool,
         keeps_memory: bool = True,
+        lora: LoraSpec | None = None,
     ) -> None:
         if is_sharded:
             self._tensors = {name: self._shard(tensor) for name, tensor in tensors.items()}
@@ -139,6 +148,7 @@ class Rank:
             self._world_size,
             self._tensors,
             dtype,
+            lora=lora,
             keeps_memory=keeps_memory,
             link_host="127.0.0.1",
         )
