@@ -48,16 +48,16 @@ def load_adapter(worker_manager: Any, source: WeightSource) -> str:
         skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
     )
     places = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
-    if homeless := sorted(adapter.loras.keys() - places):
+    if unplaced := sorted(adapter.loras.keys() - places):
         raise WeightSyncError(
-            f"vLLM applies no LoRA adapter to {len(homeless)} of the modules that this one is for: "
-            f"{', '.join(homeless[:5])}"
+            f"vLLM applies no LoRA adapter to {len(unplaced)} of the modules that this one is for: "
+            f"{', '.join(unplaced[:5])}"
         )
     manager.remove_adapter(number)
     manager.add_adapter(adapter)
     manager.activate_adapter(number)
     # vLLM computes with copies of the matrices, in memory that sleeps with the weights. It would
-    # need these again only for another adapter's sake, and there is none.
+    # read these again only if another adapter had taken their slot, and there is no other.
     adapter.loras.clear()
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # the ranks' memory is read

@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """What a set of tensors must have and say to be a LoRA adapter.
+    """The rank and the scale of a LoRA adapter, whose matrices are the tensors of a sync.
 
     Attributes:
         rank: of every matrix.
