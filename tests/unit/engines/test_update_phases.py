@@ -30,6 +30,7 @@ from umbra.runtime.weights.transports.shared_memory.memfd import (
 )
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
+NO_TENSORS = Manifest.layout([]).to_wire()
 WEIGHTS = {"a": torch.randn(300), "b": torch.randn(7, 5)}
 EXPORTS: dict[str, Any] = {
     "transport": "cuda_ipc",
@@ -72,7 +73,7 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
         core = ScriptedCore()
         core.regions = regions
         async with engine_over(core) as engine:
-            await engine.begin_update(1, b"", EXPORTS)
+            await engine.begin_update(1, NO_TENSORS, EXPORTS)
             core.done.clear()
             loaded = await engine.load()
             assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])
@@ -103,7 +104,7 @@ def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_en
             assert core.done[-1] == "close_memory"
             core.done.clear()
 
-            await engine.begin_update(2, b"", EXPORTS)
+            await engine.begin_update(2, NO_TENSORS, EXPORTS)
             await engine.load()
             await engine.finish_update([])
             await engine.commit_update()
