@@ -118,6 +118,7 @@ JOBS: Final = {
         "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
     ),
     "nccl": tests_of("", "tests/gpu/engines/test_nccl_links_gpu.py"),
+    "image-copies": tests_of("", "tests/gpu/engines/test_image_copies_gpu.py"),
     "contexts": tests_of("", "tests/gpu/engines/test_engine_contexts.py"),
     "trainer": tests_of(
         "",

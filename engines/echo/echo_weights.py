@@ -92,6 +92,7 @@ class EchoUpdates(WeightUpdates):
                 with memoryview(source.memory) as image:
                     self._weights.write(window.start, image[window])
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
+            source.set_loaded(idx + 1)
         return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:

@@ -170,9 +170,10 @@ class CopyPlan:
             self._prepared.clear()  # the steps may now be others
             self._resolve(source)
             prepared = [
-                self._prepare_piece(source, step, step.piece)
+                part
                 for step in self._steps
                 if step.piece is not None
+                for part in self._prepare_piece(source, step, step.piece).parts()
             ]
             if memory is not None:
                 self._prepared[memory] = prepared
@@ -189,9 +190,12 @@ class CopyPlan:
 
     def _carry_out(self, source: WeightSource, step: _Step) -> None:
         if step.piece is None:
-            step.target.copy_(_within(source.whole(step.idx), step.view))
+            values = _within(source.whole(step.idx), step.view)
+            copy = BlockCopy(step.idx, 0, values, step.target, None)
         else:
-            self._prepare_piece(source, step, step.piece).carry_out()
+            copy = self._prepare_piece(source, step, step.piece)
+        for part in copy.parts():
+            part.carry_out()
 
     def _fill(self, fills: Sequence[RecordedFill]) -> None:
         for fill in fills:

@@ -34,6 +34,7 @@ from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedIma
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.gpu_copies import GpuCopies, cut_at_pieces
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage, MappedImage
 from umbra.runtime.weights.transports.shared_memory.memfd import received_fd
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
@@ -62,7 +63,17 @@ class BlockCopy(NamedTuple):
     on_wire: torch.dtype | None
 
     def carry_out(self) -> None:
-        self.target.copy_(self._cast_values())
+        """A copy from the host to a GPU may still be in progress afterwards."""
+        self.target.copy_(self._cast_values(), non_blocking=True)
+
+    def parts(self) -> list[BlockCopy]:
+        """The same in copies that a GPU can make of locked pages; see `cut_at_pieces`."""
+        if not (self.values.is_cpu and self.target.is_cuda):
+            return [self]
+        return [
+            self._replace(values=values, target=target)
+            for values, target in cut_at_pieces(self.values, self.target)
+        ]
 
     def expected(self) -> CastValues:
         """What the target has afterwards."""
@@ -167,9 +178,12 @@ def open_weights(
                 yield from _open_exports(description, opened.exports, end, device)
             else:
                 opened.exports.close()
-                source = _ImageSource(description, opened.image, end)
-                yield source
-                source.finish()
+                source = _ImageSource(description, opened.image, end, device)
+                try:
+                    yield source
+                    source.finish()
+                finally:
+                    source.settle()
     finally:
         if memory is None:
             opened.close()
@@ -272,8 +286,16 @@ class _ImageCopy:
 class _ImageSource(_ImageCopy):
     """The image of the node, which is read while ranks fill it."""
 
-    def __init__(self, description: Mapping[str, Any], kept: KeptImage, end: EngineEnd) -> None:
+    def __init__(
+        self,
+        description: Mapping[str, Any],
+        kept: KeptImage,
+        end: EngineEnd,
+        device: torch.device,
+    ) -> None:
         self._image = kept.receive(description, _OPEN_TIMEOUT_S)
+        self._copies = GpuCopies(device, end.set_loaded)
+        self._num_noted = 0  # buckets
         self._description = description
         self._grid = _grid(description)
         self._end = end
@@ -300,7 +322,8 @@ class _ImageSource(_ImageCopy):
         self._end.wait_filled(
             self._grid.num_reaching(-(-entry.end // mmap.PAGESIZE) * mmap.PAGESIZE)
         )
-        self._image.make_present(slice(entry.offset, entry.end))
+        window = slice(entry.offset, entry.end)
+        self._image.make_present(window, for_gpu=self._copies.is_on_gpu)
         self._note_loaded(entry.offset // self._grid.bucket_nbytes)
 
     def finish(self) -> None:
@@ -308,9 +331,15 @@ class _ImageSource(_ImageCopy):
         self._end.check_not_aborted()
         self._note_loaded(self._grid.num_buckets)
 
+    def settle(self) -> None:
+        """Waits for copies to the GPU, also after a failure: the image and the parameters are then
+        used otherwise."""
+        self._copies.wait()
+
     def _note_loaded(self, num_buckets: int) -> None:
-        if num_buckets > self._end.num_loaded:
-            self._end.set_loaded(num_buckets)
+        if num_buckets > self._num_noted:
+            self._num_noted = num_buckets
+            self._copies.mark(num_buckets)
 
     def _loader_tensors(self) -> Mapping[str, Tensor]:
         """In a private mapping, which shows what ranks fill later."""

@@ -19,6 +19,7 @@ from umbra.runtime.weights.transports.cuda_ipc.export_receiver import ExportRece
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
+from umbra.runtime.weights.transports.shared_memory.gpu_copies import common_device
 from umbra.runtime.weights.transports.shared_memory.image_receiver import ImageReceiver
 from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
@@ -93,7 +94,8 @@ class WeightReceiver:
             self._timeout_s,
             self._parameters.values(),
         )
-        return ImageReceiver(destinations, source)
+        device = common_device(self._parameters.values())
+        return ImageReceiver(destinations, source, device)
 
     def _open_exports(
         self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]

@@ -86,18 +86,27 @@ class ShardReader:
         self._flat = torch.empty(0)
 
     def read_bucket(
-        self, pieces: Sequence[BucketPiece], memory: Tensor, has_checksums: bool
+        self,
+        pieces: Sequence[BucketPiece],
+        memory: Tensor,
+        has_checksums: bool,
+        *,
+        waits: bool = True,
     ) -> list[Region]:
         """Writes all pieces of a bucket to its memory, uint8 [bucket_nbytes], and returns them.
 
         Checksums are those of the source's bytes, never of `memory`, so that they detect any
         corruption in between.
+
+        Args:
+            waits: until copies from a GPU to the host are done.
         """
         sources: list[CastValues] = []
         for piece in pieces:
             source = self._values(piece)
             target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-            target.view(source.dtype).copy_(source.values)
+            # torch casts values where they are, so that they leave a GPU as they travel.
+            target.view(source.dtype).copy_(source.values, non_blocking=not waits)
             sources.append(source)
         checksums = checksums_of(sources) if has_checksums else [None] * len(pieces)
         return [

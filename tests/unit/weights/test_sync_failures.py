@@ -264,7 +264,7 @@ def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(
     ):
         outcomes = in_threads(
             lambda: publish(
-                supervisor, sources, rank=0, world_size=2, version=version, timeout_s=1.0
+                supervisor, sources, rank=0, world_size=2, version=version, timeout_s=3.0
             ),
             rank.join,
         )

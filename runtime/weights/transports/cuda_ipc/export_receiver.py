@@ -41,6 +41,7 @@ class ExportReceiver:
             for idx in self._end_of_sync.buckets(self._num_entries):
                 for start, values in self._image.read(idx):
                     nbytes += self._destinations.write_values(idx, start, values)
+                self._end_of_sync.set_loaded(idx + 1)
         finally:
             self._memory.leave()
         self._destinations.settle()

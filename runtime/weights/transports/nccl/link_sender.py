@@ -140,7 +140,7 @@ class _Sending:
                 if memory is not in_image:
                     for start, stop in runs:
                         in_image[start:stop] = memory[start:stop]
-                self._filler.set_filled(idx)
+                self._filler.set_filled(idx + 1)
         is_sent = self._wait_sent(len(plan))
         return regions if is_sent and self._report() else None
 

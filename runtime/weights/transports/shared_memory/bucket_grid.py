@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from umbra.runtime.weights.manifest import ALIGNMENT
+from umbra.runtime.weights.transports.shared_memory.mapped_image import PIECE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class BucketGrid:
     @property
     def num_buckets(self) -> int:
         return max(1, -(-self.image_nbytes // self.bucket_nbytes))
+
+    @property
+    def fits_pieces(self) -> bool:
+        """Whether no bucket crosses the edge of a piece of the image."""
+        return PIECE_NBYTES % self.bucket_nbytes == 0
 
     def window(self, idx: int) -> slice:
         """The bytes of bucket `idx` in the image."""

@@ -49,11 +49,15 @@ class Destinations:
     def num_buckets(self) -> int:
         return len(self._plan)
 
-    def write(self, idx: int, memory: Tensor) -> int:
-        """Copies bucket `idx` from `memory`, uint8 [bucket_nbytes]; returns the bytes copied."""
+    def write(self, idx: int, memory: Tensor, *, waits: bool = True) -> int:
+        """Copies bucket `idx` from `memory`, uint8 [bucket_nbytes]; returns the bytes copied.
+
+        Args:
+            waits: until copies to a GPU are done.
+        """
         nbytes = 0
         for piece in self._plan[idx]:
-            self._targets[piece.key].write(piece, memory)
+            self._targets[piece.key].write(piece, memory, waits=waits)
             nbytes += piece.nbytes
         return nbytes
 
@@ -125,13 +129,13 @@ class _Target:
         self._strided = [tensor for tensor in tensors if not tensor.is_contiguous()]
         self._staging: Tensor | None = None
 
-    def write(self, piece: BucketPiece, memory: Tensor) -> None:
+    def write(self, piece: BucketPiece, memory: Tensor, *, waits: bool) -> None:
         source = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
         for data in self._contiguous:
-            data[piece.start : piece.start + piece.nbytes].copy_(source)
+            data[piece.start : piece.start + piece.nbytes].copy_(source, non_blocking=not waits)
         if self._strided:
             data = _as_bytes(self._stage())
-            data[piece.start : piece.start + piece.nbytes].copy_(source)
+            data[piece.start : piece.start + piece.nbytes].copy_(source, non_blocking=not waits)
 
     def write_values(self, start: int, values: Tensor) -> int:
         stop = start + values.numel()

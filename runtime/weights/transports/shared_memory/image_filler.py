@@ -51,17 +51,21 @@ class ImageFiller:
         grid = BucketGrid(image_nbytes, grant.bucket_nbytes)
         return None if progress is None else cls(rank, image, grid, progress)
 
-    def bucket(self, idx: int) -> Tensor | None:
-        """The memory of bucket `idx`: uint8 [nbytes]. None if the sync is aborted."""
+    def bucket(self, idx: int, *, for_gpu: bool = False) -> Tensor | None:
+        """The memory of bucket `idx`: uint8 [nbytes]. None if the sync is aborted.
+
+        Args:
+            for_gpu: a GPU copies to it.
+        """
         if self._progress.is_aborted:
             return None
         window = self._grid.window(idx)
-        self._image.make_present(window)
+        self._image.make_present(window, for_gpu=for_gpu and self._grid.fits_pieces)
         return buffer_bytes(self._image.memory)[window]
 
-    def set_filled(self, idx: int) -> None:
-        """Notes that the rank has written bucket `idx`."""
-        self._progress.set_filled(self._rank, idx + 1)
+    def set_filled(self, num_buckets: int) -> None:
+        """Notes that the rank has written this many buckets."""
+        self._progress.set_filled(self._rank, num_buckets)
 
     def close(self) -> None:
         self._progress.close()

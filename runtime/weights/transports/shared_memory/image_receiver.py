@@ -9,22 +9,33 @@ import torch
 
 from umbra.runtime.weights.transports.byte_views import buffer_bytes
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
+from umbra.runtime.weights.transports.shared_memory.gpu_copies import GpuCopies
 from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
 
 
 class ImageReceiver:
-    """One version being loaded. Owns the source."""
+    """One version being loaded. Owns the source.
 
-    def __init__(self, destinations: Destinations, source: ImageSource) -> None:
+    Args:
+        device: of the parameters, if they are on one GPU.
+    """
+
+    def __init__(
+        self, destinations: Destinations, source: ImageSource, device: torch.device
+    ) -> None:
+        self._device = device
         self._destinations = destinations
         self._source = source
 
     @torch.no_grad()
     def load(self) -> int:
-        nbytes = 0
-        image = buffer_bytes(self._source.memory)
-        for idx, window in self._source.buckets():
-            nbytes += self._destinations.write(idx, image[window])
+        nbytes, source = 0, self._source
+        image = buffer_bytes(source.memory)
+        copies = GpuCopies(self._device, source.set_loaded)
+        for idx, window in source.buckets(for_gpu=copies.is_on_gpu):
+            nbytes += self._destinations.write(idx, image[window], waits=not copies.is_on_gpu)
+            copies.mark(idx + 1)
+        copies.wait()
         self._destinations.settle()
         return nbytes
 

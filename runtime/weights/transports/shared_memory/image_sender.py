@@ -14,6 +14,7 @@ import torch
 from umbra.runtime.weights.sync_calls import Region, SyncGrant
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
+from umbra.runtime.weights.transports.shared_memory.gpu_copies import GpuCopies, common_device
 from umbra.runtime.weights.transports.shared_memory.image_filler import ImageFiller
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
@@ -49,10 +50,13 @@ class ImageSender:
     ) -> list[Region] | None:
         reader = self._shards.reader()
         regions: list[Region] = []
+        device = common_device(source.tensor for source in self._shards.sources)
+        copies = GpuCopies(device, filler.set_filled)
         for idx, pieces in enumerate(plan):
-            memory = filler.bucket(idx)
+            memory = filler.bucket(idx, for_gpu=copies.is_on_gpu)
             if memory is None:
                 return None
-            regions += reader.read_bucket(pieces, memory, has_checksums)
-            filler.set_filled(idx)
+            regions += reader.read_bucket(pieces, memory, has_checksums, waits=not copies.is_on_gpu)
+            copies.mark(idx + 1)
+        copies.wait()
         return regions

@@ -62,9 +62,11 @@ class ImageSource:
     def memory(self) -> mmap.mmap:
         return self.image.memory
 
-    def buckets(self) -> Iterator[tuple[int, slice]]:
+    def buckets(self, *, for_gpu: bool = False) -> Iterator[tuple[int, slice]]:
         """Yields every bucket once all ranks have filled it: its index and its bytes in the image.
-        Taking the next one notes that this one was loaded.
+
+        Args:
+            for_gpu: a GPU copies from it.
 
         Raises:
             WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
@@ -72,8 +74,12 @@ class ImageSource:
         with self.receiving():
             for idx in self._end_of_sync.buckets(self._grid.num_buckets):
                 window = self._grid.window(idx)
-                self.image.make_present(window)
+                self.image.make_present(window, for_gpu=for_gpu and self._grid.fits_pieces)
                 yield idx, window
+
+    def set_loaded(self, num_buckets: int) -> None:
+        """Notes that this many buckets were loaded."""
+        self._end_of_sync.set_loaded(num_buckets)
 
     @contextmanager
     def receiving(self) -> Generator[None]:

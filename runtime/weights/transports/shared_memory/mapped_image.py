@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.shared_memory.memfd import map_memory, received_fd, unmap
 from umbra.runtime.weights.transports.shared_memory.pages import populate_mapping
 
-_PIECE_NBYTES: Final = 32 << 20
-# Mapped at a time, which takes about 2 ms. Larger pieces make the first buckets of a first sync
-# wait; smaller ones cost more calls.
+if TYPE_CHECKING:
+    from umbra.runtime.weights.transports.shared_memory.page_locks import PageLocks
+
+PIECE_NBYTES: Final = 32 << 20
+# Mapped, and locked for a GPU, at a time, which takes about 2 ms without a lock. Larger pieces make
+# the first buckets of a first sync wait; smaller ones cost more calls.
 
 
 class MappedImage:
@@ -26,29 +30,53 @@ class MappedImage:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.memory = map_memory(fd, nbytes)
-        self._is_present = bytearray(-(-nbytes // _PIECE_NBYTES))
+        self._is_present = bytearray(-(-nbytes // PIECE_NBYTES))
+        self._locks: PageLocks | None = None
+        self._turn = threading.Lock()  # links fill the image that their engine reads
 
-    def make_present(self, window: slice) -> None:
-        """Allocates and maps the pages of these bytes: faults take several times as long.
+    def make_present(self, window: slice, *, for_gpu: bool = False) -> None:
+        """Allocates and maps the pages of these bytes: faults take several times as long. From any
+        thread.
+
+        Args:
+            for_gpu: the pages are also locked. A copy to or from a GPU must not cross the edge of a
+                piece of PIECE_NBYTES, because each is locked by itself.
 
         Raises:
             WeightSyncError: there is no memory.
         """
-        for piece in range(window.start // _PIECE_NBYTES, -(-window.stop // _PIECE_NBYTES)):
-            if not self._is_present[piece]:
-                start = piece * _PIECE_NBYTES
-                nbytes = min(_PIECE_NBYTES, len(self.memory) - start)
-                try:
-                    populate_mapping(self.memory, start, nbytes)
-                except OSError as error:
-                    raise WeightSyncError(
-                        f"no shared memory for an image of {len(self.memory)} bytes: {error}. Each "
-                        "node needs as much as the weights have"
-                    ) from error
-                self._is_present[piece] = True
+        pieces = range(window.start // PIECE_NBYTES, -(-window.stop // PIECE_NBYTES))
+        with self._turn:
+            for piece in pieces:
+                start = piece * PIECE_NBYTES
+                nbytes = min(PIECE_NBYTES, len(self.memory) - start)
+                if not self._is_present[piece]:
+                    self._populate(start, nbytes)
+                    self._is_present[piece] = True
+                if for_gpu:
+                    self._lock(start, nbytes)
+
+    def _populate(self, start: int, nbytes: int) -> None:
+        try:
+            populate_mapping(self.memory, start, nbytes)
+        except OSError as error:
+            raise WeightSyncError(
+                f"no shared memory for an image of {len(self.memory)} bytes: {error}. Each node "
+                "needs as much as the weights have"
+            ) from error
+
+    def _lock(self, start: int, nbytes: int) -> None:
+        if self._locks is None:
+            # It imports torch, which some engines otherwise do without.
+            from umbra.runtime.weights.transports.shared_memory.page_locks import PageLocks
+
+            self._locks = PageLocks(self.memory)
+        self._locks.lock(start, nbytes)
 
     def close(self) -> None:
         """Idempotent."""
+        if self._locks is not None:
+            self._locks.close()
         unmap(self.memory)
 
 

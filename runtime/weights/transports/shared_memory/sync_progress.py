@@ -243,8 +243,7 @@ class EngineEnd:
         self.num_loaded = 0
 
     def buckets(self, num_buckets: int) -> Iterator[int]:
-        """Yields every bucket once all ranks have filled it. Taking the next one marks it as
-        loaded.
+        """Yields every bucket once all ranks have filled it.
 
         Raises:
             WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
@@ -254,7 +253,6 @@ class EngineEnd:
         for idx in range(num_buckets):
             self.wait_filled(idx + 1)
             yield idx
-            self.set_loaded(idx + 1)
 
     def wait_filled(self, num_buckets: int) -> None:
         """Waits until all ranks have filled this many. Raises the errors of `buckets`."""
