@@ -82,6 +82,7 @@ class Supervisor:
         *("attach", "detach", "fail_job", "pass_on_signal", "join_job"),  # by ranks
         *("join", "report", "bundle_late"),  # by supervisors
         *("generate", "request"),  # by programs on this node
+        *("note", "record"),  # by the rollout manager, see `OperatorMessages`
     )
 
     def __init__(
