@@ -27,7 +27,12 @@ from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
+pytestmark = [
+    needs_vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.filterwarnings("default"),  # vLLM's own, of modules before this one
+]
 KIND = "qwen3"
 
 
