@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from umbra.engines.loading.weight_import import WorkerRegions
 from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import ReportFile, pack_order
@@ -39,7 +40,6 @@ from umbra.engines.shell.follower_group import (
     network_variables,
     own_address,
 )
-from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError

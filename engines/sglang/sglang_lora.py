@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER
-from umbra.engines.shell.weight_source import WeightSource
 from umbra.runtime.engine_api.lora_matrices import module_shapes
 from umbra.runtime.errors import WeightSyncError
 

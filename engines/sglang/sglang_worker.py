@@ -14,12 +14,13 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
+from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.open_weights import WorkerMemory, open_weights
+from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_lora import load_adapter
 from umbra.engines.sglang.sglang_orders import unpack_order, write_reports
-from umbra.engines.shell.loader_recording import LoaderRecording
-from umbra.engines.shell.planned_loading import PlannedLoading
-from umbra.engines.shell.weight_source import WeightSource, WorkerMemory, open_weights
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 

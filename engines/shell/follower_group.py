@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.engines.shell.weight_source import filled_image
+from umbra.engines.loading.image_weights import filled_image
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.rpc.rpc_client import Handle

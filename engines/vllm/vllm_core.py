@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
+from umbra.engines.loading.weight_import import WorkerRegions
 from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.follower_group import (
     FollowerGroup,
@@ -23,7 +24,6 @@ from umbra.engines.shell.follower_group import (
     network_variables,
     own_address,
 )
-from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.engines.vllm.vllm_leftovers import (
     file_variables,
     job_folder,

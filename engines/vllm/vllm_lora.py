@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from umbra.engines.shell.weight_source import WeightSource
+from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER
 from umbra.runtime.errors import WeightSyncError
 

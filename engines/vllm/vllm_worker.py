@@ -18,14 +18,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.loader_recording import LoaderRecording
-from umbra.engines.shell.planned_loading import PlannedLoading
-from umbra.engines.shell.weight_source import (
-    Regions,
-    WeightSource,
-    WorkerMemory,
-    open_weights,
-)
+from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.open_weights import WorkerMemory, open_weights
+from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.weight_source import Regions, WeightSource
 from umbra.engines.vllm.vllm_lora import load_adapter
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
@@ -65,7 +61,7 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """See `umbra.engines.shell.weight_source`."""
+    """See `umbra.engines.loading.open_weights`."""
 
     description: dict[str, Any]
 

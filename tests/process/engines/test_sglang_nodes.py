@@ -19,8 +19,8 @@ from process_runs import assert_ended
 from rank_processes import poll
 from watching import tree
 
+from umbra.engines.loading.open_weights import open_weights
 from umbra.engines.sglang.sglang_worker import gather_reports
-from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from umbra.engines.loading.image_import import image_tensors
 from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.shell.image_import import image_tensors
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import create_memory

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from sharded_source import ShardedSource, rows
 from torch import Tensor, nn
 
-from umbra.engines.shell.copy_plan import CopyPlan
-from umbra.engines.shell.planned_loading import PlannedLoading
+from umbra.engines.loading.copy_plan import CopyPlan
+from umbra.engines.loading.planned_loading import PlannedLoading
 
 _UNPACKED = (
     ("layers.linear", "UnquantizedLinearMethod"),

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from umbra.engines.loading.weight_import import WorkerRegions
 from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
-from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 VOCAB_SIZE = 97

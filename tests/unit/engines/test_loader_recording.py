@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.loader_recording import LoaderRecording
+from umbra.engines.loading.loader_recording import LoaderRecording
 from umbra.runtime.errors import WeightSyncError
 
 

@@ -13,9 +13,9 @@ import torch
 from sharded_source import Cut, ShardedSource, rows
 from torch import Tensor, nn
 
-from umbra.engines.shell.loader_recording import LoaderRecording
-from umbra.engines.shell.planned_loading import PlannedLoading
-from umbra.engines.shell.weight_source import WeightSource
+from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.weight_source import WeightSource
 from umbra.runtime.weights.copy_planner import ShardBlock
 
 Weights = Iterable[tuple[str, Tensor]]

@@ -16,9 +16,9 @@ from local_sync import publish
 from scripted_core import ScriptedCore
 from torch import Tensor
 
+from umbra.engines.loading.image_import import image_tensors
+from umbra.engines.loading.open_weights import WorkerMemory, open_weights
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.shell.image_import import image_tensors
-from umbra.engines.shell.weight_source import WorkerMemory, open_weights
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid

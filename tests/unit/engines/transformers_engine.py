@@ -25,11 +25,11 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from umbra.engines.embedded.sampler import sample
 from umbra.engines.embedded.uniforms import uniforms
+from umbra.engines.loading.open_weights import open_weights
+from umbra.engines.loading.weight_import import WorkerRegions
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.adapter_settings import AdapterSettings
 from umbra.engines.shell.engine_core import AdapterCore, NewOutput
-from umbra.engines.shell.weight_import import WorkerRegions
-from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError
 

@@ -13,16 +13,11 @@ from fake_ipc import FakeIpc, FakeOpener
 from offered_exports import manifest_of, offered
 from torch import Tensor, nn
 
-from umbra.engines.shell.loader_recording import LoaderRecording
-from umbra.engines.shell.planned_loading import PlannedLoading
-from umbra.engines.shell.weight_import import WeightImport
-from umbra.engines.shell.weight_source import (
-    BlockCopy,
-    Regions,
-    WeightSource,
-    WorkerMemory,
-    open_weights,
-)
+from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.open_weights import WorkerMemory, open_weights
+from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.weight_import import WeightImport
+from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
 from umbra.runtime.weights.checksums.checksum import checksum_of
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 

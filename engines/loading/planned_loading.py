@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.copy_plan import CopyPlan
-from umbra.engines.shell.loader_recording import LoaderRecording
-from umbra.engines.shell.weight_source import WeightSource
+from umbra.engines.loading.copy_plan import CopyPlan
+from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.weight_source import WeightSource
 
 
 class ModelLoader(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from umbra.engines.shell.weight_import import WorkerRegions
+from umbra.engines.loading.weight_import import WorkerRegions
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import buffer_bytes, typed_view

@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.loader_recording import (
+from umbra.engines.loading.loader_recording import (
     LoaderRecording,
     RecordedCopy,
     RecordedFill,
     storage_of,
 )
-from umbra.engines.shell.weight_source import BlockCopy, WeightSource
+from umbra.engines.loading.weight_source import BlockCopy, WeightSource
 from umbra.runtime.weights.copy_planner import (
     CopyPiece,
     ShardBlock,

@@ -1,0 +1,112 @@
+"""Opens the weights of an update in an engine's worker process.
+
+A description is a plain map. The engine's process makes it, and the engine's own channels carry it
+to the workers:
+
+    image     image, bucket_nbytes, manifest, fd_socket, progress     image_import
+    exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
+    copy      path, nbytes, manifest                                  an image without a sync
+
+The first two notice that the sync was aborted: between tensors, and before and after the copies of
+a plan. An engine on several nodes adds to that of an image its nbytes, and the paths of the copies
+on its nodes; the first one is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Final
+
+import torch
+
+from umbra.engines.loading.exported_weights import ExportedWeights
+from umbra.engines.loading.image_weights import CompleteImage, FillingImage
+from umbra.engines.loading.weight_source import WeightSource
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
+from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
+from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
+from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
+
+_OPEN_TIMEOUT_S: Final = 10.0
+
+
+class WorkerMemory:
+    """What a worker keeps open from one update to the next: the ranks' memory, or the image of its
+    node."""
+
+    def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
+        self.exports = OpenedMemory(make_opener)
+        self.image = KeptImage()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.exports.close()
+        self.image.close()
+
+
+@contextmanager
+def open_weights(
+    description: Mapping[str, Any],
+    device: torch.device,
+    *,
+    memory: WorkerMemory | None = None,
+) -> Generator[WeightSource]:
+    """Opens the described source; it is closed at the end of the block. The first of the engine's
+    workers reports the engine's progress.
+
+    Args:
+        device: of the tensors, unless they come from an image.
+        memory: what the worker keeps open. Without it, nothing stays open.
+
+    Raises:
+        WeightSyncError, ProtocolError: it disagrees with the manifest, or cannot be read.
+    """
+    description = _on_this_node(description)
+    if "progress" not in description:
+        yield CompleteImage(description)
+        return
+    opened = memory or WorkerMemory()
+    try:
+        with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=_worker_rank() == 0)) as end:
+            if "exports" in description:
+                opened.image.close()
+                yield from _open_exports(description, opened.exports, end, device)
+            else:
+                opened.exports.close()
+                source = FillingImage(description, opened.image, end, device)
+                try:
+                    yield source
+                    source.finish()
+                finally:
+                    source.settle()
+    finally:
+        if memory is None:
+            opened.close()
+
+
+def _open_exports(
+    description: Mapping[str, Any], opened: OpenedMemory, end: EngineEnd, device: torch.device
+) -> Iterator[WeightSource]:
+    try:
+        image = opened.image(description["manifest"], description["exports"])
+        yield ExportedWeights(image, end, device, has_checksums=bool(description["has_checksums"]))
+    finally:
+        opened.leave()
+
+
+def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where this worker finds an update, of which a follower has a copy on its own node."""
+    paths: Sequence[str] = description.get("paths", ())
+    if not paths:
+        return description
+    part = _worker_rank() * len(paths) // torch.distributed.get_world_size()
+    if part == 0:
+        return description
+    # Without the progress, which is in memory of the leading part's node.
+    return {name: description[name] for name in ("manifest", "nbytes")} | {"path": paths[part]}
+
+
+def _worker_rank() -> int:
+    """The index of this worker among the engine's; each has as many on each of its nodes."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,123 @@
+"""The weights of an update as an engine's worker process reads them: tensors, or blocks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.weights.checksums.checksum import CastValues
+from umbra.runtime.weights.copy_planner import ShardBlock
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.shared_memory.gpu_copies import cut_at_pieces
+
+Regions = list[list[int | None]]
+"""[image offset, nbytes, checksum or None] of each region."""
+
+
+class BlockCopy(NamedTuple):
+    """A copy from a view of a block, or all of it, to a view of a parameter.
+
+    Attributes:
+        idx: of the block's entry.
+        number: of the block among those of the entry.
+        values: in the dtype that the block's holder has.
+        on_wire: the dtype to which values are cast before they get that of the target, as they
+            would be on their way to the loader; None if that makes no difference.
+    """
+
+    idx: int
+    number: int
+    values: Tensor
+    target: Tensor
+    on_wire: torch.dtype | None
+
+    def carry_out(self) -> None:
+        """A copy from the host to a GPU may still be in progress afterwards."""
+        self.target.copy_(self._cast_values(), non_blocking=True)
+
+    def parts(self) -> list[BlockCopy]:
+        """The same in copies that a GPU can make of locked pages; see `cut_at_pieces`."""
+        if not (self.values.is_cpu and self.target.is_cuda):
+            return [self]
+        return [
+            self._replace(values=values, target=target)
+            for values, target in cut_at_pieces(self.values, self.target)
+        ]
+
+    def expected(self) -> CastValues:
+        """What the target has afterwards."""
+        return CastValues(self._cast_values(), self.target.dtype)
+
+    def _cast_values(self) -> Tensor:
+        return self.values if self.on_wire is None else self.values.to(self.on_wire)
+
+
+class WeightSource(Protocol):
+    """The weights of one update."""
+
+    manifest: Manifest
+
+    @property
+    def memory(self) -> object | None:
+        """The same object as in an earlier update if every block is where it was then: views of
+        blocks may be used again as long as it exists. None: they are lost at the end of the
+        update."""
+        ...
+
+    @property
+    def regions(self) -> Regions:
+        """What was read and must be verified, once everything was taken."""
+        ...
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields names with their tensors, all or some; a tied tensor comes under each of its names
+        in a row.
+
+        A tensor is valid as long as the source is open, and longer if it came from a GPU.
+
+        Raises:
+            WeightSyncError: the ranks' memory cannot be read, or the sync was aborted.
+        """
+        ...
+
+    def reading(self, copies: Sequence[BlockCopy]) -> AbstractContextManager[None]:
+        """A context in which these copies are carried out; at its end the blocks count as loaded.
+        Errors as in `tensors`."""
+        ...
+
+    def wait(self, idx: int) -> None:
+        """Within `reading`: returns when the blocks of an entry may be read, which is sooner for
+        earlier entries. Errors as in `tensors`."""
+        ...
+
+    def blocks(self, idx: int) -> list[ShardBlock]:
+        """The blocks of an entry; empty if there are none that a copy can be split by."""
+        ...
+
+    def block(self, idx: int, number: int) -> Tensor:
+        """One of them, in the dtype and with the strides that its holder has. Not to be written
+        to."""
+        ...
+
+    def whole(self, idx: int) -> Tensor:
+        """An entry in one piece, contiguous, in the dtype of the manifest."""
+        ...
+
+
+def wanted_names(manifest: Manifest, names: Collection[str] | None) -> list[list[str]]:
+    """The wanted names of each entry."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in manifest.aliases.items():
+        aliases.setdefault(name, []).append(alias)
+    return [
+        [
+            name
+            for name in (entry.name, *aliases.get(entry.name, ()))
+            if names is None or name in names
+        ]
+        for entry in manifest.entries
+    ]
