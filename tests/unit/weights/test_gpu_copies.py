@@ -42,7 +42,19 @@ def test_no_part_of_a_copy_crosses_the_edge_of_a_piece(
     assert len(parts) <= 1 + 2 * max(1, len(shape)) * most_edges
 
 
-def test_a_view_that_is_not_contiguous_stays_whole() -> None:
+def test_transposed_views_are_cut_because_torch_copies_between_them_in_place() -> None:
+    values, target = torch.arange(600).view(20, 30), torch.zeros(20, 30, dtype=torch.int64)
+
+    parts = list(cut_at_pieces(values.T, target.T, PIECE_NBYTES))
+
+    for part, there in parts:
+        start = part.storage_offset() * 8
+        assert start // PIECE_NBYTES == (start + part.nbytes - 1) // PIECE_NBYTES
+        there.copy_(part)
+    assert torch.equal(target, values)
+
+
+def test_a_view_with_gaps_stays_whole() -> None:
     values = torch.arange(400).view(20, 20)[:, 3:7]
 
     assert len(list(cut_at_pieces(values, torch.zeros(20, 4), PIECE_NBYTES))) == 1

@@ -45,9 +45,12 @@ class GpuCopies:
             self._wait_first()
 
     def wait(self) -> None:
-        """Returns when all are done and told of."""
+        """Returns when all are done and told of, and copies that began after the last mark are
+        done."""
         while self._under_way:
             self._wait_first()
+        if self.is_on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _wait_first(self) -> None:
         event, num_buckets = self._under_way.popleft()
@@ -69,8 +72,11 @@ def cut_at_pieces(
     """Cuts a copy from a view of an image so that no part crosses the edge of a locked piece: the
     driver may refuse a copy from pages that were not locked together.
 
-    Views that are not contiguous stay whole, because torch copies them to other memory first.
+    Views with gaps stay whole, because torch copies them to other memory first.
     """
+    if not values.is_contiguous():  # torch copies a transposed view to a transposed one in place
+        dims = sorted(range(values.ndim), key=lambda dim: -int(values.stride(dim)))
+        values, target = values.permute(dims), target.permute(dims)
     start = int(values.storage_offset()) * values.itemsize
     edge = (start // piece_nbytes + 1) * piece_nbytes
     if not values.is_contiguous() or start + values.nbytes <= edge:
