@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
+
+_MOST_HELD_NBYTES: Final = 256 << 20
+# Copies of weights that checksums take of parameters in other dtypes, at a time. Less means more
+# launches; without a limit, an engine that holds float16 would need the memory of another model.
 
 
 class ExportedWeights:
@@ -101,6 +105,7 @@ class ExportedWeights:
         for copy in copies:
             by_block.setdefault((copy.idx, copy.number), []).append(copy)
         terms: list[_Term] = []
+        held_nbytes = 0
         for idx, first in enumerate(self._first_regions[:-1]):
             on_wire = self._dtype_on_wire(idx)
             for number in range(len(self._image.regions(idx))):
@@ -114,14 +119,22 @@ class ExportedWeights:
                 for copy in made:
                     terms.append(_Term(region, CastValues(copy.target, copy.target.dtype)))
                     terms.append(_Term(region, copy.expected(), sign=-1))
+                    if copy.on_wire is not None:  # what is expected is a copy
+                        held_nbytes += terms[-1].content.values.nbytes
+            if held_nbytes > _MOST_HELD_NBYTES:
+                self._add_up(terms)
+                terms, held_nbytes = [], 0
         self._summed.update(range(self._num_entries))
         self._add_up(terms)
 
     @torch.inference_mode()
     def _add_up(self, terms: Sequence[_Term]) -> None:
-        """Adds the checksums to those of their regions, without waiting for the GPU."""
+        """Adds the checksums to those of their regions. Parameters in host memory come to the GPU
+        for that."""
         if terms:
-            sums = sum_all([term.content for term in terms])
+            device = self._sums.device
+            contents = [term.content for term in terms]
+            sums = sum_all([CastValues(each.values.to(device), each.dtype) for each in contents])
             signs = torch.tensor([term.sign for term in terms], device=sums.device)
             regions = torch.tensor([term.region for term in terms], device=sums.device)
             self._sums.index_add_(0, regions, sums * signs)
