@@ -37,9 +37,12 @@ class ImageSender:
         if filler is None:
             return None
         try:
-            return self._fill_buckets(plan, filler, grant.has_checksums)
+            regions = self._fill_buckets(plan, filler, grant.has_checksums)
         finally:
             filler.close()
+        if regions is None:  # the supervisor frees the image, but pages that are locked here stay
+            self._image.close()
+        return regions
 
     def close(self) -> None:
         self._image.close()
