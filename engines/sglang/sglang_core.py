@@ -34,12 +34,7 @@ from umbra.engines.sglang.sglang_requests import check_request, generate_fields,
 from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER, WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_waits import until_died, within
 from umbra.engines.shell.engine_core import AdapterCore, Output
-from umbra.engines.shell.follower_group import (
-    FollowerGroup,
-    free_port,
-    network_variables,
-    own_address,
-)
+from umbra.engines.shell.follower_group import FollowerGroup
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
@@ -107,7 +102,13 @@ class SglangCore(AdapterCore):
         library = self.library
         variables = self._settings.environment()
         if self._settings.followers:
-            options |= await self._start_followers(options, variables)
+            options |= await self._followers.start_parts(
+                "umbra.engines.sglang.sglang_follower",
+                options,
+                variables,
+                host_variable="SGLANG_HOST_IP",
+                part_options=self._settings.part_options,
+            )
         os.environ.update(variables)
         logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         self._sigquit = signal.getsignal(signal.SIGQUIT)
@@ -117,22 +118,6 @@ class SglangCore(AdapterCore):
         self._take_over_frontend()
         async with until_died(self.died), within(_FIRST_ANSWER_LIMIT_S, "answer"):
             await self._measure()
-
-    async def _start_followers(
-        self, options: Mapping[str, Any], variables: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """Starts the parts on other nodes, which then wait for this one; returns its options."""
-        address = own_address()
-        port = free_port(address)
-        own, *others = (
-            self._settings.part_options(part, address, port)
-            for part in range(self._settings.num_parts)
-        )
-        for name, value in ({"SGLANG_HOST_IP": address} | network_variables(address)).items():
-            os.environ.setdefault(name, value)
-        theirs = [{**options, **more} for more in others]
-        await self._followers.start("umbra.engines.sglang.sglang_follower", theirs, variables)
-        return own
 
     def _launch(self, library: SglangLibrary, options: Mapping[str, Any]) -> None:
         before = descendants.working_child_pids(os.getpid())

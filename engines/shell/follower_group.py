@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -66,6 +67,31 @@ class FollowerGroup:
                 ) from None
             self._handles.append(follower)
 
+    async def start_parts(
+        self,
+        program: str,
+        options: Mapping[str, Any],
+        variables: Mapping[str, str],
+        *,
+        host_variable: str,
+        part_options: Callable[[int, str, int], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Starts a library's parts on the followers' nodes, which then wait for this one; returns
+        more options for this one.
+
+        Args:
+            host_variable: of the environment, in which the library expects this node's address.
+            part_options: more options of a part, by its number, 0 for this one, and by the address
+                and the port at which all meet.
+        """
+        address = own_address()
+        port = _free_port(address)
+        for name, value in ({host_variable: address} | network_variables(address)).items():
+            os.environ.setdefault(name, value)
+        own, *others = (part_options(part, address, port) for part in range(len(self._names) + 1))
+        await self.start(program, [{**options, **more} for more in others], variables)
+        return own
+
     async def send_image(self, description: Mapping[str, Any]) -> dict[str, Any]:
         """Copies the image of an update to all followers, if there are any, when it is filled.
 
@@ -118,7 +144,7 @@ def own_address() -> str:
     )
 
 
-def free_port(address: str) -> int:
+def _free_port(address: str) -> int:
     """A port that is free now at this address."""
     with socket.create_server((address, 0)) as server:
         port: int = server.getsockname()[1]

@@ -18,12 +18,7 @@ from typing import Any, Final, TypeVar
 
 from umbra.engines.loading.weight_import import WorkerRegions
 from umbra.engines.shell.engine_core import AdapterCore, Output
-from umbra.engines.shell.follower_group import (
-    FollowerGroup,
-    free_port,
-    network_variables,
-    own_address,
-)
+from umbra.engines.shell.follower_group import FollowerGroup
 from umbra.engines.vllm.vllm_leftovers import (
     file_variables,
     job_folder,
@@ -87,7 +82,13 @@ class VllmCore(AdapterCore):
         self._check_adapters()
         variables = self._settings.environment(is_cpu=library.is_cpu)
         if self._settings.followers:
-            options |= await self._start_followers(options, variables)
+            options |= await self._followers.start_parts(
+                "umbra.engines.vllm.vllm_follower",
+                options,
+                variables,
+                host_variable="VLLM_HOST_IP",
+                part_options=self._settings.part_options,
+            )
         files = file_variables(job_folder(), is_cpu=library.is_cpu)
         for name, value in (variables | files).items():
             os.environ.setdefault(name, value)
@@ -113,22 +114,6 @@ class VllmCore(AdapterCore):
         )
         self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
         await self._load_adapters()
-
-    async def _start_followers(
-        self, options: Mapping[str, Any], variables: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """Starts the parts on other nodes, which then wait for this one; returns its options."""
-        address = own_address()
-        port = free_port(address)
-        own, *others = (
-            self._settings.part_options(part, address, port)
-            for part in range(self._settings.num_parts)
-        )
-        for name, value in ({"VLLM_HOST_IP": address} | network_variables(address)).items():
-            os.environ.setdefault(name, value)
-        theirs = [{**options, **more} for more in others]
-        await self._followers.start("umbra.engines.vllm.vllm_follower", theirs, variables)
-        return own
 
     def _check_adapters(self) -> None:
         settings, library = self._settings, self.library
