@@ -39,7 +39,7 @@ def load_adapter(model: nn.Module, source: WeightSource) -> str:
     }
     manager = _lora_manager(model)
     named: Any = importlib.import_module("sglang.srt.lora.lora_registry").LoRARef(
-        lora_id=SYNCED_ADAPTER, lora_name=SYNCED_ADAPTER, lora_path="no folder"
+        lora_id=SYNCED_ADAPTER, lora_name=SYNCED_ADAPTER, lora_path="no folder", pinned=False
     )
     if SYNCED_ADAPTER in manager.loras:
         _check_done(manager.unload_lora_adapter(named))

@@ -289,6 +289,7 @@ class LoRARef:
     lora_id: str
     lora_name: str
     lora_path: str
+    pinned: bool | None = None
 
 
 class LoRAManager:
@@ -312,6 +313,8 @@ class LoRAManager:
         if not set(config["target_modules"]) <= set(allowed):
             return SimpleNamespace(success=False, error_message="it is incompatible")
         self.loras[ref.lora_id] = tensors, config
+        if ref.pinned is None:
+            return SimpleNamespace(success=False, error_message="int() of a NoneType")
         return SimpleNamespace(success=True, error_message="")
 
     def unload_lora_adapter(self, ref: LoRARef) -> Any:
