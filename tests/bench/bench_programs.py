@@ -27,6 +27,8 @@ the benchmark for so long."""
 _KILL_DEADLINE_S: Final = 10.0
 _MAX_ERROR_LINES: Final = 15
 _HERE: Final = Path(__file__).resolve().parent
+VERL_REVISION: Final = "1dda039"
+"""Of the peer whose protocol `verl_protocol.py` has."""
 
 
 class BenchError(RuntimeError):

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from bench_programs import BenchError
+from bench_progress import progress
 from gap_manager import gap_manager_spec
 from qwen3_shapes import SHAPES, parameter_shapes
 from sync_case import ENGINE_DTYPE, POOL, PROMPT_LEN, SyncCase
@@ -75,6 +76,7 @@ def main() -> None:
     ):
         measured = _Rank(case, folder, session, world).measure()
     if world.is_lead:
+        progress("the engine has ended")
         (folder / "facts.json").write_text(json.dumps(asdict(measured)))
 
 
@@ -88,7 +90,9 @@ class _Rank:
         self._gpus = usable_gpus()[: case.num_gpus] if case.device == "cuda" else ()
 
     def measure(self) -> _Measured:
+        self._progress("the ranks have met, the engine starts")
         from_lead(self._world, self._start_pool)  # first, as it needs most of a GPU's memory
+        self._progress("the engine has started")
         tensors = sharded_tensors(self._case, self._world)
         copies = {
             name: torch.empty_like(tensor.to_local(), dtype=getattr(torch, ENGINE_DTYPE))
@@ -118,6 +122,10 @@ class _Rank:
                     self._look_at_memory(measured)
         return measured
 
+    def _progress(self, text: str) -> None:
+        if self._world.is_lead:
+            progress(text)
+
     def _start_pool(self) -> None:
         model = self._case.write_model(self._folder / "model")
         self._session.create_pool(self._case.pool_spec(model, self._gpus))
@@ -138,6 +146,7 @@ class _Rank:
             report = publisher.publish(POOL, version, _TIMEOUT_S)
         if report.failed:
             raise BenchError(f"version {version}: {report.failed}")
+        self._progress(f"sync {version} of {1 + self._case.num_syncs}: {sync.seconds:.3f} s")
         measured.syncs.append(report.to_wire() | {"publish_s": sync.seconds})
 
     def _publish_to_busy(

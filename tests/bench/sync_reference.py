@@ -1,5 +1,5 @@
 """A rank that measures what a case of the weights benchmark is compared with: `torchrun ...
-sync_reference.py CASE FOLDER`.
+sync_reference.py CASE FOLDER`. It begins at the end of its standard input.
 
 FOLDER/reference.json gets the slowest rank's `verl_s`, of verl's protocol between the ranks and an
 engine on their GPUs, and `copy_s`, of one copy of a rank's share of the engine's bytes. Where the
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from bench_progress import progress
 from qwen3_shapes import SHAPES, parameter_shapes
 from sync_case import SyncCase
 from verl_protocol import DEFAULT_BUCKET_MIB, measure, timed_copy
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.environment import TorchrunEnvironment, bind_to_agent
 from umbra.trainer.world import World, max_over_ranks
 
 _TIMEOUT_S: Final = 300.0
@@ -29,8 +30,12 @@ _CPU_BUCKET_MIB: Final = 16
 
 
 def main() -> None:
+    bind_to_agent()  # as a session does: torchrun may be killed
     case, folder = SyncCase.from_json(sys.argv[1]), Path(sys.argv[2])
+    sys.stdin.read()  # until now it has used no GPU
     with World.join(TorchrunEnvironment.read(), case.device, _TIMEOUT_S) as world:
+        if world.is_lead:
+            progress("ranks of the comparison have met")
         if case.mode == "hybrid":
             mesh = world.mesh if world.world_size > 1 else None
             bucket_mib = DEFAULT_BUCKET_MIB if case.device == "cuda" else _CPU_BUCKET_MIB
@@ -44,6 +49,7 @@ def main() -> None:
         }
     if world.is_lead:
         (folder / "reference.json").write_text(json.dumps(slowest))
+        progress(f"compared: {slowest}")
 
 
 def _copy_to_engine(case: SyncCase, world: World) -> float:

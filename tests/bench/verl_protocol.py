@@ -46,14 +46,13 @@ import torch
 import torch.multiprocessing as mp
 from bench_hardware import describe_hardware
 from bench_options import options_parser
-from bench_programs import BenchError
+from bench_programs import VERL_REVISION, BenchError
 from qwen3_shapes import SHAPES, parameter_shapes
 from result_table import print_result
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-VERL_REVISION: Final = "1dda039"
 DEFAULT_BUCKET_MIB: Final = 2048
 """verl's own default."""
 _TIMEOUT_S: Final = 120.0

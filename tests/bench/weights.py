@@ -35,8 +35,8 @@ ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set
 With `--engine`, a pool of one real engine with dummy weights gets its weights from ranks under
 torchrun. It is hybrid on their GPUs, where it sleeps before each sync as in training, or standalone
 on the next one, where it generates all the time. Printed is one case in the form of
-docs/results/weights-h100.json; `sync_results.py` says what its numbers are. All of it also runs on
-the cpu, for which there is the shape "tiny".
+docs/results/weights-h100.json; `sync_results.py` says what its numbers are. What it does is printed
+to standard error meanwhile. All of it also runs on the cpu, for which there is the shape "tiny".
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
     python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
@@ -71,7 +71,9 @@ from sync_case import SyncCase
 from sync_job import measure_case
 
 from umbra.runtime.cli.umbra_command import umbra_version
+from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.process.descendants import kill_tree
+from umbra.runtime.process.nvml import count_gpus
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 
 _ROUND_TIMEOUT_S: Final = 300.0
@@ -114,11 +116,10 @@ def main() -> int:
         return run_in_namespace()
     case = _case(given) if given.engine else None
     if given.device == "cuda":
-        import torch
-
         num_gpus = 1 + bool(given.engines_elsewhere) if case is None else case.num_gpus
-        if torch.cuda.device_count() < num_gpus:
-            found = torch.cuda.device_count() or "no"
+        num_found = len(visible_gpus(count_gpus()))  # without torch, whose import takes seconds
+        if num_found < num_gpus:
+            found = num_found or "no"
             parser.error(f"--device cuda needs {num_gpus}: there is {found} usable CUDA device")
     if case is not None:
         measured = measure_case(case)
