@@ -19,7 +19,7 @@ import torch
 from bench_progress import progress
 from qwen3_shapes import SHAPES, parameter_shapes
 from sync_case import SyncCase
-from verl_protocol import DEFAULT_BUCKET_MIB, measure, timed_copy
+from verl_protocol import DEFAULT_BUCKET_MIB, ReceiverProcess, measure, timed_copy
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, bind_to_agent
 from umbra.trainer.world import World, max_over_ranks
@@ -32,14 +32,15 @@ _CPU_BUCKET_MIB: Final = 16
 def main() -> None:
     bind_to_agent()  # as a session does: torchrun may be killed
     case, folder = SyncCase.from_json(sys.argv[1]), Path(sys.argv[2])
-    sys.stdin.read()  # until now it has used no GPU
+    receiver = ReceiverProcess() if case.mode == "hybrid" else None
+    sys.stdin.read()  # until now nothing here has used a GPU
     with World.join(TorchrunEnvironment.read(), case.device, _TIMEOUT_S) as world:
         if world.is_lead:
             progress("ranks of the comparison have met")
-        if case.mode == "hybrid":
+        if receiver is not None:
             mesh = world.mesh if world.world_size > 1 else None
             bucket_mib = DEFAULT_BUCKET_MIB if case.device == "cuda" else _CPU_BUCKET_MIB
-            measured = measure(case.shape, bucket_mib, str(world.device), mesh)
+            measured = measure(case.shape, bucket_mib, str(world.device), mesh, receiver)
             found = {"verl_s": measured["verl_s"], "copy_s": measured["copy_s"]}
         else:
             found = {"copy_s": _copy_to_engine(case, world)}

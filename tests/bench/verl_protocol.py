@@ -33,6 +33,7 @@ whole tensor before they copy it into their buckets, and each worker loads its s
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import time
@@ -144,14 +145,41 @@ def _summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return rounded | {"nbytes": int(facts["nbytes"])}
 
 
+class ReceiverProcess:
+    """A receiver that is started. It imports what it needs, and uses no GPU before `begin`."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=receive, args=(theirs,))
+        self._process.daemon = True
+        self._process.start()
+        theirs.close()
+
+    def begin(self, shape_name: str, device: str, worker: Worker) -> None:
+        """Returns when its parameters are there. It has the cores of the caller."""
+        self.pipe.send((shape_name, device, worker, os.sched_getaffinity(0)))
+        _answer(self.pipe)
+
+    def end(self) -> None:
+        self.pipe.close()
+        self._process.join(_TIMEOUT_S)
+        self._process.kill()
+
+
 def measure(
-    shape_name: str, bucket_mib: float, device: str, mesh: DeviceMesh | None = None
+    shape_name: str,
+    bucket_mib: float,
+    device: str,
+    mesh: DeviceMesh | None = None,
+    receiver: ReceiverProcess | None = None,
 ) -> dict[str, float]:
     """One round, with a new receiver: its first sync, then medians of syncs and copies in turn.
 
     Args:
         mesh: of the ranks over which the parameters are sharded, which all call it. None: this is
             the only one.
+        receiver: one that was started before. It is ended here.
 
     Returns:
         `nbytes` of all parameters. The copy is of this rank's part of them.
@@ -166,22 +194,16 @@ def measure(
         tensors = {name: _sharded(tensor, mesh) for name, tensor in tensors.items()}
         _release(device)
     copy_s: list[float] = []
-    context = mp.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, shape_name, device, worker))
-    process.daemon = True
-    process.start()
-    theirs.close()
+    receiver = receiver or ReceiverProcess()
+    pipe = receiver.pipe
     try:
-        _answer(pipe)
+        receiver.begin(shape_name, device, worker)
         verl_s = [_timed_sync(pipe, tensors, int(bucket_mib * 2**20), device)]
         for _ in range(_SYNCS_A_ROUND):
             copy_s.append(timed_copy(nbytes // worker.count, device, device))
             verl_s.append(_timed_sync(pipe, tensors, int(bucket_mib * 2**20), device))
     finally:
-        pipe.close()
-        process.join(_TIMEOUT_S)
-        process.kill()
+        receiver.end()
     del tensors
     _release(device)
     return {
@@ -278,13 +300,15 @@ def _answer(pipe: Connection) -> Any:
     raise BenchError(f"the receiver did not answer within {_TIMEOUT_S:g} s")
 
 
-def receive(pipe: Connection, shape_name: str, device: str, worker: Worker) -> None:
+def receive(pipe: Connection) -> None:
     """The receiver's process. Ends when the sender closes the pipe."""
-    if ":" in device:  # one of several
-        torch.cuda.set_device(device)
-    receiver = _Receiver(shape_name, device, worker)
-    pipe.send("ready")
     try:
+        shape_name, device, worker, cores = pipe.recv()
+        os.sched_setaffinity(0, cores)
+        if ":" in device:  # one of several
+            torch.cuda.set_device(device)
+        receiver = _Receiver(shape_name, device, worker)
+        pipe.send("ready")
         while True:
             if pipe.recv() == "sync":
                 receiver.sync(pipe)
