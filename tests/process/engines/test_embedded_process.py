@@ -80,7 +80,7 @@ def test_a_killed_engine_s_trajectories_go_on_elsewhere_token_for_token(
 
     first.call("submit", requests)
     with pytest.raises(UmbraError):
-        read(first, part, lambda: kill_after(umbra_session, "first", part, 50))
+        read(first, part, killing(pid_of(umbra_session, "first"), part, 50))
     second.call("submit", [cut(request, part[request["id"]].tokens) for request in requests])
     read(second, rest, lambda: rest.num_finished() == len(requests))
 
@@ -89,13 +89,22 @@ def test_a_killed_engine_s_trajectories_go_on_elsewhere_token_for_token(
         assert part[i].tokens + rest[i].tokens == whole[i].tokens
 
 
-def kill_after(session: Session, name: str, collector: Collector, num_tokens: int) -> bool:
-    """Kills the engine once every request has some tokens; never enough."""
-    if len(collector.completions) == 24 and all(
-        len(c.tokens) >= num_tokens for c in collector.completions.values()
-    ):
-        os.kill(pid_of(session, name), signal.SIGKILL)
-    return False
+def killing(pid: int, collector: Collector, num_tokens: int) -> Callable[[], bool]:
+    """Kills the engine, once, when every request has some tokens; never enough, because tokens
+    that it sent before arrive afterwards."""
+    is_killed = False
+
+    def look() -> bool:
+        nonlocal is_killed
+        has_some = len(collector.completions) == 24 and all(
+            len(c.tokens) >= num_tokens for c in collector.completions.values()
+        )
+        if has_some and not is_killed:
+            is_killed = True
+            os.kill(pid, signal.SIGKILL)
+        return False
+
+    return look
 
 
 def cut(request: dict[str, Any], so_far: list[int]) -> dict[str, Any]:

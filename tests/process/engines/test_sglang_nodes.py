@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class SpanningSglang:
                     "max_context_len": 512,
                     "engine_args": {"tp_size": 2},
                 },
-                env={"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ["PYTHONPATH"]])},
+                env={"PYTHONPATH": os.pathsep.join(map(str, [*paths, *sys.path]))},
                 engine_followers=((FollowerPlace(node=0, gpus=EngineGpus(own=())),),),
                 restart=RestartPolicy(backoff_initial_s=0.01),
             )

@@ -173,8 +173,8 @@ def test_a_low_soft_limit_of_open_files_does_not_bind_the_supervisor(
 
 CALLS = {
     "ranks": "attach detach fail_job join_job note_gpu_memory pass_on_signal serve_metrics",
-    "supervisors": "admit bundle_late command_hosted dismiss_from_ring end_warm hold_ring "
-    "host_actor join node_status report report_node",
+    "supervisors": "admit bundle_late command_hosted end_warm hold_image host_actor join "
+    "node_status report report_node",
     "programs": "generate job_state request",
     "the rollout manager": "note record",
     "actors": "list_actors resolve restart signalled spawn stop",
