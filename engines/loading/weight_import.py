@@ -1,6 +1,6 @@
 """An update whose weights the engine's workers themselves read from the ranks' GPUs.
 
-ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ every worker: its own loader
+ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ worker: its loader or its plan
                                   compares checksums ◀──regions── what it has loaded
 """
 

@@ -211,7 +211,7 @@ class AdapterCore(PolledCore):
         """Loads the described weights into the model, in every worker of the engine.
 
         Args:
-            description: of an `ImageImport` or a `WeightImport`, for `weight_source` in the
+            description: of an `ImageImport` or a `WeightImport`, for `open_weights` in the
                 workers.
 
         Returns:

@@ -96,7 +96,7 @@ class FollowerGroup:
         """Copies the image of an update to all followers, if there are any, when it is filled.
 
         Args:
-            description: of the update, see `weight_source`.
+            description: of the update, see `open_weights`.
 
         Returns:
             It, with the path on each node.

@@ -1,4 +1,4 @@
-"""In vLLM's worker processes: loads the weights of an update by vLLM's own loaders.
+"""In vLLM's worker processes: loads updates of weights, by vLLM's loaders or a recorded plan.
 
 vLLM imports this module as its worker extension before it makes the model; importing it registers
 the weight transfer engine. After loading, layerwise reload rebuilds what each layer derives from
