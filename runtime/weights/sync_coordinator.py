@@ -256,6 +256,8 @@ class SyncCoordinator:
             has_checksums=self._needs_checksums(version, chosen),
             timeout_s=timeout_s,
         )
+        if plan.name != "memfd":
+            await self._memory.free()
         async with plan.lay_out(order) as layout:
             yield OpenedImage(
                 engines={number: chosen[number] for number in layout.engine_details},

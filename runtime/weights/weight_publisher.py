@@ -152,6 +152,7 @@ class WeightPublisher:
             # If the sync was aborted, this raises the reason.
             return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
         except BaseException as error:
+            sender.close()  # the supervisor frees the memory of this sync
             # The first error is the one to raise; the lease ends the sync if no supervisor answers.
             reason = f"{type(error).__name__}: {error}"
             until = time.monotonic() + _ABORT_TIMEOUT_S

@@ -150,7 +150,7 @@ def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
         assert result["verl_s"] > 0
     else:
         assert result["wake_s"] == 0 < result["pause_s"]
-        assert result["pause_s"] < result["token_gap_s"] < 1
+        assert result["usual_token_gap_s"] < result["token_gap_s"] < 1
         assert 0 < result["usual_token_gap_s"] <= result["longest_usual_token_gap_s"]
         assert result["verl_s"] is None
 

@@ -66,7 +66,7 @@ def test_pages_are_given_back_although_a_process_has_them_mapped(tmp_path: Path)
                 progress.set_filled(0, GRID.num_buckets)
             assert image.memory[:1] == b"1"
 
-            memory.close()
+            await memory.free()
 
             assert image.memory[:1] == b"\0"
             with pytest.raises(WeightSyncError, match="no descriptor of that name"):

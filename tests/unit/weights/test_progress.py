@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,30 @@ class TestEngineEnd:
             end.check_all_loaded(2)
             with pytest.raises(WeightSyncError, match="before"):
                 next(end.buckets(2))
+
+    def test_an_engine_that_waits_for_ranks_has_nothing_to_do(
+        self, block: Block, tmp_path: Path
+    ) -> None:
+        """It cannot begin with a tensor of which some buckets are there."""
+        progress = block.progress
+        progress.set_filled(0, 3)
+        progress.set_filled(1, 2)
+        with self.made(block, tmp_path) as end, ThreadPoolExecutor(1) as threads:
+            assert progress.has_work(1)
+            waiting = threads.submit(end.wait_filled, 4)
+            while progress.has_work(1):
+                assert not waiting.done()
+            progress.set_filled(1, 3)
+            while progress.has_work(1):
+                assert not waiting.done()
+
+            progress.set_filled(0, 4)
+            progress.set_filled(1, 4)
+            waiting.result(FAR_S)
+
+            assert progress.has_work(1)
+            end.set_loaded(4)
+            assert not progress.has_work(1)
 
     def test_what_ends_it(self, block: Block, tmp_path: Path) -> None:
         with (

@@ -37,12 +37,9 @@ class ImageSender:
         if filler is None:
             return None
         try:
-            regions = self._fill_buckets(plan, filler, grant.has_checksums)
+            return self._fill_buckets(plan, filler, grant.has_checksums)
         finally:
             filler.close()
-        if regions is None:  # the supervisor frees the image, but pages that are locked here stay
-            self._image.close()
-        return regions
 
     def close(self) -> None:
         self._image.close()

@@ -67,12 +67,15 @@ def map_memory(fd: int, nbytes: int) -> mmap.mmap:
     """The first `nbytes` of a memfd, shared and writable.
 
     Raises:
-        WeightSyncError: it is smaller.
+        WeightSyncError: it is smaller, or the process has no address space or descriptor for it.
     """
     size_nbytes = os.fstat(fd).st_size
     if size_nbytes < nbytes:
         raise WeightSyncError(f"shared memory has {size_nbytes} bytes, expected {nbytes} or more")
-    return mmap.mmap(fd, nbytes)
+    try:
+        return mmap.mmap(fd, nbytes)
+    except OSError as error:
+        raise WeightSyncError(f"cannot map {nbytes} bytes of shared memory: {error}") from error
 
 
 def unmap(memory: mmap.mmap) -> None:

@@ -8,7 +8,8 @@ written by one process only:
     abort               supervisor      1: the sync was aborted
     filled[rank]        that rank       buckets it has filled, in the name of a rank of another
                                         node the receiver of this one
-    loaded[engine]      that engine     buckets it has loaded
+    loaded[engine]      that engine     buckets it has loaded, or all that are there while it waits
+                                        for the rest of a tensor: ranks are late, not the engine
     stopped[engine]     that engine     1: its workers, which are other processes, stop waiting
 
 Engines wait for ranks, and nobody waits for an engine here: nothing is filled twice in a sync.
@@ -70,7 +71,11 @@ class SyncProgress:
             WeightSyncError: the system has no memory or descriptors for it.
         """
         fd = create_memory(name, cls.nbytes_needed(num_ranks, num_engines))
-        return fd, cls(fd, num_ranks, num_engines)
+        try:
+            return fd, cls(fd, num_ranks, num_engines)
+        except WeightSyncError:
+            os.close(fd)
+            raise
 
     @classmethod
     def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
@@ -115,7 +120,8 @@ class SyncProgress:
         self._publish(self._filled(rank), num_buckets)
 
     def set_loaded(self, engine: int, num_buckets: int) -> None:
-        """Notes that the engine has loaded this many buckets and no longer reads them."""
+        """Notes that the engine has loaded this many buckets, or has no use for them without the
+        next one."""
         self._words[self._loaded(engine)] = num_buckets
 
     def wait_filled(
@@ -240,6 +246,8 @@ class EngineEnd:
         self._counts = counts
         self._is_stopped = False
         self._num_filled = 0  # as seen last
+        self._num_published = 0
+        self._awaited = 0
         self.num_loaded = 0
 
     def buckets(self, num_buckets: int) -> Iterator[int]:
@@ -258,8 +266,10 @@ class EngineEnd:
         """Waits until all ranks have filled this many. Raises the errors of `buckets`."""
         if num_buckets <= self._num_filled and not self._progress.is_aborted:
             return
+        self._awaited = num_buckets
+        self._note_waiting()
         try:
-            is_filled = self._progress.wait_filled(num_buckets, self._deadline, self._check_stop)
+            is_filled = self._progress.wait_filled(num_buckets, self._deadline, self._while_waiting)
         except DeadlineExceeded:
             raise WeightSyncError(
                 f"bucket {num_buckets - 1} was not filled within the time of the sync"
@@ -271,10 +281,9 @@ class EngineEnd:
         self._num_filled = self._progress.see_filled()
 
     def set_loaded(self, num_buckets: int) -> None:
-        """Notes that this many were loaded and are not read any more."""
+        """Notes that this many were loaded."""
         self.num_loaded = num_buckets
-        if self._counts:
-            self._progress.set_loaded(self._engine, num_buckets)
+        self._publish(num_buckets)
 
     def check_not_aborted(self) -> None:
         """Raises WeightSyncError if the sync was aborted."""
@@ -297,6 +306,18 @@ class EngineEnd:
         self._is_stopped = True
         self._progress.close()
 
-    def _check_stop(self) -> None:
+    def _while_waiting(self) -> None:
+        self._note_waiting()
         if self._is_stopped or self._progress.is_stopped(self._engine):
             raise WeightSyncError("the engine is being stopped")
+
+    def _note_waiting(self) -> None:
+        """Says that the engine has nothing to do with what is there, if it waits for more."""
+        num_filled = self._progress.see_filled()
+        if num_filled < self._awaited:
+            self._publish(num_filled)
+
+    def _publish(self, num_buckets: int) -> None:
+        if self._counts and num_buckets > self._num_published:
+            self._num_published = num_buckets
+            self._progress.set_loaded(self._engine, num_buckets)
