@@ -45,7 +45,7 @@ class GpuCopies:
             self._wait_first()
 
     def wait(self) -> None:
-        """Returns when all are done and told of, and copies that began after the last mark are
+        """Returns when all are done and reported, and copies that began after the last mark are
         done."""
         while self._under_way:
             self._wait_first()
