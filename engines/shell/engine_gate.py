@@ -34,7 +34,6 @@ class EngineGate:
     def __init__(self) -> None:
         self._lifecycle = EngineLifecycle().apply(EngineStarted())
         self._is_draining = False
-        self._before_update: EngineLifecycle | None = None  # while its weights are untouched
 
     @property
     def state(self) -> EngineState:
@@ -106,16 +105,11 @@ class EngineGate:
         self._apply(Woken())
 
     def begin_update(self, version: int, *, is_idle: bool) -> None:
-        """A serving engine that is idle needs no pause first."""
+        """From here on its weights have no version. A serving engine that is idle needs no pause
+        first."""
         if is_idle:
             self.pause()
-        before = self._lifecycle
         self._apply(BeginUpdate(version))
-        self._before_update = before
-
-    def touch(self) -> None:
-        """Marks the weights as overwritten: from here on the old version is lost."""
-        self._before_update = None
 
     def commit_update(self) -> int:
         """Returns the version now held."""
@@ -124,12 +118,9 @@ class EngineGate:
         return version
 
     def abort_update(self) -> None:
-        if self.state != EngineState.UPDATING:
-            return
-        if self._before_update is None:
+        """Without an update that has begun, nothing changes."""
+        if self.state == EngineState.UPDATING:
             self._apply(AbortUpdate())
-        else:
-            self._lifecycle = self._before_update
 
     def _apply(self, *events: Event) -> None:
         lifecycle = self._lifecycle

@@ -57,6 +57,7 @@ class EngineShell(Generic[_Core]):
         self._gate = EngineGate()
         self._drain_is_over = asyncio.Event()
         self._changes = Changes()  # of the core's state, and of its requests
+        self._next_version: int | None = None  # of an update that may be loaded
         self._is_verified = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
         gauge("requests", lambda: {"in flight": len(requests.ids)})
@@ -193,6 +194,7 @@ class EngineShell(Generic[_Core]):
 
     async def _put_to_sleep(self, level: SleepLevel) -> None:
         await self._pause_core(keep=self._core.keeps_requests_asleep)
+        self._next_version = None
         await self._weights.release()
         await self._core.sleep(level)
 
@@ -212,23 +214,31 @@ class EngineShell(Generic[_Core]):
         return await self._changes.make(lambda: self._core.probe_import(allocations))
 
     async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        """Frozen requests keep their KV cache, so they continue with keys of the older weights."""
-        self._gate.begin_update(version, is_idle=not self._requests.ids)
-        await self._changes.make(lambda: self._begin_update(manifest, buckets))
+        await self._changes.make(lambda: self._begin_update(version, manifest, buckets))
 
-    async def _begin_update(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+    async def _begin_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
+        self._next_version = None
+        self._core.check_update(Manifest.from_wire(manifest))
+        await self._weights.begin(manifest, buckets)
+        self._next_version = version
+
+    async def load(self) -> dict[str, int]:
+        """Frozen requests keep their KV cache, so they continue with keys of the older weights."""
+        version, self._next_version = self._next_version, None
+        if version is None:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+        self._gate.begin_update(version, is_idle=not self._requests.ids)
+        loading = span("load weights", version=version)
+        return {"nbytes": await self._changes.make(self._load, loading)}
+
+    async def _load(self) -> int:
         self._is_verified = False
         if not self._core.is_paused:
             await self._pause_core(keep=True)
         self._requests.begin_update()
-        self._core.check_update(Manifest.from_wire(manifest))
-        await self._weights.begin(manifest, buckets)
-
-    async def load(self) -> dict[str, int]:
-        self._check_updating()
-        self._gate.touch()
-        loading = span("load weights", version=self._gate.next_version)
-        return {"nbytes": await self._changes.make(self._weights.load, loading)}
+        return await self._weights.load()
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         self._check_updating()
@@ -251,6 +261,7 @@ class EngineShell(Generic[_Core]):
         await self._changes.make(self._abort_update)
 
     async def _abort_update(self) -> None:
+        self._next_version = None
         await self._weights.abort()
         self._gate.abort_update()
 

@@ -78,7 +78,8 @@ class Engine(Protocol):
         ...
 
     async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        """No tokens are made until `commit_update` or `abort_update`."""
+        """Prepares for the weights of `version`, and changes nothing else. Allowed in any state but
+        during an update; a sleep gives the preparation up."""
         ...
 
     async def load(self) -> dict[str, int]:

@@ -272,11 +272,11 @@ class EngineSync:
     async def _prepare(self, timeout_s: float) -> None:
         assert self._transaction.manifest is not None
         engine, version = self._engine, self._transaction.version
-        await engine.pause(self._pause_mode, timeout_s)
-        await engine.wake(["weights"], timeout_s)
         buckets = self._image.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
-        await engine.begin_update(version, manifest, buckets, timeout_s)
+        await engine.begin_update(version, manifest, buckets, timeout_s)  # it still generates
+        await engine.pause(self._pause_mode, timeout_s)
+        await engine.wake(["weights"], timeout_s)
         self.prepared_at = time.monotonic()
 
     async def _load(self, timeout: asyncio.Timeout) -> Event:

@@ -107,7 +107,9 @@ def test_an_adapter_is_refused_by_an_engine_for_whole_models(
     run_async(body)
 
 
-def test_the_steps_of_an_update_come_in_order(make_engine: MakeEngine) -> None:
+def test_the_steps_of_an_update_come_in_order(
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
+) -> None:
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
@@ -117,7 +119,7 @@ def test_the_steps_of_an_update_come_in_order(make_engine: MakeEngine) -> None:
                 await engine.commit_update()
             await engine.abort_update()
             await engine.submit(requests(1, max_new_tokens=400))
-            with pytest.raises(IllegalTransition, match="SERVING"):
-                await engine.begin_update(1, b"", {})
+            with pytest.RaisesGroup(pytest.RaisesExc(IllegalTransition, match="SERVING")):
+                await publish(engine, weights(model_kind), 1, tmp_path)
 
     run_async(body)

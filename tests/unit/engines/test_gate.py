@@ -8,26 +8,23 @@ from umbra.engines.shell.engine_gate import EngineGate
 from umbra.runtime.errors import IllegalTransition
 
 
-def updating(version: int) -> EngineGate:
-    """One that holds version 3, and has begun to update."""
+def serving(version: int) -> EngineGate:
     gate = EngineGate()
-    gate.start_serving(3)
-    gate.begin_update(version, is_idle=True)
+    gate.start_serving(version)
     return gate
 
 
-def test_an_update_aborted_before_its_load_leaves_the_version() -> None:
-    gate = updating(4)
+def test_an_abort_without_an_update_leaves_the_version() -> None:
+    gate = serving(3)
 
     gate.abort_update()
-    gate.resume()
 
     assert (gate.is_serving, gate.version) == (True, 3)
 
 
-def test_an_update_aborted_after_that_leaves_none() -> None:
-    gate = updating(4)
-    gate.touch()
+def test_an_aborted_update_leaves_no_version() -> None:
+    gate = serving(3)
+    gate.begin_update(4, is_idle=True)
 
     gate.abort_update()
 

@@ -74,6 +74,7 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
         core.regions = regions
         async with engine_over(core) as engine:
             await engine.begin_update(1, NO_TENSORS, EXPORTS)
+            await engine.pause("abort")
             core.done.clear()
             loaded = await engine.load()
             assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])

@@ -118,6 +118,8 @@ class ThreadEngine:
             self.apply(Woken())
 
     async def resume(self, timeout_s: float) -> None:
+        if self.lifecycle.state == EngineState.SERVING:
+            return
         await self._request("resume")
         self.apply(Resume())
 

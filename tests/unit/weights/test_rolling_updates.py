@@ -27,17 +27,25 @@ TWO_WAVES = SyncSettings(bucket_nbytes=512, require_engine=False, update_waves=2
 
 
 class Seeing(ThreadEngine):
-    """Notes how the others are while its own weights are overwritten."""
+    """Notes how the others are when its own weights are overwritten and when they are committed."""
 
     def __init__(self, name: str, others: list[Seeing]) -> None:
         super().__init__(name, empty_like(SOURCES))
         self.others = others
         self.saw: list[str] = []
+        self.saw_at_commit: list[str] = []
         self.is_reaped_at_once = True
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
-        self.saw.append(" ".join(str(e.lifecycle) for e in self.others if e is not self))
+        self.saw.append(self._look())
         return await super().load(timeout_s)
+
+    async def commit_update(self, version: int, timeout_s: float) -> None:
+        self.saw_at_commit.append(self._look())
+        await super().commit_update(version, timeout_s)
+
+    def _look(self) -> str:
+        return " ".join(str(each.lifecycle) for each in self.others if each is not self)
 
     def kill(self, reason: str) -> None:
         if self.is_reaped_at_once:
@@ -122,7 +130,7 @@ def test_one_wave_is_one_sync() -> None:
         publish(supervisor, 1)
         publish(supervisor, 2)
 
-    assert not any("SERVING" in engine.saw[1] for engine in engines)
+    assert not any("SERVING(1)" in engine.saw_at_commit[1] for engine in engines)
 
 
 def test_an_engine_that_lacks_weights_is_in_the_first_wave() -> None:
