@@ -15,7 +15,7 @@ on its nodes; the first one is not used.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from umbra.engines.loading.exported_weights import ExportedWeights
 from umbra.engines.loading.image_weights import CompleteImage, FillingImage
 from umbra.engines.loading.weight_source import WeightSource
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener, OpenedMemory
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
@@ -43,6 +44,45 @@ class WorkerMemory:
         """Idempotent."""
         self.exports.close()
         self.image.close()
+
+
+class OpenUpdate:
+    """An update that a worker opens while it may still generate, and loads later.
+
+    open ─▶ taken          `close` if it is not loaded, and when ranks may have ended
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = WorkerMemory()
+        self._opened = ExitStack()
+        self._source: WeightSource | None = None
+
+    def open(self, description: Mapping[str, Any]) -> None:
+        """See `open_weights`. Leaves an update that was not loaded."""
+        self._leave()
+        weights = open_weights(description, self._device, memory=self._memory)
+        self._source = self._opened.enter_context(weights)
+
+    @contextmanager
+    def taken(self) -> Generator[WeightSource]:
+        """What was opened last; it is closed at the end of the block."""
+        source, self._source = self._source, None
+        if source is None:
+            raise WeightSyncError("no update was opened in this worker")
+        with self._opened.pop_all():
+            yield source
+
+    def close(self) -> None:
+        """Leaves the update, and closes what stays open in between. Idempotent."""
+        self._leave()
+        self._memory.close()
+
+    def _leave(self) -> None:
+        if self._source is not None:
+            self._source = None
+            left = WeightSyncError("the update was left")  # what was not taken is not finished
+            self._opened.pop_all().__exit__(type(left), left, None)
 
 
 @contextmanager

@@ -206,6 +206,11 @@ class AdapterCore(PolledCore):
         else:
             self._lora_base.check(manifest.lora, manifest.shapes)
 
+    async def open_weights(self, description: Mapping[str, Any]) -> None:
+        """Called before `load_weights` with the same description, while the engine may still
+        generate: its workers can open the weights already. Not every description is loaded."""
+        return
+
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         """Loads the described weights into the model, in every worker of the engine.
@@ -222,6 +227,6 @@ class AdapterCore(PolledCore):
         """
 
     async def close_memory(self) -> None:
-        """Closes the ranks' memory and the image in every worker, if `load_weights` left them open;
-        see `WorkerMemory`."""
+        """Closes the ranks' memory and the image in every worker, if they are open there; see
+        `WorkerMemory`."""
         return

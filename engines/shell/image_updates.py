@@ -44,10 +44,11 @@ class ImageUpdates(WeightUpdates):
             self._update = await self._in_thread(
                 lambda: ImageImport(self._image, manifest, buckets)
             )
+        self._holds_memory = True
+        await self._core.open_weights(self._update.description)
 
     async def load(self) -> int:
         update = self._open_update()
-        self._holds_memory = True
         with update.receiving():
             nbytes = update.note(await self._core.load_weights(update.description))
         self._is_loaded = True

@@ -92,7 +92,7 @@ class VllmCore(AdapterCore):
         files = file_variables(job_folder(), is_cpu=library.is_cpu)
         for name, value in (variables | files).items():
             os.environ.setdefault(name, value)
-        before = _pids_below()
+        began_ticks = descendants.ticks_now()
         try:
             self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
         except Exception as error:
@@ -106,7 +106,7 @@ class VllmCore(AdapterCore):
         # Watch the workers, too: EngineCore reports a dead worker only after all have ended.
         workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
         workers = workers[: self._settings.num_local_workers]
-        for pid in (descendants.working_child_pids(os.getpid()) - before).union(workers):
+        for pid in _children_since(began_ticks).union(workers):
             self._watches.enter_context(PidWatch(pid, self.died.set))
         unlink_shared_memory()
         per_worker: list[Mapping[str, int]] = await self.call(
@@ -212,17 +212,16 @@ class VllmCore(AdapterCore):
         problems: list[str] = await self.call(asked)
         return next((problem for problem in problems if problem), "")
 
+    async def open_weights(self, description: Mapping[str, Any]) -> None:
+        if not self._settings.followers:  # their nodes have no copy yet
+            await self._in_workers("umbra_open", description)
+
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
-        update = await self._followers.send_image(description)
+        if self._settings.followers:
+            update = await self._followers.send_image(description)
+            await self._in_workers("umbra_open", update)
         method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
-        loading = self._llm.collective_rpc(method, args=(update,))
-        try:
-            reports: list[tuple[WorkerRegions, str]] = await self.call(loading)
-        except EngineError:
-            if self._settings.num_workers > 1:
-                # vLLM leaves the other workers' answers unread: every later call would get them.
-                self.died.set()
-            raise
+        reports: list[tuple[WorkerRegions, str]] = await self._in_workers(method)
         if self._settings.lora_rank:
             name, number = SYNCED_ADAPTER
             self._adapters[""] = self.library.LoRARequest(name, number, "no folder")
@@ -232,6 +231,16 @@ class VllmCore(AdapterCore):
 
     async def close_memory(self) -> None:
         await self.call(self._llm.collective_rpc("umbra_close_memory"))
+
+    async def _in_workers(self, method: str, *args: object) -> list[Any]:
+        """What each worker returns. A failure leaves an engine of several workers unusable."""
+        try:
+            return await self.call(self._llm.collective_rpc(method, args=args))
+        except EngineError:
+            if self._settings.num_workers > 1:
+                # vLLM leaves the other workers' answers unread: every later call would get them.
+                self.died.set()
+            raise
 
 
 def _memory_hint(text: str) -> str:
@@ -244,7 +253,10 @@ def _memory_hint(text: str) -> str:
     )
 
 
-def _pids_below() -> set[int]:
-    """Pids of all processes below this one, and of those that move here when their parents end."""
-    below = {pid for pid, _ in descendants.living_descendants(os.getpid())}
-    return below | set(descendants.child_pids(os.getpid()))
+def _children_since(ticks: int) -> set[int]:
+    """Children of this process that have started since then, and none that moved here because their
+    parents ended."""
+    found = (
+        (pid, descendants.process_stat(pid)) for pid in descendants.working_child_pids(os.getpid())
+    )
+    return {pid for pid, stat in found if stat is not None and stat.start_ticks >= ticks}

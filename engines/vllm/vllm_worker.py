@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.open_weights import WorkerMemory, open_weights
+from umbra.engines.loading.open_weights import OpenUpdate
 from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_source import Regions, WeightSource
 from umbra.engines.vllm.vllm_lora import load_adapter
@@ -61,9 +61,7 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """See `umbra.engines.loading.open_weights`."""
-
-    description: dict[str, Any]
+    """Empty: the update is open already."""
 
 
 LoadReport = tuple[Regions, str]
@@ -79,7 +77,7 @@ class SourceTransferEngine(_base):
     update_info_cls = UpdateInfo
     report: LoadReport = ([], "")
     _loading: PlannedLoading | None = None
-    _memory: WorkerMemory | None = None
+    _update: OpenUpdate | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -89,26 +87,21 @@ class SourceTransferEngine(_base):
             loader = LayerwiseLoader(self.model, self.model_config)
             self._loading = PlannedLoading(self.model, loader)
 
-    def open(self, description: Mapping[str, Any]) -> AbstractContextManager[WeightSource]:
-        """What an update brings; its memory stays open for the next one."""
-        if self._memory is None:
-            self._memory = WorkerMemory()
-        return open_weights(description, self.device, memory=self._memory)
+    @property
+    def update(self) -> OpenUpdate:
+        if self._update is None:
+            self._update = OpenUpdate(self.device)
+        return self._update
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
-        with self.open(update_info.description) as source:
+        with self.update.taken() as source:
             way = self._loading.load(source)
             self.report = source.regions, way
 
     def finish_weight_update(self) -> None:
         pass
-
-    def close_memory(self) -> None:
-        """Closes what is left open of the ranks' memory, or of the image."""
-        if self._memory is not None:
-            self._memory.close()
 
     def shutdown(self) -> None:
         pass
@@ -356,22 +349,26 @@ class UmbraWorkerExtension:
         """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
-    def umbra_load(self, description: dict[str, Any]) -> LoadReport:
+    def umbra_open(self, description: Mapping[str, Any]) -> None:
+        """The update that is loaded next; see `umbra.engines.loading.open_weights`."""
+        self.weight_transfer_engine.update.open(description)
+
+    def umbra_load(self) -> LoadReport:
         """vLLM's three steps of an update, in one call of the engine's process."""
         self.start_weight_update()
-        self.update_weights({"description": description})
+        self.update_weights({})
         self.finish_weight_update()
         report: LoadReport = self.weight_transfer_engine.report
         return report
 
-    def umbra_load_adapter(self, description: dict[str, Any]) -> LoadReport:
+    def umbra_load_adapter(self) -> LoadReport:
         """An update that brings a LoRA adapter: the weights stay."""
-        with self.weight_transfer_engine.open(description) as source:
+        with self.weight_transfer_engine.update.taken() as source:
             way = load_adapter(self.model_runner.lora_manager, source)
             return source.regions, way
 
     def umbra_close_memory(self) -> None:
-        self.weight_transfer_engine.close_memory()
+        self.weight_transfer_engine.update.close()
 
     def umbra_pid(self) -> int:
         """Pid of the worker's process, which from now on writes its stacks on request."""

@@ -202,6 +202,11 @@ def scan_child_pids(pid: int) -> list[int]:
     return pids
 
 
+def ticks_now() -> int:
+    """The present time as `ProcessStat.start_ticks` has it."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
 def process_stat(pid: int) -> ProcessStat | None:
     """None if the process has ended."""
     try:

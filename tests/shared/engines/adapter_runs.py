@@ -35,6 +35,7 @@ class SharedEngine(AdapterEngine):
 
     async def _start_core(self) -> None:
         if self._first_image is not None:
+            await self._core.open_weights(self._first_image)
             await self._core.load_weights(self._first_image)
         await self._core.resume()
 
