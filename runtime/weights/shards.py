@@ -45,10 +45,11 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
+@torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
     """The part of `tensor` on this rank, detached; shares memory with it."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    # A DTensor's own `detach` takes ten times as long.
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:

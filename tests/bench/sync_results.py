@@ -1,8 +1,8 @@
 """The numbers of a case, from the files of its ranks and from the trace of its run.
 
 The supervisor's report has the four phases of a sync: prepare, transfer, verify, commit. The first
-one includes the engine's pause and the wake of its weights, the last one the wake of its KV cache
-and its resumption. The trace has each of these requests alone.
+one ends with the engine's pause and the wake of its weights, the last one with the wake of its KV
+cache and its resumption. The trace has each of these requests alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
 
     Returns:
         `sync_s` is `publish_s` without the engine's pause, wakes and resumption.
-        `paused_to_committed_s` is the sum of `prepare_s`, `transfer_s`, `verify_s` and `commit_s`.
+        `paused_to_committed_s` is the sum of `transfer_s`, `verify_s` and `commit_s`. `prepare_s` is
+        the time before it without the pause and the wake of the weights.
         `load_s` is the engine's part of the transfer by the supervisor's clock, `engine_load_s` by
         its own. `checksums` has the same of syncs with checksums. `token_gap_s` is the longest time
         between two tokens of one request around a sync, `usual_token_gap_s` the median at other
@@ -101,7 +102,6 @@ def sync_timings(report: Mapping[str, Any], requests: Mapping[str, float]) -> di
         requests.get(name, 0.0) for name in ("pause", "wake", _LAST_WAKE, "resume")
     )
     phases = {
-        "prepare_s": report["prepare_s"] - pause_s - wake_s,
         "transfer_s": report["transfer_s"],
         "verify_s": report["verify_s"],
         "commit_s": report["resume_s"] - last_wake_s - resume_s,
@@ -109,6 +109,7 @@ def sync_timings(report: Mapping[str, Any], requests: Mapping[str, float]) -> di
     return {
         "sync_s": report["publish_s"] - pause_s - wake_s - last_wake_s - resume_s,
         "paused_to_committed_s": sum(phases.values()),
+        "prepare_s": report["prepare_s"] - pause_s - wake_s,
         **phases,
         "load_s": report["engines"][ENGINE]["load_s"],
         "engine_load_s": requests["load weights"],
