@@ -208,7 +208,14 @@ class SyncTransaction:
             return self._abort(f"rank {event.rank} filled its buckets twice or never joined")
         self._filled.add(event.rank)
         self.regions.extend(event.regions)
-        return self._advance()
+        gap = self._find_gap()
+        return self._abort(gap) if gap else self._advance()
+
+    def _find_gap(self) -> str:
+        """What is wrong with the regions of all ranks, or "". Found while engines load."""
+        assert self.manifest is not None
+        has_all = self._filled == self._joined.keys()
+        return find_gap(self.manifest, self.regions) if has_all else ""
 
     # -- engines -------------------------------------------------------------------------
 
@@ -307,10 +314,6 @@ class SyncTransaction:
         return is_released and self._all_at(Stage.VERIFIED)
 
     def _finish_transfer(self) -> list[Action]:
-        assert self.manifest is not None
-        gap = find_gap(self.manifest, self.regions)
-        if gap:
-            return self._abort(gap)
         self.phase = Phase.VERIFYING
         for engine in self._engines.values():
             engine.stage = Stage.VERIFYING
