@@ -26,8 +26,8 @@ def case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
 
     Returns:
         `sync_s` is `publish_s` without the engine's pause, wakes and resumption.
-        `paused_to_committed_s` is the sum of `transfer_s`, `verify_s` and `commit_s`. `prepare_s` is
-        the time before it without the pause and the wake of the weights.
+        `paused_to_committed_s` is the sum of `transfer_s`, `verify_s` and `commit_s`. `prepare_s`
+        is the time before it without the pause and the wake of the weights.
         `load_s` is the engine's part of the transfer by the supervisor's clock, `engine_load_s` by
         its own. `checksums` has the same of syncs with checksums. `token_gap_s` is the longest time
         between two tokens of one request around a sync, `usual_token_gap_s` the median at other

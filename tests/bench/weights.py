@@ -22,7 +22,7 @@ its own size of bucket, `copy_s` one copy of as many bytes.
 `cuda_ipc_first_s` is the first sync. `paused_to_committed_s` is the part of a later one from all
 engines paused and awake to the committed version, by the supervisor's clock. It consists of
 `transfer_s` (`load_s` is the engine's part of it), `verify_s` and `commit_s`. `prepare_s` comes
-before it: the engine gets the description. It is paused all the time, so that no phase has its pauses.
+before it: the engine gets the description. It is paused all the time, so that no phase has pauses.
 
 With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
 by links, over the loopback of a network namespace of its own. Of a round's syncs, all but
