@@ -163,6 +163,7 @@ class TrainingLoop:
             "sync/transfer_s": report.transfer_s,
             "sync/verify_s": report.verify_s,
             "sync/resume_s": report.resume_s,
+            "sync/network_mib": report.network_nbytes / (1 << 20),
             "sync/failed_engines": float(len(report.failed)),
             "time/sync_s": sync.seconds,
         }

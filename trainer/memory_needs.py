@@ -69,7 +69,8 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
 
 def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
     """What a rank takes of its GPU: parameters and AdamW's two states in `master_dtype`, sharded
-    over the ranks, gradients likewise, and what FSDP gathers in `model.dtype`.
+    over the ranks, gradients likewise, what FSDP gathers in `model.dtype`, and what was sent last
+    if `pool.full_sync_every` has it kept.
 
     Args:
         sizes: of the policy.
@@ -84,10 +85,13 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         "optimizer": parameters,
         "all": 0,
     }[train.offload]
+    always = _CONTEXT_NBYTES
+    if config.pool.full_sync_every > 1 and config.pool.transport in ("auto", "nccl"):
+        always += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks  # what was sent
     return RankNeed(
-        sync_nbytes=_CONTEXT_NBYTES + parameters + optimizer,
-        generation_nbytes=_CONTEXT_NBYTES + left,
-        training_nbytes=_CONTEXT_NBYTES + parameters + optimizer + master,
+        sync_nbytes=always + parameters + optimizer,
+        generation_nbytes=always + left,
+        training_nbytes=always + parameters + optimizer + master,
         activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
         keeps_cache=config.pool.mode != "hybrid",
     )

@@ -71,6 +71,7 @@ class EnginePool:
             SyncSettings(
                 bucket_nbytes=spec.bucket_nbytes,
                 verify_every=spec.verify_every,
+                full_sync_every=spec.full_sync_every,
                 pause_mode=spec.on_update,
                 require_engine=False,
                 update_waves=spec.update_waves,

@@ -54,6 +54,8 @@ class PoolSpec(Settings):
             weights.
         bucket_nbytes: part of the weights that a rank fills at a time, see SyncSettings.
         verify_every: how many versions after one with checksums the next one has them, see there.
+        full_sync_every: how many versions after one whose weights all go over the network the next
+            one does, see there.
         transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
     """
 
@@ -81,6 +83,7 @@ class PoolSpec(Settings):
     lora_rank: int = 0
     bucket_nbytes: int = 2 << 20
     verify_every: Positive = 16
+    full_sync_every: Positive = 1
     transport: TransportSetting = "auto"
     shares_with: str = ""
     max_wait_s: float | None = None

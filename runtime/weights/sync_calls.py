@@ -147,9 +147,14 @@ class SyncProgressed(_LaterCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncFilled(_LaterCall):
-    """A rank has written its part of every bucket, or exports all its tensors."""
+    """A rank has written its part of every bucket, or exports all its tensors.
+
+    Attributes:
+        network_nbytes: of weights that it sent to other nodes.
+    """
 
     regions: Sequence[Region]
+    network_nbytes: int
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
@@ -159,12 +164,14 @@ class SyncFilled(_LaterCall):
                 "sync_id": str(sync_id),
                 "rank": int(rank),
                 "regions": regions,
+                "network_nbytes": int(network_nbytes),
                 "timeout_s": float(timeout_s),
             } if isinstance(regions, list):
                 return cls(
                     sync_id=sync_id,
                     rank=rank,
                     regions=[_read_region(region) for region in cast("list[Any]", regions)],
+                    network_nbytes=network_nbytes,
                     deadline=_read_deadline(timeout_s),
                 )
             case _:
@@ -257,6 +264,7 @@ class SyncReport:
             with the next sync.
         remaining: engines that serve an older version, and get this one in the next wave.
         transport: by name; for a rolling update, the last wave's.
+        network_nbytes: of weights, that ranks sent to other nodes.
         prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.
     """
 
@@ -265,6 +273,7 @@ class SyncReport:
     engines: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str]
     remaining: Sequence[str]
+    network_nbytes: int
     prepare_s: float
     transfer_s: float
     verify_s: float
@@ -283,6 +292,7 @@ class SyncReport:
                 "engines": dict(),
                 "failed": dict(),
                 "remaining": list(),
+                "network_nbytes": int(),
                 "prepare_s": float(),
                 "transfer_s": float(),
                 "verify_s": float(),
@@ -300,6 +310,7 @@ class SyncReport:
             engines={**self.engines, **later.engines},
             failed={**self.failed, **later.failed},
             remaining=later.remaining,
+            network_nbytes=self.network_nbytes + later.network_nbytes,
             prepare_s=self.prepare_s + later.prepare_s,
             transfer_s=self.transfer_s + later.transfer_s,
             verify_s=self.verify_s + later.verify_s,

@@ -59,6 +59,9 @@ class SyncSettings:
             leave engines waiting and the cache behind; smaller ones spend the time in wake-ups.
         verify_every: checksums are verified for the first version, for every n-th after it, and
             whenever an engine takes part for the first time. Counts and bytes are always verified.
+        full_sync_every: 1 always sends all weights between nodes. With n, only every n-th version
+            does, and others send what has changed since the last one; the version before a full one
+            has checksums. Ranks then keep a copy of what they sent.
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False, it commits the version with a
             warning, and engines catch up with it later.
@@ -69,6 +72,7 @@ class SyncSettings:
 
     bucket_nbytes: int = 2 << 20
     verify_every: int = 16
+    full_sync_every: int = 1
     pause_mode: str = "abort"
     require_engine: bool = True
     update_waves: int = 1
@@ -206,7 +210,8 @@ class SyncCoordinator:
             WeightSyncError: the sync failed.
         """
         async with asyncio.timeout(call.left_s):
-            await self._find(call.sync_id).fill(RankFilled(call.rank, call.regions))
+            filled = RankFilled(call.rank, call.regions, call.network_nbytes)
+            await self._find(call.sync_id).fill(filled)
 
     async def sync_end(self, call: SyncEnd) -> SyncReport:
         """Returns the report once the version is committed and the engines serve it.
@@ -255,6 +260,8 @@ class SyncCoordinator:
             engines=chosen,
             has_checksums=self._needs_checksums(version, chosen),
             timeout_s=timeout_s,
+            keeps_sent=self._settings.full_sync_every > 1,
+            sends_deltas=self._num_earlier(version) % self._settings.full_sync_every > 0,
         )
         if plan.name != "memfd":
             await self._memory.free()
@@ -310,9 +317,17 @@ class SyncCoordinator:
         return choose_wave(chosen, num_waves_left)
 
     def _needs_checksums(self, version: int, engines: Sequence[SyncEngine]) -> bool:
-        num_versions = self._num_versions - (version == self.version)
-        is_due = num_versions % self._settings.verify_every == 0
-        return is_due or any(self._verified.get(e.name) != e.incarnation for e in engines)
+        num_earlier, full_every = self._num_earlier(version), self._settings.full_sync_every
+        is_due = num_earlier % self._settings.verify_every == 0
+        # Checksums of full syncs only, which both cadences may fall on, would verify no delta.
+        is_last_delta = full_every > 1 and (num_earlier + 1) % full_every == 0
+        if is_due or is_last_delta:
+            return True
+        return any(self._verified.get(e.name) != e.incarnation for e in engines)
+
+    def _num_earlier(self, version: int) -> int:
+        """Committed versions before this one."""
+        return self._num_versions - (version == self.version)
 
     def _able_engines(self) -> list[SyncEngine]:
         able = able_engines(self._engines())

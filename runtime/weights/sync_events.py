@@ -42,6 +42,7 @@ class RankFilled:
 
     rank: int
     regions: Sequence[Region]
+    network_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

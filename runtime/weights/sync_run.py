@@ -263,6 +263,7 @@ class SyncRun:
             },
             failed=dict(self.transaction.failed),
             remaining=self._host.remaining(self.version),
+            network_nbytes=self.transaction.network_nbytes,
             prepare_s=prepared_at - entered[Phase.OPENING],
             transfer_s=entered[Phase.VERIFYING] - prepared_at,
             verify_s=entered[Phase.COMMITTING] - entered[Phase.VERIFYING],

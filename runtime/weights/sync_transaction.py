@@ -104,6 +104,7 @@ class SyncTransaction:
         self.phase = Phase.GATHERING
         self.manifest: Manifest | None = None
         self.regions: list[Region] = []
+        self.network_nbytes = 0
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
         self._world_size = 0
@@ -208,6 +209,7 @@ class SyncTransaction:
             return self._abort(f"rank {event.rank} filled its buckets twice or never joined")
         self._filled.add(event.rank)
         self.regions.extend(event.regions)
+        self.network_nbytes += event.network_nbytes
         gap = self._find_gap()
         return self._abort(gap) if gap else self._advance()
 

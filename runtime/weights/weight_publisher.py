@@ -145,7 +145,13 @@ class WeightPublisher:
             if regions is not None:
                 if not sender.is_read_by_engines:
                     self._on_read()
-                filled = SyncFilled(sync_id=sync_id, rank=rank, regions=regions, deadline=deadline)
+                filled = SyncFilled(
+                    sync_id=sync_id,
+                    rank=rank,
+                    regions=regions,
+                    network_nbytes=sender.network_nbytes,
+                    deadline=deadline,
+                )
                 supervisor.sync_filled(filled)
                 if sender.is_read_by_engines:
                     self._on_read()

@@ -64,6 +64,8 @@ class LayoutOrder:
     Attributes:
         offers: of all ranks.
         engines: that are to take part; their indices are their numbers in the sync.
+        keeps_sent: ranks may keep what they send, so that a later sync can send what has changed.
+        sends_deltas: this one may.
         timeout_s: limit for whoever else has to be asked.
     """
 
@@ -73,6 +75,8 @@ class LayoutOrder:
     engines: Sequence[ProbedEngine]
     has_checksums: bool
     timeout_s: float
+    keeps_sent: bool = False
+    sends_deltas: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +177,11 @@ class Sender(Protocol):
     Attributes:
         is_read_by_engines: engines read the tensors until all have loaded; else `send` itself reads
             them.
+        network_nbytes: that the last `send` sent to other nodes.
     """
 
     is_read_by_engines: bool
+    network_nbytes: int
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Hands over the rank's shards; returns what was sent, or None if the sync was aborted.

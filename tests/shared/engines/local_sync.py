@@ -106,6 +106,7 @@ class LocalSync:
             engines={},
             failed={},
             remaining=[],
+            network_nbytes=0,
             prepare_s=0.0,
             transfer_s=0.0,
             verify_s=0.0,

@@ -46,6 +46,7 @@ REPORT = SyncReport(
     engines={"policy-0": {"nbytes": 64, "load_s": 0.25}},
     failed={},
     remaining=["policy-1"],
+    network_nbytes=100,
     prepare_s=0.5,
     transfer_s=0.25,
     verify_s=0.125,
@@ -79,7 +80,9 @@ def calls(deadline: float) -> list[SyncCall]:
             deadline=deadline,
         ),
         SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, deadline=deadline),
-        SyncFilled(sync_id="policy-1", rank=1, regions=regions, deadline=deadline),
+        SyncFilled(
+            sync_id="policy-1", rank=1, regions=regions, network_nbytes=5, deadline=deadline
+        ),
         SyncEnd(sync_id="policy-1", rank=1, deadline=deadline),
         SyncAbort(sync_id="policy-1", rank=1, reason="it was killed", deadline=deadline),
     ]
@@ -169,7 +172,8 @@ def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
 
 @pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])
 def test_a_malformed_region_is_refused(region: object) -> None:
-    raw = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "regions": [region]}
+    raw = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "network_nbytes": 0}
+    raw["regions"] = [region]
 
     with pytest.raises(ProtocolError, match=r"\[offset, nbytes, checksum\]"):
         SyncFilled.from_wire(raw)

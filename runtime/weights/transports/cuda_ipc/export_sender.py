@@ -27,6 +27,7 @@ class ExportSender:
     """
 
     is_read_by_engines = True
+    network_nbytes = 0
 
     def __init__(self, shards: RankShards, export: Export, *, stays: bool) -> None:
         self._shards = shards

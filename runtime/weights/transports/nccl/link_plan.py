@@ -8,6 +8,10 @@ Torch-free.
 Each node that has engines has one image. Ranks of this node fill it themselves. What other ranks
 hold reaches it through its receiver, which is the first engine of the node that takes part. So
 bytes cross the network once for each node.
+
+A rank may send what has changed to a node whose image holds what the rank sent last. The node's
+supervisor knows what the image holds, and the rank what it has sent. Each sync names its contents
+in a way that is not used again, so that the two cannot be confused.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ class LinkPlan:
     def __init__(self, pool: str, images: ImageHolder) -> None:
         self._pool = pool
         self._images = images
+        self._sound: dict[str, str] = {}  # by node: contents that none of its engines has refused
 
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
@@ -67,7 +72,8 @@ class LinkPlan:
     async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
         """Engines of a node that makes no image in time cannot take part."""
         gone: list[int] = []
-        nodes = _followers(self._pool, order, gone)
+        contents = secrets.token_hex(16) if order.keeps_sent else ""
+        nodes = _followers(self._pool, order, gone, contents)
         has_image = False
         async with asyncio.TaskGroup() as tasks:
             following = [tasks.create_task(node.run(self._images)) for node in nodes]
@@ -75,13 +81,26 @@ class LinkPlan:
                 await _settle(nodes, order.timeout_s)
                 has_image = not nodes or not all(node.is_gone for node in nodes)
                 if has_image:
-                    yield _layout(order, nodes, gone)
+                    bases = self._bases(order, nodes)
+                    yield _layout(order, nodes, gone, contents, bases)
             finally:
+                self._sound |= {n.node_id: "" if n.has_lost else contents for n in nodes}
                 for task in following:
                     task.cancel()
         if not has_image:  # an error inside the group would be one of several
             names = ", ".join(node.node_id for node in nodes)
             raise WeightSyncError(f"no image could be made on the nodes {names}")
+
+    def _bases(self, order: LayoutOrder, nodes: Sequence[ImageFollower]) -> list[str]:
+        """For each node, the contents of its image that what has changed may be written to; "" for
+        none. An image is not trusted after a sync in which an engine of its node was lost, which
+        may have found wrong checksums."""
+        return [
+            node.holds
+            if order.sends_deltas and node.holds == self._sound.get(node.node_id, "")
+            else ""
+            for node in nodes
+        ]
 
 
 async def _settle(nodes: Sequence[ImageFollower], timeout_s: float) -> None:
@@ -95,7 +114,9 @@ async def _settle(nodes: Sequence[ImageFollower], timeout_s: float) -> None:
             node.end()
 
 
-def _followers(pool: str, order: LayoutOrder, gone: list[int]) -> list[ImageFollower]:
+def _followers(
+    pool: str, order: LayoutOrder, gone: list[int], contents: str
+) -> list[ImageFollower]:
     by_node: dict[str, list[int]] = {}
     for number, engine in enumerate(order.engines):
         by_node.setdefault(engine.node_id, []).append(number)
@@ -110,6 +131,7 @@ def _followers(pool: str, order: LayoutOrder, gone: list[int]) -> list[ImageFoll
                 bucket_nbytes=order.bucket_nbytes,
                 num_ranks=len(order.offers),
                 num_engines=len(engines),
+                contents=contents,
             ),
             engines,
             has_receiver=any(offer.node_id != node_id for offer in order.offers),
@@ -118,7 +140,13 @@ def _followers(pool: str, order: LayoutOrder, gone: list[int]) -> list[ImageFoll
     ]
 
 
-def _layout(order: LayoutOrder, nodes: Sequence[ImageFollower], gone: Sequence[int]) -> Layout:
+def _layout(
+    order: LayoutOrder,
+    nodes: Sequence[ImageFollower],
+    gone: Sequence[int],
+    contents: str,
+    bases: Sequence[str],
+) -> Layout:
     secret = secrets.token_hex(16)  # of this sync: whoever knows it may receive the weights
     own = {node.node_id: idx for idx, node in enumerate(nodes)}
     engine_details: dict[int, Mapping[str, Any]] = {}
@@ -132,13 +160,21 @@ def _layout(order: LayoutOrder, nodes: Sequence[ImageFollower], gone: Sequence[i
                 for rank, offer in enumerate(order.offers)
                 if offer.node_id != node.node_id
             ]
-            details[0] = {**details[0], "receives": {"key": f"{secret}/{idx}", "ranks": ranks}}
+            receives = {"key": f"{secret}/{idx}", "ranks": ranks, "holds": node.holds}
+            details[0] = {**details[0], "receives": receives}
         engine_details |= {engine: details[n] for n, engine in enumerate(node.engines)}
 
     def rank_details(rank: int) -> Mapping[str, Any]:
         idx = own.get(order.offers[rank].node_id)
         image: Mapping[str, Any] = {} if idx is None else nodes[idx].details
-        return {"key": secret, "num_nodes": len(nodes), "own_node": idx, "image": image}
+        return {
+            "key": secret,
+            "num_nodes": len(nodes),
+            "own_node": idx,
+            "image": image,
+            "contents": contents,
+            "bases": bases,
+        }
 
     return Layout(
         rank_details=rank_details,

@@ -40,6 +40,8 @@ class ImageFollower:
 
     Attributes:
         details: what processes of the node need to map it; empty until then.
+        holds: what is in the image as the sync begins, see `ImageMemory`.
+        has_lost: an engine of the node was lost.
         settled: set once it is mapped, or gone.
         is_gone: the engines of this node cannot get the version in this sync.
     """
@@ -59,6 +61,8 @@ class ImageFollower:
         self.engines = engines
         self.has_receiver = has_receiver
         self.details: Mapping[str, Any] = {}
+        self.holds = ""
+        self.has_lost = False
         self.settled = asyncio.Event()
         self.is_gone = False
         self._gone = gone
@@ -84,6 +88,7 @@ class ImageFollower:
     def dismiss(self, engine: int) -> None:
         """Called when this engine is lost. The others of the node cannot continue if it still had
         to receive for them."""
+        self.has_lost = True
         if self._receives(engine) and self._filled < self._num_buckets:
             self.end()
 
@@ -118,8 +123,8 @@ class ImageFollower:
 
     def _enter(self, state: Mapping[str, Any]) -> None:
         match state:
-            case {"image": dict(), "fd_socket": str(), "progress": dict()}:
-                self.details = state
+            case {"image": dict(), "fd_socket": str(), "progress": dict(), "holds": str(holds)}:
+                self.details, self.holds = state, holds
                 self.settled.set()
             case {"filled": int(filled), "loaded": [*loaded]} if len(loaded) == len(self._loaded):
                 self._filled, self._loaded = filled, cast("list[int]", loaded)

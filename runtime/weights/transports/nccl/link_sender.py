@@ -4,6 +4,9 @@ fills the image of its own node.
 A bucket's shards are read once, for all nodes, into memory on the GPU if they are there. A node
 whose link is broken or that the supervisor reports as gone is skipped from then on; its receiver
 fails by itself or has been killed.
+
+Nodes whose images hold what the rank sent last get what has changed of a bucket. It is compared
+where the bucket was read to, once for all of them.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from umbra.runtime.weights.sync_calls import (
     SyncSupervisor,
     remaining_s,
 )
+from umbra.runtime.weights.transports.nccl.bucket_deltas import SentShards
 from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
 from umbra.runtime.weights.transports.nccl.link_pairs import link_device
 from umbra.runtime.weights.transports.nccl.weight_links import SendingLink, find_runs
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, BucketPiece
 from umbra.runtime.weights.transports.shared_memory.image_filler import ImageFiller
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
@@ -47,6 +51,7 @@ class LinkSender:
     """
 
     is_read_by_engines = False
+    network_nbytes = 0
 
     def __init__(self, shards: RankShards, supervisor: SyncSupervisor, host: str) -> None:
         self._shards = shards
@@ -55,6 +60,7 @@ class LinkSender:
         self._host = host
         self._listener: LinkListener | None = None
         self._image = KeptImage()
+        self._sent = SentShards()
 
     def listen(self) -> str:
         """Lets receivers connect in the next sync; returns the endpoint, or "" for none."""
@@ -70,17 +76,19 @@ class LinkSender:
         plan = self._buckets.cut(grant)
         assert self._listener is not None, "the transport was chosen, so this rank listens"
         sync = _Sending(
-            self._shards, self._supervisor, grant, deadline, self._listener, self._image
+            self._shards, self._supervisor, grant, deadline, self._listener, self._image, self._sent
         )
         try:
             return sync.send(plan)
         finally:
             sync.close()
+            self.network_nbytes = sync.network_nbytes
 
     def close(self) -> None:
-        """Ends to listen, and unmaps the image of the node. Idempotent."""
+        """Ends to listen, unmaps the image of the node and frees what was kept. Idempotent."""
         self.stop_listening()
         self._image.close()
+        self._sent.clear()
 
     def stop_listening(self) -> None:
         """Idempotent."""
@@ -100,7 +108,12 @@ class _Sending:
         deadline: float,
         listener: LinkListener,
         image: KeptImage,
+        sent: SentShards,
     ) -> None:
+        self._sent = sent
+        self._contents: str = grant.details["contents"]
+        self._keeps_sent = False
+        self._grid = BucketGrid(shards.manifest.nbytes, grant.bucket_nbytes)
         self._listener = listener
         self._shards = shards
         self._supervisor = supervisor
@@ -130,19 +143,29 @@ class _Sending:
                 return None
             memory = slots[idx % _NUM_SLOTS] if self._links or in_image is None else in_image
             regions += reader.read_bucket(pieces, memory, self._grant.has_checksums)
+            runs = find_runs(pieces)
+            window = self._grid.window(idx)
+            delta = None
+            if self._keeps_sent:
+                delta = self._sent.renew(idx, memory[: window.stop - window.start], runs)
             if memory.is_cuda:
                 torch.cuda.current_stream(memory.device).synchronize()  # links have other streams
             self._num_filled = idx + 1
-            runs = find_runs(pieces)
             for link in self._links.values():
-                link.put([memory[start:stop] for start, stop in runs])
+                link.put([memory[start:stop] for start, stop in runs], delta)
             if self._filler is not None and in_image is not None:
                 if memory is not in_image:
                     for start, stop in runs:
                         in_image[start:stop] = memory[start:stop]
                 self._filler.set_filled(idx + 1)
+        if self._keeps_sent:
+            self._sent.finish(self._contents)
         is_sent = self._wait_sent(len(plan))
         return regions if is_sent and self._report() else None
+
+    @property
+    def network_nbytes(self) -> int:
+        return sum(link.sent_nbytes for link in self._links.values())
 
     def close(self) -> None:
         for link in self._links.values():
@@ -156,8 +179,14 @@ class _Sending:
         """Opens links to all other nodes but those that were lost while their engines got ready,
         and the image of this one; returns False if the sync is aborted."""
         answer, details = self._exchange(), self._grant.details
-        key, own = details["key"], details["own_node"]
-        for node in sorted({*range(details["num_nodes"])}.difference(answer["gone"])):
+        key, own, bases = details["key"], details["own_node"], details["bases"]
+        nodes = {*range(details["num_nodes"])}.difference(answer["gone"])
+        self._keeps_sent = bool(self._contents and nodes.difference([own]))
+        if self._keeps_sent:
+            self._sent.begin(self._grant.bucket_nbytes)
+        else:
+            self._sent.clear()
+        for node in sorted(nodes):
             if node == own:
                 self._filler = ImageFiller.open(
                     self._shards.rank,
@@ -174,6 +203,7 @@ class _Sending:
                 self._deadline,
                 self._changed,
                 self._device,
+                base=bases[node] if self._sent.is_base(bases[node]) else "",
             )
         if self._links:
             links = {f"{key}/{node}": link for node, link in self._links.items()}

@@ -62,6 +62,7 @@ class NodeReceiver:
                 self._deadline,
                 self._fail,
                 self._device,
+                holds=self._receives["holds"],
             )
             for rank, endpoint in self._receives["ranks"]
         ]

@@ -22,6 +22,10 @@ as soon as the link is closed or NCCL reports that the peer has failed.
 A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
 bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
 image of its node, in the rank's name, and answers the last one.
+
+A link that has a base, which is what the image holds, may send what has changed in a bucket instead
+(`bucket_deltas`). There a frame over the connection precedes each bucket: the length of its delta,
+or 0 if its runs follow.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +45,7 @@ from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.weights.manifest import MAX_TENSORS
 from umbra.runtime.weights.sync_calls import remaining_s
 from umbra.runtime.weights.transports.byte_views import buffer_bytes
+from umbra.runtime.weights.transports.nccl.bucket_deltas import apply_delta, most_nbytes
 from umbra.runtime.weights.transports.nccl.link_connection import LinkConnection
 from umbra.runtime.weights.transports.nccl.link_pairs import (
     HOST,
@@ -59,6 +64,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 logger = logging.getLogger(__name__)
 
+_LENGTH_NBYTES: Final = 8
 _SENDER: Final = 0  # members of a link's pair
 _RECEIVER: Final = 1
 _MEETING_LIMIT_S: Final = 10.0
@@ -90,7 +96,7 @@ class _Link:
                 self._connection = connection
                 self._check_open()  # after `close` may look for the connection
                 with closing(self._make_pair(connection)) as pair:
-                    self._exchange(pair)
+                    self._exchange(pair, connection)
                     pair.flush()
         except Exception as error:  # noqa: BLE001 - of sockets, NCCL and torch
             self._on_error(error)
@@ -100,7 +106,7 @@ class _Link:
         if self._connection is not None and not self._is_complete:
             self._connection.interrupt()
 
-    def _exchange(self, pair: LinkPair) -> None:
+    def _exchange(self, pair: LinkPair, connection: LinkConnection) -> None:
         raise NotImplementedError
 
     def _on_error(self, error: Exception) -> None:
@@ -124,12 +130,23 @@ class _Link:
         return min(remaining_s(self._deadline), _MEETING_LIMIT_S)
 
 
+class _Bucket(NamedTuple):
+    """What is sent of one: its delta, if there is one, else its runs."""
+
+    runs: Sequence[Tensor]
+    delta: Tensor | None
+
+
 class SendingLink(_Link):
     """A rank's end. A `LinkListener` runs it. `changed` is notified after every bucket and error.
+
+    Args:
+        base: contents of the image that deltas are for; "" for one that gets whole buckets.
 
     Attributes:
         num_sent: buckets whose runs have been sent, and after the last one have arrived; read it
             under `changed`.
+        sent_nbytes: of buckets, so far.
         error: why the link is broken; "" while it works.
     """
 
@@ -140,13 +157,17 @@ class SendingLink(_Link):
         deadline: float,
         changed: threading.Condition,
         device: torch.device = HOST,
+        *,
+        base: str = "",
     ) -> None:
         self.num_sent = 0
+        self.sent_nbytes = 0
+        self._base = base
         self.error = ""
         self._extents = extents
         self._num_buckets = num_buckets
         self._changed = changed
-        self._buckets: queue.SimpleQueue[Sequence[Tensor] | None] = queue.SimpleQueue()
+        self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._has_ended = threading.Event()
         super().__init__(_SENDER, deadline, device)
 
@@ -160,10 +181,11 @@ class SendingLink(_Link):
         """Waits a moment for a link that has sent everything, until NCCL's memory is free."""
         self._has_ended.wait(_END_LIMIT_S)
 
-    def put(self, runs: Sequence[Tensor]) -> None:
-        """Queues the runs of the next bucket: uint8 [nbytes] each. They must not change until they
-        were sent."""
-        self._buckets.put(runs)
+    def put(self, runs: Sequence[Tensor], delta: Tensor | None = None) -> None:
+        """Queues the runs of the next bucket, uint8 [nbytes] each, and its delta from the base,
+        uint8 [nbytes], which a link with a base sends instead. They must not change until they were
+        sent."""
+        self._buckets.put(_Bucket(runs, delta if self._base else None))
 
     def close(self, reason: str = "it was closed") -> None:
         """Ends the link, even if not everything was sent. Idempotent."""
@@ -172,16 +194,22 @@ class SendingLink(_Link):
         self._buckets.put(None)
         self._break()
 
-    def _exchange(self, pair: LinkPair) -> None:
+    def _exchange(self, pair: LinkPair, connection: LinkConnection) -> None:
+        connection.send_frame(self._base.encode())
         rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
         pair.send([torch.tensor([len(rows)])])
         if len(rows):
             pair.send([rows])
         for idx in range(self._num_buckets):
-            runs = self._buckets.get()
-            if runs is None or self.error:
+            bucket = self._buckets.get()
+            if bucket is None or self.error:
                 return
-            pair.send(runs)
+            if self._base:
+                delta_nbytes = 0 if bucket.delta is None else len(bucket.delta)
+                connection.send_frame(delta_nbytes.to_bytes(_LENGTH_NBYTES))
+            sent = bucket.runs if bucket.delta is None else [bucket.delta]
+            pair.send(sent)
+            self.sent_nbytes += sum(len(data) for data in sent)
             if idx == self._num_buckets - 1:
                 # A connection that is closed too early may lose what it still carries.
                 pair.receive([torch.zeros(1)])
@@ -204,6 +232,7 @@ class ReceivingLink(_Link):
         key: of this link there.
         progress: of the sync on this node.
         on_error: called in the link's thread if the link fails.
+        holds: contents of the image.
     """
 
     def __init__(
@@ -217,8 +246,11 @@ class ReceivingLink(_Link):
         deadline: float,
         on_error: Callable[[int, Exception], None],
         device: torch.device = HOST,
+        *,
+        holds: str = "",
     ) -> None:
         self._rank = rank
+        self._holds = holds
         self._grid = grid
         self._image = image
         self._progress = progress
@@ -249,19 +281,42 @@ class ReceivingLink(_Link):
         connection.send_frame(self._key.encode())
         return super()._make_pair(connection)
 
-    def _exchange(self, pair: LinkPair) -> None:
+    def _exchange(self, pair: LinkPair, connection: LinkConnection) -> None:
+        base = connection.receive_frame().decode()
+        if base and base != self._holds:
+            raise ProtocolError(
+                f"rank {self._rank} sends what has changed since {base}, but the image holds "
+                f"{self._holds or 'nothing complete'}"
+            )
         image, progress = buffer_bytes(self._image.memory), self._progress
         for idx, pieces in enumerate(self._grid.cut(self._receive_extents(pair))):
             window = self._grid.window(idx)
             self._image.make_present(window)
             memory = image[window]
+            delta = self._receive_delta(pair, connection, len(memory)) if base else None
             with self._writing:
                 self._check_open()
-                pair.receive([memory[start:stop] for start, stop in find_runs(pieces)])
+                if delta is None:
+                    pair.receive([memory[start:stop] for start, stop in find_runs(pieces)])
+                else:
+                    apply_delta(memory, delta)
             if idx == self._grid.num_buckets - 1:
                 self._is_complete = True  # the engine may close the link once this one is filled
             progress.set_filled(self._rank, idx + 1)
         pair.send([torch.zeros(1)])
+
+    def _receive_delta(
+        self, pair: LinkPair, connection: LinkConnection, bucket_nbytes: int
+    ) -> Tensor | None:
+        """None if the runs of the bucket follow."""
+        nbytes = int.from_bytes(connection.receive_frame())
+        if nbytes > most_nbytes(bucket_nbytes):
+            raise ProtocolError(f"a delta of {nbytes} bytes for a bucket of {bucket_nbytes}")
+        if not nbytes:
+            return None
+        delta = torch.empty(nbytes, dtype=torch.uint8)
+        pair.receive([delta])
+        return delta
 
     def _receive_extents(self, pair: LinkPair) -> list[Extent]:
         count = torch.zeros(1, dtype=torch.int64)

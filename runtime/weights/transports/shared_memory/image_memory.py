@@ -26,6 +26,9 @@ class ImageMemory:
     still be writing. Ranks allocate its pages as they fill it. Names are never reused, because
     others keep mapped what they have.
 
+    It knows what the image holds: the `contents` of the last sync that filled it to the end, a name
+    that the sync chose, or "".
+
     Args:
         fd_server: offers the descriptors.
     """
@@ -37,25 +40,34 @@ class ImageMemory:
         self._name = ""
         self._fd = -1
         self._nbytes = 0
+        self._holds = ""
 
     @asynccontextmanager
     async def opened(
-        self, grid: BucketGrid, num_ranks: int, num_engines: int
+        self, grid: BucketGrid, num_ranks: int, num_engines: int, contents: str = ""
     ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
         """The image and a control block for one sync, offered inside the block; first what ranks
-        and engines need to map them. Waits for the end of the last sync.
+        and engines need to map them, and in "holds" what the image holds. Waits for the end of the
+        last sync.
+
+        Args:
+            contents: what the image holds once the sync has filled it.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for it.
         """
         async with self._turn:
             await self._make(max(grid.image_nbytes, 1))  # nothing cannot be mapped
+            image = {"name": self._name, "nbytes": self._nbytes}
+            holds, self._holds = self._holds, ""
             with self.progress(num_ranks, num_engines) as (wire, progress):
                 try:
-                    yield {**wire, "image": {"name": self._name, "nbytes": self._nbytes}}, progress
+                    yield {**wire, "image": image, "holds": holds}, progress
                 finally:
                     if min(progress.num_filled()) < grid.num_buckets:
                         await self.free()
+                    else:
+                        self._holds = contents
 
     @contextmanager
     def progress(
@@ -84,7 +96,7 @@ class ImageMemory:
         await self.free()
         name = f"{self._pool}-{secrets.token_hex(4)}"
         self._fd = create_memory(name, nbytes, is_allocated=False)
-        self._name, self._nbytes = name, nbytes
+        self._name, self._nbytes, self._holds = name, nbytes, ""
         self._fd_server.offer({name: self._fd})
 
     async def free(self) -> None:

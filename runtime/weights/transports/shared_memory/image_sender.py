@@ -23,6 +23,7 @@ class ImageSender:
     """Keeps the image mapped until `close`."""
 
     is_read_by_engines = False
+    network_nbytes = 0
 
     def __init__(self, shards: RankShards) -> None:
         self._shards = shards

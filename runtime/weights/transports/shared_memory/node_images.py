@@ -30,6 +30,7 @@ class ImageOrder:
 
     Attributes:
         num_engines: of this node.
+        contents: see `ImageMemory.opened`.
     """
 
     pool: str
@@ -37,6 +38,7 @@ class ImageOrder:
     bucket_nbytes: int
     num_ranks: int
     num_engines: int
+    contents: str = ""
 
     @property
     def grid(self) -> BucketGrid:
@@ -59,7 +61,8 @@ class NodeImages:
         everybody stop who waits for the sync.
 
         Yields:
-            First what processes of this node need to map both. Then, whenever it has changed,
+            First what processes of this node need to map both, and what the image holds. Then,
+            whenever it has changed,
             {"filled": buckets that every rank has filled, "loaded": [buckets of each engine, ...]}.
 
         Raises:
@@ -68,7 +71,7 @@ class NodeImages:
         made = ImageMemory(order.pool, self._fd_server)
         memory = self._memories.setdefault(order.pool, made)
         numbers = order.num_ranks, order.num_engines
-        async with memory.opened(order.grid, *numbers) as (details, progress):
+        async with memory.opened(order.grid, *numbers, order.contents) as (details, progress):
             try:
                 yield details
                 async for state in _changes(progress, order.num_engines):
