@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import weight_ranks
-from joined_node import JoinedNode
-from pools_in_turn import RESTART, wait_until
+from pools_in_turn import wait_until
 from torch import Tensor
+from two_nodes import FAR, NEAR, TwoNodes, fingerprint, two_nodes
 
-from umbra.engines.echo.echo_weights import weights_fingerprint
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.runtime.testing.session_factory import SessionFactory
@@ -30,66 +27,11 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.process
 
-NEAR, FAR = ["policy-0", "policy-1"], ["policy-2", "policy-3"]
-
-
-class TwoNodes:
-    """A job of one node and a machine that only generates, with two engines each. The first one of
-    FAR receives for its node."""
-
-    def __init__(self, lead: Session, far: JoinedNode) -> None:
-        self.lead = lead
-        far.wait_for_text("joined as node 1")
-        self._far = far
-        spec = PoolSpec(
-            name="policy",
-            engine="echo",
-            count=3,
-            engine_nodes=(0, 0, 1),  # and one that the machine adds
-            mode="standalone",
-            kwargs={"verify_checksums": True, "weights_in_logprobs": True},
-            restart=RESTART,
-        )
-        lead.create_pool(spec)
-        for name in FAR:
-            wait_until(lambda name=name: self.state(name) == "PENDING_WEIGHTS")
-
-    @property
-    def node_ids(self) -> tuple[str, str]:
-        return self.lead.node_id, self._row(FAR[0])["ref"].node_id
-
-    def state(self, name: str) -> str:
-        return str(self._row(name)["state"])
-
-    def incarnation(self, name: str) -> int:
-        return int(self._row(name)["incarnation"])
-
-    def pid(self, name: str) -> int:
-        """Of an engine on the far node."""
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self._far.tree()}
-        return next(pid for pid, command in commands.items() if f"{name}#" in command)
-
-    def fingerprints(self) -> list[int]:
-        """Of each engine's weights."""
-        refs = [row["ref"] for row in self.lead.pool("policy").states()]
-        return [self.lead.connect(ref).call("weights_fingerprint") for ref in refs]
-
-    def _row(self, name: str) -> dict[str, Any]:
-        rows = self.lead.pool("policy").states()
-        return next((row for row in rows if row["engine"] == name), {"state": "", "incarnation": 0})
-
 
 @pytest.fixture
 def nodes(umbra_session_factory: SessionFactory, tmp_path: Path) -> Iterator[TwoNodes]:
-    lead = umbra_session_factory(tcp_host="127.0.0.1")
-    with JoinedNode(tmp_path, ["--join", str(umbra_session_factory.run_dirs[-1])]) as far:
-        yield TwoNodes(lead, far)
-        umbra_session_factory.close()
-        far.wait()
-
-
-def fingerprint(tensors: dict[str, Tensor]) -> int:
-    return weights_fingerprint([tensor.numpy().tobytes() for tensor in tensors.values()])
+    with two_nodes(umbra_session_factory, tmp_path) as nodes:
+        yield nodes
 
 
 @dataclass

@@ -172,8 +172,8 @@ def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
 
 @pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])
 def test_a_malformed_region_is_refused(region: object) -> None:
-    raw = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "network_nbytes": 0}
-    raw["regions"] = [region]
+    call = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "network_nbytes": 0}
+    raw = {**call, "regions": [region]}
 
     with pytest.raises(ProtocolError, match=r"\[offset, nbytes, checksum\]"):
         SyncFilled.from_wire(raw)
