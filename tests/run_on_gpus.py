@@ -117,7 +117,9 @@ JOBS: Final = {
     "embedded": tests_of(
         "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
     ),
-    "nccl": tests_of("", "tests/gpu/engines/test_nccl_links_gpu.py"),
+    "nccl": tests_of(
+        "", "tests/gpu/engines/test_nccl_links_gpu.py tests/gpu/weights/test_bucket_deltas_gpu.py"
+    ),
     "image-copies": tests_of("", "tests/gpu/engines/test_image_copies_gpu.py"),
     "contexts": tests_of("", "tests/gpu/engines/test_engine_contexts.py"),
     "trainer": tests_of(

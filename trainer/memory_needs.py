@@ -86,7 +86,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         "all": 0,
     }[train.offload]
     always = _CONTEXT_NBYTES
-    if config.pool.full_sync_every > 1 and config.pool.transport in ("auto", "nccl"):
+    if config.pool.full_sync_every > 1:
         always += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks  # what was sent
     return RankNeed(
         sync_nbytes=always + parameters + optimizer,

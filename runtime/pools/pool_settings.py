@@ -166,6 +166,11 @@ class PoolSettings(EnginePoolSettings):
     def __post_init__(self) -> None:
         EnginePoolSettings.__post_init__(self)
         check_update_waves(self.update_waves, self.mode, self.count)
+        if self.full_sync_every > 1 and self.transport not in ("auto", "nccl"):
+            raise SettingError(
+                f"full_sync_every {self.full_sync_every} is for transport 'nccl', not "
+                f"{self.transport!r}: set full_sync_every to 1, or transport to 'auto'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

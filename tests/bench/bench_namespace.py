@@ -43,6 +43,12 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack(_IFREQ, name, flags | _IFF_UP))
 
 
+def slow_loopback(gbit: int) -> None:
+    """Lets the loopback of this namespace carry so many gigabits per second in all."""
+    rule = ["rate", f"{gbit}gbit", "burst", "256k", "latency", "50ms"]
+    subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *rule], check=True)
+
+
 def loopback_nbytes() -> int:
     """Bytes sent through the loopback, which sends and receives each of them."""
     for line in Path("/proc/net/dev").read_text().splitlines():

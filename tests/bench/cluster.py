@@ -429,8 +429,13 @@ def _link_costs() -> dict[str, float]:
 
 def _look_cpu_s() -> float:
     num_ranks, num_engines = 1000, 8
-    sizes = {"num_ranks": num_ranks, "num_engines": num_engines}
-    order = ImageOrder(pool="look", image_nbytes=100 << 20, bucket_nbytes=1 << 20, **sizes)
+    order = ImageOrder(
+        pool="look",
+        image_nbytes=100 << 20,
+        bucket_nbytes=1 << 20,
+        num_ranks=num_ranks,
+        num_engines=num_engines,
+    )
     engines = range(num_engines)
     node = ImageFollower(0, [], "node", order, engines, has_receiver=True)
     progress = LinkProgress(num_ranks, [node], [])

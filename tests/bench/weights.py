@@ -30,7 +30,10 @@ the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's pro
 `network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
 Needs `unshare`, and root or user namespaces. With `--device cuda`, too, the rank's tensors
 are on the first GPU and the engines' on the second, so that NCCL connects them. It may take other
-ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set.
+ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set. With `--changed
+SHARE`, this share of the bfloat16 values changes before each sync, and `delta_...` is the same of a
+pool that gets only these (`full_sync_every`); the two pools get each version in turn. With
+`--gbit N`, the loopback carries so many gigabits per second (`tc`, as root).
 
 With `--engine`, a pool of one real engine with dummy weights gets its weights from ranks under
 torchrun. It is hybrid on their GPUs, where it sleeps before each sync as in training, or standalone
@@ -39,7 +42,7 @@ docs/results/weights-h100.json; `sync_results.py` says what its numbers are. Wha
 to standard error meanwhile. All of it also runs on the cpu, for which there is the shape "tiny".
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
-    python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
+    python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256 [--changed 0.01] [--gbit 10]
     python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32]
     python tests/bench/weights.py --device cuda --engine vllm --shape 8B --ranks 2
 """
@@ -62,7 +65,7 @@ from typing import Any, Final
 import uvloop
 from bare_supervisor import bare_supervisor
 from bench_hardware import describe_hardware
-from bench_namespace import IN_NAMESPACE, run_in_namespace
+from bench_namespace import IN_NAMESPACE, run_in_namespace, slow_loopback
 from bench_options import options_parser, positive
 from bench_programs import BenchError
 from qwen3_shapes import SHAPES
@@ -110,10 +113,18 @@ def main() -> int:
         default=0,
         help="number of engines on another node (default 0: one engine on the same node)",
     )
+    parser.add_argument(
+        "--changed", type=float, default=0.0, help="share of values that changes (default 0)"
+    )
+    parser.add_argument(
+        "--gbit", type=positive, default=0, help="speed of the network (default: the loopback's)"
+    )
     _add_case_options(parser)
     given = parser.parse_args()
     if given.engines_elsewhere and IN_NAMESPACE not in os.environ:
         return run_in_namespace()
+    if given.engines_elsewhere and given.gbit:
+        slow_loopback(given.gbit)
     case = _case(given) if given.engine else None
     if given.device == "cuda":
         num_gpus = 1 + bool(given.engines_elsewhere) if case is None else case.num_gpus
@@ -136,8 +147,13 @@ def main() -> int:
         result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
     elif given.engines_elsewhere:
         result["engines"] = given.engines_elsewhere
+        result |= {"changed": given.changed, "gbit": given.gbit or None}
         result["umbra"] = _run_elsewhere(
-            given.rounds, given.megabytes * 10**6, given.engines_elsewhere, given.device
+            given.rounds,
+            given.megabytes * 10**6,
+            given.engines_elsewhere,
+            given.device,
+            given.changed,
         )
     else:
         result |= _run(given.rounds, given.megabytes * 10**6)
@@ -203,12 +219,14 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
 
 
 def _run_elsewhere(
-    rounds: int, total_nbytes: int, num_engines: int, device: str
+    rounds: int, total_nbytes: int, num_engines: int, device: str, changed: float
 ) -> dict[str, float]:
     pools = {"plain": SyncSettings(verify_every=_NEVER)}
+    if changed:
+        pools["delta"] = SyncSettings(verify_every=_NEVER, full_sync_every=_NEVER)
     names = [f"engine{idx}" for idx in range(num_engines)]
     devices = ["cpu", "cpu"] if device == "cpu" else ["cuda:0", "cuda:1"]
-    arguments = [str(total_nbytes), *devices]
+    arguments = [str(total_nbytes), *devices, str(changed)]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [runner.run(_round(arguments, pools, "far_", names)) for _ in range(rounds)]
     return {key: round(value, 4) for key, value in _medians(rows).items()}

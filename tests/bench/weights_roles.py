@@ -191,27 +191,46 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-def run_far_rank(folder: Path, total_nbytes: int, device: str) -> dict[str, float]:
-    """One round whose engines are on another node: a first sync, then those that count."""
-    sync_s: list[float] = []
-    rank_cpu_s: list[float] = []
-    network_nbytes: list[int] = []
+def run_far_rank(folder: Path, total_nbytes: int, device: str, changed: float) -> dict[str, float]:
+    """One round whose engines are on another node: a first sync of each pool, then those that
+    count.
+
+    Args:
+        changed: share of the bfloat16 values that changes before each version. If it is 0, there is
+            no pool that gets only these.
+    """
+    tensors = model_tensors(total_nbytes, device)
+    versions = itertools.count(1)
+    measured: dict[str, list[tuple[float, float, float]]] = {}
     with _supervisor(folder) as supervisor:
-        publisher = WeightPublisher(
-            supervisor, 0, 1, model_tensors(total_nbytes, device), link_host="127.0.0.1"
+        publishers = {
+            pool: WeightPublisher(supervisor, 0, 1, tensors, link_host="127.0.0.1")
+            for pool in ("plain", *(["delta"] if changed else []))
+        }
+        for _ in range(1 + _SYNCS_A_ROUND):
+            _change(tensors, changed)
+            for pool, publisher in publishers.items():
+                nbytes, cpu_s, began = loopback_nbytes(), time.process_time(), time.perf_counter()
+                publisher.publish(pool, next(versions), _TIMEOUT_S)
+                took = time.perf_counter() - began, time.process_time() - cpu_s
+                row = (*took, (loopback_nbytes() - nbytes) / 1e6)
+                measured.setdefault(pool, []).append(row)
+    facts = {"weights_mb": publishers["plain"].manifest.payload_nbytes / 1e6}
+    for pool, rows in measured.items():
+        prefix = "" if pool == "plain" else f"{pool}_"
+        columns = zip(
+            ("sync_s", "rank_cpu_s", "network_mb"), zip(*rows[1:], strict=True), strict=True
         )
-        for version in range(1, 2 + _SYNCS_A_ROUND):
-            nbytes, cpu_s, begun_at = loopback_nbytes(), time.process_time(), time.perf_counter()
-            publisher.publish("plain", version, _TIMEOUT_S)
-            sync_s.append(time.perf_counter() - begun_at)
-            rank_cpu_s.append(time.process_time() - cpu_s)
-            network_nbytes.append(loopback_nbytes() - nbytes)
-    return {
-        "sync_s": statistics.median(sync_s[1:]),
-        "rank_cpu_s": statistics.median(rank_cpu_s[1:]),
-        "network_mb": statistics.median(network_nbytes[1:]) / 1e6,
-        "weights_mb": publisher.manifest.payload_nbytes / 1e6,
-    }
+        facts |= {f"{prefix}{name}": statistics.median(column) for name, column in columns}
+    return facts
+
+
+def _change(tensors: Mapping[str, Tensor], share: float) -> None:
+    for tensor in tensors.values():
+        if tensor.dtype == torch.bfloat16 and share:
+            num = round(share * tensor.numel())
+            places = torch.randint(tensor.numel(), (num,), device=tensor.device)
+            tensor.view(-1).view(torch.int16)[places] ^= 1
 
 
 def run_gpu_rank(
@@ -279,19 +298,20 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
 
 def main() -> None:
     """Arguments: role, folder, then the bytes of the tensors; or with a GPU their shape, the rank's
-    dtype and the names of the pools, or on two nodes the rank's and the engines' device. At last an
-    engine's name."""
+    dtype and the names of the pools, or on two nodes the rank's and the engines' device and the
+    share that changes. At last an engine's name."""
     role, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     match role, arguments:
         case "engine", [total_nbytes, name]:
             _run_engine(model_tensors(int(total_nbytes)), folder, name)
-        case "far_engine", [total_nbytes, _, device, name]:
+        case "far_engine", [total_nbytes, _, device, _, name]:
             _run_engine(model_tensors(int(total_nbytes), device), folder, name)
         case "gpu_engine", [shape, *_, name]:
             _run_engine(qwen3_tensors(shape, torch.bfloat16), folder, name)
-        case "far_rank", [total_nbytes, device, _]:
-            print(json.dumps(run_far_rank(folder, int(total_nbytes), device)), flush=True)
+        case "far_rank", [total_nbytes, device, _, changed]:
+            facts = run_far_rank(folder, int(total_nbytes), device, float(changed))
+            print(json.dumps(facts), flush=True)
         case "rank", [total_nbytes]:
             print(json.dumps(run_rank(folder, int(total_nbytes))), flush=True)
         case "gpu_rank", [shape, dtype, *pools]:

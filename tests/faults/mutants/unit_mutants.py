@@ -20,6 +20,12 @@ _SYNCS: Final = _pytest(
     "unit/weights/test_sync_failures.py::test_a_rank_that_gives_up_fails_the_others",
     "unit/weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
 )
+_DELTAS: Final = _pytest(
+    "unit/weights/test_delta_syncs.py::test_a_node_that_missed_a_version_gets_all_weights",
+    "unit/weights/test_delta_syncs.py::test_a_lost_image_is_filled_with_all_weights",
+    "unit/weights/test_delta_syncs.py::test_an_image_that_was_found_wrong_gets_no_delta_but_all_weights",
+    "unit/weights/test_delta_syncs.py::test_a_delta_to_an_image_with_other_contents_is_refused",
+)
 _LEDGER: Final = _pytest(
     "unit/ledger/test_ledger_frames.py::test_a_frame_at_another_offset_is_not_accepted",
     "unit/ledger/test_ledger_state.py::test_a_leased_sample_is_trained_once_its_step_is_done_"
@@ -178,6 +184,50 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     ),
 )
 
+_DELTA_MUTANTS: Final[Sequence[Mutant]] = (
+    # What has changed since another version goes to an image.
+    Mutant(
+        name="delta to any image",
+        path="runtime/weights/transports/nccl/bucket_deltas.py",
+        old="return contents in self._before",
+        new="return bool(contents and self._before)",
+        command=_DELTAS,
+        says=r"FAILED .*test_a_node_that_missed_a_version_gets_all_weights",
+    ),
+    Mutant(
+        name="interrupted sync kept",
+        path="runtime/weights/transports/nccl/bucket_deltas.py",
+        old="self._before, self._contents = self._contents, frozenset()",
+        new="self._before = self._contents",
+        command=_pytest("unit/weights/test_bucket_deltas.py"),
+        says=r"FAILED .*test_a_sync_that_does_not_end_leaves_no_base",
+    ),
+    Mutant(
+        name="new image with old contents",
+        path="runtime/weights/transports/shared_memory/image_memory.py",
+        old='self._name, self._nbytes, self._holds = name, nbytes, ""',
+        new="self._name, self._nbytes = name, nbytes",
+        command=_DELTAS,
+        says=r"FAILED .*test_a_lost_image_is_filled_with_all_weights",
+    ),
+    Mutant(
+        name="wrong image trusted",
+        path="runtime/weights/transports/nccl/link_progress.py",
+        old="        self.has_lost = True\n",
+        new="",
+        command=_DELTAS,
+        says=r"FAILED .*test_an_image_that_was_found_wrong_gets_no_delta_but_all_weights",
+    ),
+    Mutant(
+        name="delta not refused",
+        path="runtime/weights/transports/nccl/weight_links.py",
+        old="if base and base != self._holds:",
+        new="if base and base == self._holds == 0:",
+        command=_DELTAS,
+        says=r"FAILED .*test_a_delta_to_an_image_with_other_contents_is_refused",
+    ),
+)
+
 _LEDGER_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="wrong checksum accepted",
@@ -266,6 +316,7 @@ UNIT_MUTANTS: Final[Sequence[Mutant]] = (
     *_RPC_MUTANTS,
     *_RESTART_MUTANTS,
     *_SYNC_MUTANTS,
+    *_DELTA_MUTANTS,
     *_LEDGER_MUTANTS,
     *_PACKING_MUTANTS,
 )

@@ -171,6 +171,7 @@ async def pool_of(
             yield coordinator
         finally:
             running.cancel()
+            images.close()
 
 
 class RankProcess:

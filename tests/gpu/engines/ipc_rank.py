@@ -158,6 +158,12 @@ class Rank:
         for tensor in self._tensors.values():
             tensor.detach().neg_()
 
+    def negate_first(self) -> None:
+        """A version that differs in one element of each tensor."""
+        for tensor in self._tensors.values():
+            if tensor.numel():
+                tensor.detach()[(0,) * tensor.ndim].neg_()
+
     def move(self, name: str) -> bool:
         """Frees a tensor's memory and gives it new one with the same contents. Returns whether that
         has the address of the old one."""
@@ -185,6 +191,7 @@ class Rank:
         report = self._publisher.publish("pool", version, 60.0)
         return {
             "transport": report.transport,
+            "network_nbytes": report.network_nbytes,
             "engines": dict(report.engines),
             "failed": dict(report.failed),
             "wall_s": time.perf_counter() - begun_at,

@@ -79,6 +79,30 @@ def test_several_versions_arrive_by_nccl_bit_for_bit_in_constant_memory(tmp_path
     assert max(grown) <= 16, used
 
 
+def test_only_what_has_changed_is_sent_by_nccl_and_arrives_bit_for_bit(tmp_path: Path) -> None:
+    sent: list[int] = []
+    settings = {"transport": NCCL, "full_sync_every": 100}
+
+    with rank_processes(tmp_path, env=RANK) as [rank], far_engine(ENGINE) as engine:
+
+        async def body() -> None:
+            async with pool_of(FarEngineInPool(engine), tmp_path, **settings) as coordinator:
+                for version, change in enumerate(["", "", "negate_first", "negate_first"], start=1):
+                    if change:
+                        rank.call(change)
+                    report = await rank.publish(coordinator, version)  # with checksums
+                    await coordinator.wait_settled()
+                    assert list(report["engines"]) == ["engine"], report
+                    sent.append(report["network_nbytes"])
+
+        rank.call("make", "mixed", 0, None)
+        run_async(body)
+        assert engine.call("num_wrong", 1) == 0
+
+    whole, unchanged, *deltas = sent
+    assert 0 < unchanged < deltas[0] == deltas[1] < whole / 10
+
+
 def test_a_receiver_killed_in_mid_transfer_costs_the_rank_one_sync(tmp_path: Path) -> None:
     used: list[list[int]] = []
     with rank_processes(tmp_path, env=RANK) as [rank]:

@@ -146,6 +146,18 @@ def test_a_reference_model_is_one_more_copy_of_the_parameters(tmp_path: Path) ->
     assert more == 4 * SIZES["8B"].num_parameters
 
 
+def test_a_rank_that_sends_what_has_changed_keeps_what_it_sent_at_all_times(tmp_path: Path) -> None:
+    plain, keeping = (
+        rank_need(config_of(tmp_path, pool={"full_sync_every": every}), SIZES["8B"], 2)
+        for every in (1, 16)
+    )
+
+    kept = 2 * SIZES["8B"].num_parameters // 2  # bfloat16, over two ranks
+    assert keeping.sync_nbytes - plain.sync_nbytes == kept
+    assert keeping.generation_nbytes - plain.generation_nbytes == kept
+    assert keeping.training_nbytes - plain.training_nbytes == kept
+
+
 @pytest.mark.parametrize("config_class", [Qwen3Config, LlamaConfig])
 def test_a_layer_keeps_what_torch_saves_for_its_backward_pass(config_class: Any) -> None:
     shape = {

@@ -328,6 +328,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             "pool.update_waves=2",
             ["pool: update_waves 2 is for mode 'standalone'", "set update_waves to 1, or mode to"],
         ),
+        ("pool.full_sync_every=0", ["pool.full_sync_every", "greater than or equal to 1"]),
         ("train=3", ["section.key=value"]),
         ("train.steps", ["section.key=value"]),
         ("train.steps.more=3", ["steps is a value, not a section"]),
@@ -349,6 +350,14 @@ def test_there_are_no_more_update_waves_than_engines(config_file: Path) -> None:
     assert load_config(config_file, [*standalone, "pool.update_waves=4"]).pool.update_waves == 4
     with pytest.raises(ConfigError, match="not possible with 4 engines: use 1 to 4, or raise"):
         load_config(config_file, [*standalone, "pool.update_waves=5"])
+
+
+def test_only_the_network_gives_reason_not_to_send_all_weights(config_file: Path) -> None:
+    given = ["pool.full_sync_every=8"]
+
+    assert load_config(config_file, given).pool.full_sync_every == 8
+    with pytest.raises(ConfigError, match="full_sync_every 8 is for transport 'nccl', not 'memfd'"):
+        load_config(config_file, [*given, "pool.transport=memfd"])
 
 
 def test_only_a_hybrid_pool_gives_reason_to_offload(config_file: Path) -> None:

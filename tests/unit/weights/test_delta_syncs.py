@@ -4,6 +4,7 @@ changes to anything else than what they hold."""
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
@@ -413,3 +414,54 @@ def test_each_rank_sends_what_has_changed_in_its_shards() -> None:
 
                 assert [is_delta(report) for report in reports] == [not is_first] * 2
                 assert trainer.is_on(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_in_between_each_engine_has_what_the_rank_has(seed: int) -> None:
+    draw = random.Random(seed)
+    near, far = engines = far_engine("near"), far_engine("far")
+    settings = replace(DELTAS, full_sync_every=draw.choice([3, NEVER]))
+    num_deltas = 0
+    with training(*engines, settings=settings) as trainer:
+
+        def fail() -> None:
+            raise RuntimeError("the GPU is lost")
+
+        def rank_fails() -> None:
+            trainer.in_the_midst = fail
+            trainer.step()
+            with pytest.raises(RuntimeError, match="the GPU is lost"):
+                trainer.publish()
+            trainer.in_the_midst = None
+
+        def engine_leaves_for_a_version() -> None:
+            engine = draw.choice(engines)
+            engine.kill("it leaves")
+            trainer.step()
+            trainer.publish()
+            restart(engine)
+
+        def engine_fails() -> None:
+            engine = draw.choice(engines)
+            engine.fail_at = draw.choice(["begin_update", "finish_update"])
+            trainer.step()
+            trainer.publish()
+            restart(engine)
+
+        happenings: list[Callable[[], None]] = [
+            lambda: restart(draw.choice(engines)),
+            trainer.restart,
+            trainer.supervisor.free_images,
+            lambda: trainer.step(NUM_WORDS),
+            rank_fails,
+            engine_leaves_for_a_version,
+            engine_fails,
+        ]
+        for _ in range(25):
+            for happens in draw.sample(happenings, draw.choice([0, 1, 1, 2])):
+                happens()
+            trainer.step()
+            num_deltas += is_delta(trainer.publish())
+            assert trainer.is_on(near, far)
+    assert num_deltas

@@ -56,6 +56,33 @@ def test_weights_of_another_size_have_another_image(tmp_path: Path) -> None:
     assert first != second
 
 
+def test_an_image_holds_what_filled_it_to_the_end_last(tmp_path: Path) -> None:
+    larger = BucketGrid(3 * mmap.PAGESIZE, mmap.PAGESIZE)
+
+    async def body() -> list[str]:
+        held: list[str] = []
+        async with serve_fds(str(tmp_path / "fds")) as server:
+            memory = ImageMemory("pool", server)
+            for grid, contents, num_filled in (
+                (GRID, "a", 2),
+                (GRID, "b", 1),  # it is not filled
+                (GRID, "c", 2),
+                (GRID, "", 2),
+                (GRID, "d", 2),
+                (larger, "e", 3),
+                (larger, "f", 3),
+            ):
+                async with memory.opened(grid, 1, 1, contents) as (details, progress):
+                    progress.set_filled(0, num_filled)
+                    held.append(details["holds"])
+            memory.close()
+            async with memory.opened(larger, 1, 1, "g") as (details, _):
+                held.append(details["holds"])
+        return held
+
+    assert asyncio.run(body()) == ["", "a", "", "c", "", "", "e", ""]
+
+
 def test_pages_are_given_back_although_a_process_has_them_mapped(tmp_path: Path) -> None:
     async def body() -> None:
         async with serve_fds(str(tmp_path / "fds")) as server:

@@ -108,9 +108,9 @@ def encode_delta(memory: Tensor, places: Tensor) -> Tensor:
     """
     block_ends = torch.arange(1, _num_blocks(len(memory)) + 1, device=places.device) * _BLOCK_WORDS
     ends = torch.searchsorted(places, block_ends).to(torch.int32)
-    in_block = ((places & 0xFFFF) ^ 0x8000) - 0x8000  # the same 16 bits as an int16
-    parts = [ends, in_block.to(torch.int16), _words(memory)[places]]
-    return torch.cat([part.view(torch.uint8) for part in parts])
+    in_block = flatten(places).view(torch.int16)[::4]  # the lowest 16 bits
+    parts = [ends, in_block.contiguous(), _words(memory)[places]]
+    return torch.cat([flatten(part).view(torch.uint8) for part in parts])
 
 
 def apply_delta(memory: Tensor, delta: Tensor) -> None:
