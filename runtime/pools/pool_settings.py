@@ -141,10 +141,10 @@ class PoolSettings(EnginePoolSettings):
         sync_bucket_mib: Part of the weights that a rank writes before engines load it, unless the
             transport is "cuda_ipc". With larger parts, engines begin later and read what has left
             the cache. With smaller ones, they wake each other more often.
-        full_sync_every: With transport "nccl", updates from one that sends all weights over the
-            network to the next. Those between send only the values that have changed since, bit for
-            bit, which are few at usual learning rates: for networks that updates wait for. Higher
-            values send less. From 2 on, each rank keeps a copy of its part of the weights, in
+        full_sync_every: With transport "nccl", every n-th update sends all weights over the
+            network. The others send only the values that have changed since the last update, bit
+            for bit: few at usual learning rates, so that updates wait less for a slow network.
+            Higher values send less. From 2 on, each rank keeps a copy of its part of the weights in
             `model.dtype`, on its GPU. 1 always sends all.
         sync_timeout_s: Limit for one weight update across all waves; the first also covers engine
             start-up. An engine that makes no progress for most of it is replaced.

@@ -8,7 +8,7 @@ the steps, and the smallest and largest share.
     python tests/bench/changed_values.py [--learning-rate 1e-6 1e-5] [--steps 30] [--json]
 """
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
