@@ -22,6 +22,7 @@ from umbra.engines.loading.loader_recording import (
     RecordedFill,
     storage_of,
 )
+from umbra.engines.loading.staged_copies import StagedCopies
 from umbra.engines.loading.weight_source import BlockCopy, WeightSource
 from umbra.runtime.weights.copy_planner import (
     CopyPiece,
@@ -66,6 +67,7 @@ class CopyPlan:
         self._steps: list[_Step] = []
         # By the source's memory. Their views keep it mapped, and go with it.
         self._prepared: WeakKeyDictionary[object, list[BlockCopy]] = WeakKeyDictionary()
+        self._staged: WeakKeyDictionary[object, StagedCopies] = WeakKeyDictionary()
         self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
         self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
         self._read_otherwise = recording.read_otherwise
@@ -126,17 +128,43 @@ class CopyPlan:
         return self._manifest == manifest and self._tensors.moved() <= self._left
 
     @torch.inference_mode()
-    def replay(self, source: WeightSource) -> None:
+    def stage(self, source: WeightSource) -> StagedCopies | None:
+        """Begins to read what its prepared copies bring, all of which must be there. None if that
+        is nothing.
+
+        Raises:
+            torch.OutOfMemoryError: there is no spare memory. Nothing is staged.
+        """
+        prepared, memory = self._prepare(source), source.memory
+        if memory is None or len({copy.target.device for copy in prepared}) != 1:
+            return None
+        try:
+            if memory not in self._staged:
+                self._staged[memory] = StagedCopies(prepared)
+            self._staged[memory].begin()
+        except torch.OutOfMemoryError:
+            self._staged.clear()
+            raise
+        return self._staged[memory]
+
+    @torch.inference_mode()
+    def replay(self, source: WeightSource, staged: StagedCopies | None = None) -> None:
         """Fills all parameters but those of `layers`. Raises the errors of `WeightSource`.
 
         Copies to a GPU may still be in progress when it returns; closing the source waits.
+
+        Args:
+            staged: what `stage` returned for the same source.
         """
         prepared = self._prepare(source)
         with source.reading(prepared):
             self._fill(self._fills)
-            for copy in prepared:
-                source.wait(copy.idx)
-                copy.carry_out()
+            if staged is not None:
+                staged.finish()
+            else:
+                for copy in prepared:
+                    source.wait(copy.idx)
+                    copy.carry_out()
             for step in self._steps:
                 if step.piece is None:
                     source.wait(step.idx)
@@ -168,6 +196,7 @@ class CopyPlan:
         prepared = None if memory is None else self._prepared.get(memory)
         if prepared is None:
             self._prepared.clear()  # the steps may now be others
+            self._staged.clear()
             self._resolve(source)
             prepared = [
                 part

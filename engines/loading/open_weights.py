@@ -4,7 +4,8 @@ A description is a plain map. The engine's process makes it, and the engine's ow
 to the workers:
 
     image     image, bucket_nbytes, manifest, fd_socket, progress     image_import
-    exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
+    exports   exports, manifest, fd_socket, progress,
+              has_checksums, is_staged                                weight_import
     copy      path, nbytes, manifest                                  an image without a sync
 
 The first two notice that the sync was aborted: between tensors, and before and after the copies of
@@ -22,6 +23,8 @@ import torch
 
 from umbra.engines.loading.exported_weights import ExportedWeights
 from umbra.engines.loading.image_weights import CompleteImage, FillingImage
+from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.staged_copies import StagedCopies
 from umbra.engines.loading.weight_source import WeightSource
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
@@ -49,20 +52,37 @@ class WorkerMemory:
 class OpenUpdate:
     """An update that a worker opens while it may still generate, and loads later.
 
-    open ─▶ taken          `close` if it is not loaded, and when ranks may have ended
+    open ─▶ is_staged ─▶ taken      `close` if it is not loaded, and when ranks may have ended
+
+    Attributes:
+        staged: what the update's copies bring, in spare memory; None if nothing is staged.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, memory: WorkerMemory | None = None) -> None:
         self._device = device
-        self._memory = WorkerMemory()
+        self._memory = memory or WorkerMemory()
         self._opened = ExitStack()
         self._source: WeightSource | None = None
+        self.staged: StagedCopies | None = None
 
-    def open(self, description: Mapping[str, Any]) -> None:
-        """See `open_weights`. Leaves an update that was not loaded."""
+    @property
+    def is_staged(self) -> bool:
+        """Nothing is being staged any more."""
+        return self.staged is None or self.staged.is_done
+
+    def open(self, description: Mapping[str, Any], loading: PlannedLoading | None = None) -> None:
+        """See `open_weights`. Leaves an update that was not loaded.
+
+        Args:
+            loading: will load it, and begins to stage it if that is in the description.
+        """
         self._leave()
         weights = open_weights(description, self._device, memory=self._memory)
         self._source = self._opened.enter_context(weights)
+        if loading is not None and description.get("is_staged"):
+            self.staged = loading.stage(self._source)
+            if self.staged is not None:
+                self._opened.callback(self.staged.wait)  # before the ranks' memory is let go
 
     @contextmanager
     def taken(self) -> Generator[WeightSource]:
@@ -79,6 +99,7 @@ class OpenUpdate:
         self._memory.close()
 
     def _leave(self) -> None:
+        self.staged = None
         if self._source is not None:
             self._source = None
             left = WeightSyncError("the update was left")  # what was not taken is not finished

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from umbra.engines.loading.copy_plan import CopyPlan
 from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.staged_copies import StagedCopies
 from umbra.engines.loading.weight_source import WeightSource
 
 
@@ -44,9 +45,30 @@ class PlannedLoading:
         self._loader = loader
         self.plan: CopyPlan | None = None
         self._ways = ""
+        self._lacked_memory = False  # to stage the update that is loaded next
 
-    def load(self, source: WeightSource) -> str:
+    def stage(self, source: WeightSource) -> StagedCopies | None:
+        """Begins to read what the plan's copies bring, for `load`, while the model is in use. The
+        caller waits for it before it closes the source. None if there is nothing to read, no plan
+        that fits, or no memory.
+
+        Raises:
+            WeightSyncError: the ranks' memory cannot be read.
+        """
+        self._lacked_memory = False
+        if self.plan is None or not self.plan.fits(source.manifest):
+            return None
+        try:
+            return self.plan.stage(source)
+        except torch.OutOfMemoryError:
+            self._lacked_memory = True
+            return None
+
+    def load(self, source: WeightSource, staged: StagedCopies | None = None) -> str:
         """Gives the model the weights of `source`. Returns how it was done, for the engine's log.
+
+        Args:
+            staged: what `stage` returned for the same source.
 
         Raises:
             WeightSyncError: they do not fill the model, cannot be read, or the sync was aborted.
@@ -62,8 +84,11 @@ class PlannedLoading:
         else:
             if plan.layers:
                 self._loader.load(plan.layers, source.tensors(plan.names))
-            plan.replay(source)
-        return f"loaded weights by {self._ways}"
+            plan.replay(source, staged)
+        way = "; copies were staged" if staged is not None else ""
+        if self._lacked_memory:
+            way = "; there was no memory to stage copies"
+        return f"loaded weights by {self._ways}{way}"
 
     def _record(self, source: WeightSource) -> CopyPlan:
         recording, reasons = self._loader.record(source)

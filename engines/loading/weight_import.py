@@ -22,7 +22,7 @@ class WeightImport:
     """One update; the arguments are those of begin_update."""
 
     def __init__(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        kept = ("exports", "fd_socket", "progress", "has_checksums")
+        kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest
         self._read: list[dict[int, tuple[int, int | None]]] | None = None

@@ -11,6 +11,7 @@ All of these processes end with this one, which is their subreaper or the child 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,9 @@ from umbra.runtime.process.pid_watch import PidWatch
 _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and gains nothing.
+_STAGED_INTERVAL_S: Final = 0.005
+# Between questions whether an update is staged, each of which takes its turn between two steps.
+# More often delays tokens; less often delays the update.
 _MAX_ERROR_NUM_CHARS: Final = 1000
 _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
@@ -213,8 +217,21 @@ class VllmCore(AdapterCore):
         return next((problem for problem in problems if problem), "")
 
     async def open_weights(self, description: Mapping[str, Any]) -> None:
-        if not self._settings.followers:  # their nodes have no copy yet
-            await self._in_workers("umbra_open", description)
+        """Returns when the update is staged, if it is to be. Workers are asked for that: waiting
+        there would keep them from generating."""
+        if self._settings.followers:  # their nodes have no copy yet
+            return
+        are_staged = await self._in_workers("umbra_open", description)
+        if all(are_staged):
+            return
+        limit_s = float(description["progress"]["timeout_s"])
+        try:
+            async with asyncio.timeout(limit_s):
+                while not all(are_staged):
+                    await asyncio.sleep(_STAGED_INTERVAL_S)
+                    are_staged = await self._in_workers("umbra_is_staged")
+        except TimeoutError:
+            raise EngineError(f"an update was not staged within {limit_s:.3g} s") from None
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         if self._settings.followers:

@@ -93,11 +93,14 @@ class SourceTransferEngine(_base):
             self._update = OpenUpdate(self.device)
         return self._update
 
+    def open(self, description: Mapping[str, Any]) -> None:
+        self.update.open(description, self._loading)
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
         with self.update.taken() as source:
-            way = self._loading.load(source)
+            way = self._loading.load(source, self.update.staged)
             self.report = source.regions, way
 
     def finish_weight_update(self) -> None:
@@ -349,9 +352,15 @@ class UmbraWorkerExtension:
         """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
-    def umbra_open(self, description: Mapping[str, Any]) -> None:
-        """The update that is loaded next; see `umbra.engines.loading.open_weights`."""
-        self.weight_transfer_engine.update.open(description)
+    def umbra_open(self, description: Mapping[str, Any]) -> bool:
+        """The update that is loaded next; see `umbra.engines.loading.open_weights`. Returns what
+        `umbra_is_staged` does."""
+        self.weight_transfer_engine.open(description)
+        return self.umbra_is_staged()
+
+    def umbra_is_staged(self) -> bool:
+        is_staged: bool = self.weight_transfer_engine.update.is_staged
+        return is_staged
 
     def umbra_load(self) -> LoadReport:
         """vLLM's three steps of an update, in one call of the engine's process."""

@@ -60,6 +60,7 @@ class EngineNeed:
         mode: the pool's.
         shares_with: name of the pool that a colocated one is time-sliced with.
         is_updated: it reads weights from the ranks.
+        weights_nbytes: of its parameters, twice if updates are staged.
         kv_token_nbytes: size of one token in the KV cache.
         overhead_nbytes: CUDA context, graphs and buffers, while it is awake.
         asleep_nbytes: the part of it that stays while it sleeps.

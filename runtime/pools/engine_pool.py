@@ -76,6 +76,7 @@ class EnginePool:
                 require_engine=False,
                 update_waves=spec.update_waves,
                 transport=spec.transport,
+                staged_updates=spec.staged_updates,
             ),
             on_abort=lambda version, reason: record(
                 f"the sync of version {version} was aborted: {reason}", "sync_failed", spec.name

@@ -47,6 +47,25 @@ def check_update_waves(update_waves: int, mode: str, count: int | Literal["auto"
         )
 
 
+def check_staged_updates(mode: str, engine: str, transport: TransportSetting) -> None:
+    """Raises SettingError for a pool whose engines cannot read weights while they generate."""
+    if mode != "standalone":
+        raise SettingError(
+            f"staged_updates is for mode 'standalone': {mode} engines generate nothing while "
+            "weights travel; leave it out, or set mode to 'standalone'"
+        )
+    if engine != "vllm":
+        raise SettingError(
+            f"staged_updates is for engine 'vllm', and engine {engine!r} reads weights when it is "
+            "paused; leave it out, or set engine to 'vllm'"
+        )
+    if transport not in ("auto", "cuda_ipc"):
+        raise SettingError(
+            f"staged_updates is for weights that engines read on the trainer's GPUs, and transport "
+            f"{transport!r} does not let them; leave it out, or set transport to 'auto'"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePoolSettings(Settings):
     """What `[pool]` and `[pools.NAME]` have in common.
@@ -134,6 +153,10 @@ class PoolSettings(EnginePoolSettings):
             engines at once. With more, each part is updated while the others generate under the
             older weights; the trainer waits for all of them. What "abort" interrupts continues on
             the other engines, and is interrupted again when they are updated.
+        staged_updates: Whether the engines of a standalone pool read new weights into spare memory
+            while they generate, so that an update interrupts them for a copy within their GPU
+            alone. It takes the memory of the weights once more on each of their GPUs. For engine
+            "vllm"; without effect where weights do not travel by "cuda_ipc".
         transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
             trainer's GPUs, "memfd" sends them through host memory, "nccl" sends them over the
             network to each node, and there through host memory. "auto" is the first of these that
@@ -157,6 +180,7 @@ class PoolSettings(EnginePoolSettings):
     mode: Literal["hybrid", "standalone"] = "hybrid"
     on_update: OnUpdate = "abort"
     update_waves: Positive = 1
+    staged_updates: bool = False
     transport: TransportSetting = "auto"
     sync_bucket_mib: Positive = 2
     full_sync_every: Positive = 1
@@ -171,6 +195,8 @@ class PoolSettings(EnginePoolSettings):
                 f"full_sync_every {self.full_sync_every} is for transport 'nccl', not "
                 f"{self.transport!r}: set full_sync_every to 1, or transport to 'auto'"
             )
+        if self.staged_updates:
+            check_staged_updates(self.mode, self.engine, self.transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,11 @@ from umbra.runtime.cluster.placement import (
 from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, engine_target
 from umbra.runtime.engine_api.lora_matrices import check_lora_rank
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
+from umbra.runtime.pools.pool_settings import (
+    OnUpdate,
+    check_staged_updates,
+    check_update_waves,
+)
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Count, Positive, Settings
 from umbra.runtime.weights.transport_choice import TransportSetting
@@ -47,6 +51,7 @@ class PoolSpec(Settings):
             keep (frozen, then continued) or drain (finished first).
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
             while the others generate. For standalone engines, at most one wave for each.
+        staged_updates: see `check_staged_updates`, and docs/configuration.md.
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines get it as an argument of the same name.
         lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the weights
@@ -79,6 +84,7 @@ class PoolSpec(Settings):
     memory_limit_nbytes: int = 0
     on_update: OnUpdate = "abort"
     update_waves: int = 1
+    staged_updates: bool = False
     load_weights: bool = False
     lora_rank: int = 0
     bucket_nbytes: int = 2 << 20
@@ -93,6 +99,8 @@ class PoolSpec(Settings):
         try:
             Settings.__post_init__(self)
             check_update_waves(self.update_waves, self.mode, self.count)
+            if self.staged_updates:
+                check_staged_updates(self.mode, self.engine, self.transport)
             check_lora_rank(self.lora_rank, load_weights=self.load_weights)
         except ConfigError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None

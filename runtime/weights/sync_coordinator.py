@@ -68,6 +68,8 @@ class SyncSettings:
         update_waves: number of syncs, one after the other, in which a new version reaches the pool,
             each with a part of the engines; see `umbra.runtime.weights.update_waves`.
         transport: see `umbra.runtime.weights.transport_choice`.
+        staged_updates: engines that read the ranks' memory first read it into spare memory, while
+            they generate.
     """
 
     bucket_nbytes: int = 2 << 20
@@ -77,6 +79,7 @@ class SyncSettings:
     require_engine: bool = True
     update_waves: int = 1
     transport: TransportSetting = "auto"
+    staged_updates: bool = False
 
 
 class SyncCoordinator:
@@ -108,7 +111,8 @@ class SyncCoordinator:
         self._settings = settings or SyncSettings()
         self._memory = ImageMemory(pool, fd_server)
         self._on_abort = on_abort
-        plans = [ExportPlan(self._memory), ImagePlan(self._memory), LinkPlan(pool, images)]
+        exports = ExportPlan(self._memory, is_staged=self._settings.staged_updates)
+        plans = [exports, ImagePlan(self._memory), LinkPlan(pool, images)]
         self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed

@@ -38,6 +38,7 @@ EXPORTS: dict[str, Any] = {
     "fd_socket": "",
     "progress": {},
     "has_checksums": True,
+    "is_staged": False,
 }
 
 

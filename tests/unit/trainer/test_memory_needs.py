@@ -247,6 +247,20 @@ def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(umbra_tiny_model_dir
     assert (whole.least_kv_num_tokens, whole.most_kv_num_tokens) == (1024, 128 * 1024)
 
 
+def test_staged_updates_take_the_weights_once_more(umbra_tiny_model_dir: Path) -> None:
+    pool = {"engine": "vllm", "mode": "standalone"}
+    plain, staged = (
+        engine_needs(
+            config_of(umbra_tiny_model_dir, pool=pool | {"staged_updates": is_staged}),
+            "policy",
+            "cuda",
+        )["policy"]
+        for is_staged in (False, True)
+    )
+
+    assert staged.weights_nbytes == 2 * plain.weights_nbytes
+
+
 def test_quantised_weights_count_as_they_are_stored(
     umbra_tiny_model_dir: Path, tmp_path: Path
 ) -> None:

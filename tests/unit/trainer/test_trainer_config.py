@@ -329,6 +329,10 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             ["pool: update_waves 2 is for mode 'standalone'", "set update_waves to 1, or mode to"],
         ),
         ("pool.full_sync_every=0", ["pool.full_sync_every", "greater than or equal to 1"]),
+        (
+            "pool.staged_updates=true",
+            ["pool: staged_updates is for mode 'standalone'", "leave it out, or set mode to"],
+        ),
         ("train=3", ["section.key=value"]),
         ("train.steps", ["section.key=value"]),
         ("train.steps.more=3", ["steps is a value, not a section"]),

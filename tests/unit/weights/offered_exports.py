@@ -41,7 +41,7 @@ def manifest_of(tensors: dict[str, Tensor]) -> Manifest:
 
 @asynccontextmanager
 async def offered(
-    tmp_path: Path, wire: Sequence[object], manifest: Manifest
+    tmp_path: Path, wire: Sequence[object], manifest: Manifest, *, is_staged: bool = False
 ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
     """The arguments of begin_update for exports that are ready to be read."""
     fd, progress = SyncProgress.create("progress", 1, 1)
@@ -54,6 +54,7 @@ async def offered(
         "bucket_nbytes": 512,
         "exports": wire,
         "has_checksums": True,
+        "is_staged": is_staged,
         "progress": {"name": "progress"} | numbers,
     }
     try:

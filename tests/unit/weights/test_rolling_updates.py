@@ -286,3 +286,20 @@ def test_a_pool_that_cannot_be_updated_in_waves_is_an_error(
     settings: dict[str, Any] = {"mode": "standalone", "update_waves": 2} | changes
     with pytest.raises(ConfigError, match=problem):
         PoolSpec(name="pool", engine="x:X", count=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mode": "hybrid"}, "set mode to 'standalone'"),
+        ({"engine": "sglang"}, "engine 'sglang' reads weights when it is paused"),
+        ({"transport": "memfd"}, "set transport to 'auto'"),
+    ],
+)
+def test_a_pool_that_cannot_stage_updates_is_an_error(
+    changes: dict[str, Any], problem: str
+) -> None:
+    settings: dict[str, Any] = {"mode": "standalone", "engine": "vllm", "staged_updates": True}
+    PoolSpec(name="pool", count=2, **settings)
+    with pytest.raises(ConfigError, match=f"pool 'pool': staged_updates .*{problem}"):
+        PoolSpec(name="pool", count=2, **(settings | changes))

@@ -197,9 +197,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     assert num_loaded == 2
     memory.close()
     assert ipc.num_open == 0
-    update = WeightImport(
-        b"", {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
-    )
+    update = WeightImport(b"", import_of(wire))
     assert update.note([regions, regions]) == 136
     report = update.finish(regions)
     assert report == {"count": 4, "nbytes": 136, "mismatches": []}
@@ -264,13 +262,17 @@ def test_rows_in_another_shape_are_no_blocks(ipc: FakeIpc) -> None:
 
 
 def import_of(wire: Sequence[object]) -> dict[str, Any]:
-    return {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
+    return {
+        "exports": wire,
+        "fd_socket": "",
+        "progress": {},
+        "has_checksums": True,
+        "is_staged": False,
+    }
 
 
 def test_what_one_worker_read_wrongly_is_named() -> None:
-    update = WeightImport(
-        b"", {"exports": [], "fd_socket": "", "progress": {}, "has_checksums": True}
-    )
+    update = WeightImport(b"", import_of([]))
     sent = [[0, 60, 11], [256, 8, 12]]
     with pytest.raises(WeightSyncError, match="nothing was loaded"):
         update.finish(sent)

@@ -40,14 +40,17 @@ class ExportPlan:
 
     Args:
         memory: holds the control block; the pool's coordinator owns it.
+        is_staged: engines that can read weights while they generate do so; see
+            `SyncSettings.staged_updates`.
     """
 
     name: TransportName = "cuda_ipc"
     reads_exports = True
     connects = False
 
-    def __init__(self, memory: ImageMemory) -> None:
+    def __init__(self, memory: ImageMemory, *, is_staged: bool = False) -> None:
         self._memory = memory
+        self._is_staged = is_staged
         self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
 
     async def find_problem(
@@ -75,7 +78,12 @@ class ExportPlan:
         """Tensors are loaded one by one, so the control block counts tensors."""
         exports = [exported.to_wire() for exported in _exports(order.offers)]
         with self._memory.progress(len(order.offers), len(order.engines)) as (wire, progress):
-            details = {**wire, "exports": exports, "has_checksums": order.has_checksums}
+            details = {
+                **wire,
+                "exports": exports,
+                "has_checksums": order.has_checksums,
+                "is_staged": self._is_staged,
+            }
             yield Layout(
                 rank_details=lambda rank: wire,
                 engine_details=numbered(details, len(order.engines)),

@@ -1,0 +1,95 @@
+"""The copies of a plan in two halves: an engine generates during the first one.
+
+ranks' memory ──begin, on a stream of its own──▶ spare memory ──finish──▶ parameters
+
+The first half casts and cuts, and goes through the links between GPUs. The second one stays within
+the engine's GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from umbra.engines.loading.weight_source import BlockCopy
+
+_ALIGNMENT: Final = 256
+
+
+class StagedCopies:
+    """Owns spare memory for what its copies bring, over all versions in the same memory.
+
+    begin ─▶ is_done, wait ─▶ finish      once for each version
+
+    The ranks' memory must stay until the copies are done: whoever begins also waits. One thread.
+
+    Args:
+        copies: with targets on one device.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for them. `begin` raises it, too.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, copies: Sequence[BlockCopy]) -> None:
+        sizes = [-(-copy.target.nbytes // _ALIGNMENT) * _ALIGNMENT for copy in copies]
+        bounds = list(accumulate(sizes, initial=0))
+        self._device = copies[0].target.device
+        memory = torch.empty(bounds[-1], dtype=torch.uint8, device=self._device)
+        spare = [
+            _viewed(memory[start:stop], copy.target)
+            for copy, (start, stop) in zip(copies, pairwise(bounds), strict=True)
+        ]
+        self._to_spare = [
+            copy._replace(target=each) for copy, each in zip(copies, spare, strict=True)
+        ]
+        self._to_targets = [(copy.target, each) for copy, each in zip(copies, spare, strict=True)]
+        is_async = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_async else None
+        self._done = torch.cuda.Event() if is_async else None
+
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def wait(self) -> None:
+        """Returns when nothing is read from the ranks' memory any more. Idempotent."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """Begins to read a version. On the CPU it is done afterwards."""
+        if self._stream is None or self._done is None:
+            self._fill_spare()
+            return
+        # The last version may still be on its way from the spare memory to the parameters.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                self._fill_spare()
+                self._done.record()
+        except BaseException:
+            self._stream.synchronize()
+            raise
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Gives the targets what was read; copies may still be in progress when it returns."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+        for target, spare in self._to_targets:
+            target.copy_(spare, non_blocking=True)
+
+    def _fill_spare(self) -> None:
+        for copy in self._to_spare:
+            copy.carry_out()
+
+
+def _viewed(memory: Tensor, target: Tensor) -> Tensor:
+    """The first bytes of uint8 memory as a contiguous tensor like `target`."""
+    return memory[: target.nbytes].view(target.dtype).view(target.shape)
