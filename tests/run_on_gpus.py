@@ -179,6 +179,7 @@ JOBS: Final = {
     "checksums": tests_of(
         "", "tests/gpu/weights/test_checksum_gpu.py tests/unit/weights/test_verified_parameters.py"
     ),
+    "staged-updates": tests_of("", "tests/unit/weights/test_staged_updates.py"),
     "checksums-speed": Job(arguments="tests/bench/checksum.py --json"),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
     "weights-vllm": weights_to("vllm", "--shape 0.6B"),
@@ -189,6 +190,12 @@ JOBS: Final = {
     "weights-of-two-8b-masters": weights_to("vllm", "--shape 8B --ranks 2"),
     "weights-apart": weights_to("vllm", "--shape 0.6B --mode standalone --syncs 12"),
     "weights-apart-8b": weights_to("vllm", f"{SHAPE_8B} --mode standalone --syncs 12"),
+    "weights-apart-staged": weights_to(
+        "vllm", "--shape 0.6B --mode standalone --staged --syncs 12"
+    ),
+    "weights-apart-8b-staged": weights_to(
+        "vllm", f"{SHAPE_8B} --mode standalone --staged --syncs 12"
+    ),
     "weights-sglang": weights_to("sglang", "--shape 0.6B"),
     "weights-sglang-8b": weights_to("sglang", SHAPE_8B),
     "weights-host": weights_to("vllm", "--shape 0.6B --transport memfd --syncs 8"),

@@ -54,6 +54,7 @@ class SyncCase:
         num_requests: requests that a standalone engine works on all the time.
         num_syncs: syncs after the first one.
         has_checksums: every second one of them is with checksums.
+        is_staged: the engine reads an update into spare memory while it generates.
     """
 
     shape: str
@@ -66,6 +67,7 @@ class SyncCase:
     num_requests: int
     num_syncs: int
     has_checksums: bool
+    is_staged: bool
 
     @property
     def title(self) -> str:
@@ -78,6 +80,8 @@ class SyncCase:
             parts.append(f"standalone with {self.num_requests} requests")
         if self.has_checksums:
             parts.append("with and without checksums")
+        if self.is_staged:
+            parts.append("staged")
         return ", ".join(parts)
 
     @property
@@ -123,6 +127,7 @@ class SyncCase:
             transport=self.transport,
             on_update="keep" if self.mode == "standalone" else "abort",
             verify_every=2 if self.has_checksums else NEVER,
+            staged_updates=self.is_staged,
             restart=RestartPolicy(mode="never"),
             start_timeout_s=_START_TIMEOUT_S,
             engine_gpus=(EngineGpus(own=own, others=others),) if gpus else None,

@@ -180,6 +180,11 @@ def _add_case_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--checksums", action="store_true", help="every second sync is with checksums"
     )
+    group.add_argument(
+        "--staged",
+        action="store_true",
+        help="a standalone vLLM reads each update into spare memory while it generates",
+    )
 
 
 def _case(given: argparse.Namespace) -> SyncCase:
@@ -194,6 +199,7 @@ def _case(given: argparse.Namespace) -> SyncCase:
         num_requests=given.requests if given.mode == "standalone" else 0,
         num_syncs=given.syncs,
         has_checksums=given.checksums,
+        is_staged=given.staged,
     )
 
 

@@ -56,7 +56,8 @@ class ThreadEngine:
     """An engine that only has weights. Loads in a thread, as real engines do.
 
     Faults are set by tests: `fail_at` and `hang_at` name a request, `load_takes_s` is how long a
-    load stands still. `log` holds the requests in order, `limits_s` the time given to each.
+    load stands still. `log` holds the requests in order, `limits_s` the time given to each, and
+    `buckets` what came with the last begin_update.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ThreadEngine:
         self.load_takes_s = 0.0
         self.log: list[str] = []
         self.limits_s: dict[str, float] = {}
+        self.buckets: dict[str, Any] = {}
         self.probed: list[list[list[Any]]] = []
         self.fail_at: str | None = None
         self.hang_at: str | None = None
@@ -127,6 +129,7 @@ class ThreadEngine:
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         self.limits_s["begin_update"] = timeout_s
+        self.buckets = buckets
         await self._request("begin_update")
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 

@@ -77,6 +77,15 @@ def test_tensors_are_cast_on_the_way_and_shared_storages_opened_once(ipc: FakeIp
     assert engine.lifecycle.state == EngineState.SERVING
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_engines_stage_what_they_read_if_the_pool_is_set_so(ipc: FakeIpc, is_staged: bool) -> None:
+    engine = make_engine(ipc, {"a": torch.zeros(7)})
+    with local_pool([engine], replace(SMALL, staged_updates=is_staged)) as supervisor:
+        publish(supervisor, {"a": torch.randn(7)}, export=ipc.export)
+
+    assert engine.buckets["is_staged"] is is_staged
+
+
 def numbered(version: int) -> dict[str, Tensor]:
     return {"a": torch.full((7, 3), float(version)), "b": torch.full((5,), -float(version))}
 
