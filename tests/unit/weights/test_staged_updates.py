@@ -275,6 +275,29 @@ def test_a_plan_that_no_longer_fits_leaves_what_was_staged(ipc: FakeIpc, tmp_pat
     assert regions == ranks.regions()
 
 
+def test_an_update_that_finds_no_spare_memory_is_loaded_without(
+    ipc: FakeIpc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = torch.empty
+
+    def refuse(nbytes: int, **options: Any) -> Tensor:
+        if nbytes:
+            raise torch.OutOfMemoryError
+        return make(nbytes, **options)
+
+    ranks, engine = Ranks(ipc, "cpu"), Worker(ipc, "cpu")
+    engine.sync(ranks, tmp_path)
+    ranks.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        way, regions = engine.sync(ranks, tmp_path)
+
+    assert "there was no memory to stage copies" in way
+    assert_same(engine.model.content(), ranks.loaded())
+    assert regions == ranks.regions()
+    assert "copies were staged" in engine.sync(ranks, tmp_path)[0]
+
+
 @on_each_device
 def test_ranks_in_other_memory_are_staged_again(ipc: FakeIpc, tmp_path: Path, device: str) -> None:
     engine = Worker(ipc, device)
