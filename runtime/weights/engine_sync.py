@@ -275,6 +275,8 @@ class EngineSync:
         buckets = self._image.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
         await engine.begin_update(version, manifest, buckets, timeout_s)  # it still generates
+        if self._image.progress.is_aborted or self._is_cut_off():
+            raise WeightSyncError("the sync ended for the engine before it was paused")
         await engine.pause(self._pause_mode, timeout_s)
         await engine.wake(["weights"], timeout_s)
         self.prepared_at = time.monotonic()

@@ -348,6 +348,37 @@ def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
     assert engine.log[-1] == "abort_update"
 
 
+@pytest.mark.parametrize("pause_mode", ["abort", "drain"])
+def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
+    sources: dict[str, Tensor], pause_mode: str
+) -> None:
+    """What it generates would be lost for nothing; what it drains may take longer than it has."""
+    aborted = threading.Event()
+
+    class TakesTime(ThreadEngine):
+        async def begin_update(
+            self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
+        ) -> None:
+            await super().begin_update(version, manifest, buckets, timeout_s)
+            if version == 2:
+                self.hanging.set()
+                await asyncio.to_thread(aborted.wait, 10.0)
+
+    def publish_in_vain() -> None:
+        with pytest.raises(WeightSyncError):
+            publish(supervisor, sources, version=2)
+        aborted.set()
+
+    engine = TakesTime("engine", empty_like(sources))
+    with local_pool([engine], replace(SMALL, pause_mode=pause_mode)) as supervisor:
+        publish(supervisor, sources, version=1)
+        engine.log.clear()
+        in_threads(publish_in_vain, lambda: supervisor.lose_rank(0, engine.hanging))
+
+        assert engine.log == ["begin_update", "abort_update"]
+        assert str(engine.lifecycle) == "SERVING(1)"
+
+
 def test_a_rank_cannot_report_twice_that_it_is_done(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
