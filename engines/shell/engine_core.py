@@ -211,6 +211,11 @@ class AdapterCore(PolledCore):
         generate: its workers can open the weights already. Not every description is loaded."""
         return
 
+    async def is_staged(self) -> bool:
+        """Whether workers have read all that they read, while the engine generates, of the weights
+        that were opened last. True if those were closed."""
+        return True
+
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         """Loads the described weights into the model, in every worker of the engine.

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from umbra.engines.shell.engine_changes import Changes
 from umbra.engines.shell.engine_core import Core
@@ -31,6 +31,9 @@ from umbra.runtime.tracing.spans import gauge, span
 from umbra.runtime.weights.manifest import Manifest
 
 _Core = TypeVar("_Core", bound=Core)
+_PREPARED_INTERVAL_S: Final = 0.005
+# Between questions whether an update is prepared, each of which takes its turn between two steps.
+# More often delays tokens; less often delays the update.
 
 
 class EngineShell(Generic[_Core]):
@@ -214,7 +217,12 @@ class EngineShell(Generic[_Core]):
         return await self._changes.make(lambda: self._core.probe_import(allocations))
 
     async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        """Requests are added, and the update may be left, while it is being prepared."""
         await self._changes.make(lambda: self._begin_update(version, manifest, buckets))
+        while self._next_version == version:
+            if await self._changes.make(self._weights.is_prepared):
+                return
+            await asyncio.sleep(_PREPARED_INTERVAL_S)
 
     async def _begin_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]

@@ -47,6 +47,9 @@ class ImageUpdates(WeightUpdates):
         self._holds_memory = True
         await self._core.open_weights(self._update.description)
 
+    async def is_prepared(self) -> bool:
+        return await self._core.is_staged()
+
     async def load(self) -> int:
         update = self._open_update()
         with update.receiving():

@@ -16,6 +16,10 @@ class WeightUpdates(Protocol):
         """Prepares for one version; arguments and errors as in `Engine.begin_update`."""
         ...
 
+    async def is_prepared(self) -> bool:
+        """Whether all that `begin` has begun is done. `load` may come earlier, and then waits."""
+        return True
+
     async def load(self) -> int:
         """Loads all weights as the ranks provide them, and returns their bytes. When it returns,
         the engine has the new weights.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_runs import run_async
+from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 from scripted_core import ScriptedCore
 from torch import Tensor
@@ -87,6 +87,74 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
             assert report == {"count": 2, "nbytes": 1340, "mismatches": []}
             assert core.done == ["load_weights"]
             await engine.commit_update()
+
+    run_async(body)
+
+
+class StagingCore(ScriptedCore):
+    """Its worker reads until `has_read` is set, or the update is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = asyncio.Event()
+        self.has_read.set()
+        self.has_opened = asyncio.Event()
+
+    async def open_weights(self, description: Mapping[str, Any]) -> None:
+        await self._do("open_weights")
+        self.has_opened.set()
+
+    async def is_staged(self) -> bool:
+        return self.has_read.is_set() or self.done[-1] == "close_memory"
+
+
+async def serving_one(engine: AdapterEngine) -> None:
+    """Brings it to version 1."""
+    await engine.begin_update(1, NO_TENSORS, EXPORTS)
+    await engine.load()
+    await engine.finish_update([])
+    await engine.commit_update()
+    await engine.resume()
+
+
+def test_an_engine_takes_requests_while_an_update_is_staged() -> None:
+    async def body() -> None:
+        core = StagingCore()
+        async with running(engine := engine_over(core)):
+            await serving_one(engine)
+            core.has_read.clear()
+            core.has_opened.clear()
+            async with asyncio.TaskGroup() as tasks:
+                beginning = tasks.create_task(engine.begin_update(2, NO_TENSORS, EXPORTS))
+                await core.has_opened.wait()
+                await engine.submit([wire_request(1, [1, 2], max_new_tokens=2)])
+                collector = Collector()
+                await collect(engine, collector, 1)
+                assert not beginning.done()
+                core.has_read.set()
+
+            assert len(collector[1].tokens) == 2
+            await engine.pause("abort")
+            await engine.load()
+
+    run_async(body)
+
+
+def test_an_update_that_is_being_staged_can_be_left() -> None:
+    async def body() -> None:
+        core = StagingCore()
+        async with running(engine := engine_over(core)):
+            await serving_one(engine)
+            core.has_read.clear()
+            core.has_opened.clear()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engine.begin_update(2, NO_TENSORS, EXPORTS))
+                await core.has_opened.wait()
+                await engine.abort_update()
+
+            assert (await engine.stats())["version"] == 1
+            with pytest.raises(WeightSyncError, match="no update is in progress"):
+                await engine.load()
 
     run_async(body)
 
