@@ -238,11 +238,11 @@ class EngineShell(Generic[_Core]):
         if version is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
         self._gate.begin_update(version, is_idle=not self._requests.ids)
+        self._is_verified = False
         loading = span("load weights", version=version)
         return {"nbytes": await self._changes.make(self._load, loading)}
 
     async def _load(self) -> int:
-        self._is_verified = False
         if not self._core.is_paused:
             await self._pause_core(keep=True)
         self._requests.begin_update()

@@ -159,6 +159,27 @@ def test_an_update_that_is_being_staged_can_be_left() -> None:
     run_async(body)
 
 
+def test_an_update_that_waits_to_be_loaded_cannot_be_committed() -> None:
+    """The version before it was verified, and this one was not."""
+
+    async def body() -> None:
+        core = ScriptedCore()
+        async with running(engine := engine_over(core)):
+            await serving_one(engine)
+            await engine.begin_update(2, NO_TENSORS, EXPORTS)
+            core.may_go_on.clear()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engine.probe_import([]))  # what is loaded waits for it
+                await asyncio.sleep(0)
+                tasks.create_task(engine.load())
+                await asyncio.sleep(0)
+                with pytest.raises(EngineError, match="has not been verified"):
+                    await engine.commit_update()
+                core.may_go_on.set()
+
+    run_async(body)
+
+
 def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_ended(
     tmp_path: Path,
 ) -> None:
