@@ -11,7 +11,6 @@ All of these processes end with this one, which is their subreaper or the child 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,16 +29,13 @@ from umbra.engines.vllm.vllm_output import VllmOutput
 from umbra.engines.vllm.vllm_requests import check_request, sampling_params
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.errors import ConfigError, EngineError, UmbraError
+from umbra.runtime.errors import ConfigError, EngineError, UmbraError, WeightSyncError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.pid_watch import PidWatch
 
 _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and gains nothing.
-_STAGED_INTERVAL_S: Final = 0.005
-# Between questions whether an update is staged, each of which takes its turn between two steps.
-# More often delays tokens; less often delays the update.
 _MAX_ERROR_NUM_CHARS: Final = 1000
 _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
@@ -54,6 +50,7 @@ class VllmCore(AdapterCore):
         super().__init__(settings.lora_base)
         self._settings = settings
         self._watches = ExitStack()
+        self._is_staged = True  # what the workers opened last
         self._followers = FollowerGroup(settings.followers)
         self._llm: Any = None
         self._library: VllmLibrary | None = None
@@ -217,26 +214,27 @@ class VllmCore(AdapterCore):
         return next((problem for problem in problems if problem), "")
 
     async def open_weights(self, description: Mapping[str, Any]) -> None:
-        """Returns when the update is staged, if it is to be. Workers are asked for that: waiting
-        there would keep them from generating."""
-        if self._settings.followers:  # their nodes have no copy yet
-            return
-        are_staged = await self._in_workers("umbra_open", description)
-        if all(are_staged):
-            return
-        limit_s = float(description["progress"]["timeout_s"])
-        try:
-            async with asyncio.timeout(limit_s):
-                while not all(are_staged):
-                    await asyncio.sleep(_STAGED_INTERVAL_S)
-                    are_staged = await self._in_workers("umbra_is_staged")
-        except TimeoutError:
-            raise EngineError(f"an update was not staged within {limit_s:.3g} s") from None
+        if not self._settings.followers:  # their nodes have no copy yet
+            await self._open_weights(description)
+
+    async def _open_weights(self, description: Mapping[str, Any]) -> None:
+        """Workers report a failure instead of raising it: it has changed nothing, and the engine
+        may generate."""
+        self._is_staged = True
+        reports: list[tuple[str, bool]] = await self._in_workers("umbra_open", description)
+        if problem := next((problem for problem, _ in reports if problem), ""):
+            raise WeightSyncError(problem)
+        self._is_staged = all(is_staged for _, is_staged in reports)
+
+    async def is_staged(self) -> bool:
+        """Workers are asked: to wait there would keep them from generating."""
+        if not self._is_staged:
+            self._is_staged = all(await self._in_workers("umbra_is_staged"))
+        return self._is_staged
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         if self._settings.followers:
-            update = await self._followers.send_image(description)
-            await self._in_workers("umbra_open", update)
+            await self._open_weights(await self._followers.send_image(description))
         method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
         reports: list[tuple[WorkerRegions, str]] = await self._in_workers(method)
         if self._settings.lora_rank:

@@ -24,7 +24,7 @@ from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_source import Regions, WeightSource
 from umbra.engines.vllm.vllm_lora import load_adapter
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
-from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.errors import UmbraError, WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
@@ -352,11 +352,14 @@ class UmbraWorkerExtension:
         """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
-    def umbra_open(self, description: Mapping[str, Any]) -> bool:
-        """The update that is loaded next; see `umbra.engines.loading.open_weights`. Returns what
-        `umbra_is_staged` does."""
-        self.weight_transfer_engine.open(description)
-        return self.umbra_is_staged()
+    def umbra_open(self, description: Mapping[str, Any]) -> tuple[str, bool]:
+        """The update that is loaded next; see `umbra.engines.loading.open_weights`. Returns why it
+        cannot be opened, or "", and what `umbra_is_staged` does."""
+        try:
+            self.weight_transfer_engine.open(description)
+        except (UmbraError, OSError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}", True
+        return "", self.umbra_is_staged()
 
     def umbra_is_staged(self) -> bool:
         is_staged: bool = self.weight_transfer_engine.update.is_staged

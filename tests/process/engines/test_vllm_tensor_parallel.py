@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapter_factory import save_adapter
@@ -22,8 +23,11 @@ from test_vllm_process import NEVER, START_TIMEOUT_S, core_of, hang, vllm_spec
 from vllm_runs import needs_vllm, running_core
 
 from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process import descendants
 from umbra.runtime.session import Session
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 
 pytestmark = [
     needs_vllm,
@@ -83,5 +87,35 @@ def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
                 weights = dict(make_model(model_kind, version).named_parameters())
                 await publish(engine, weights, version, tmp_path)
                 await check_each(engine, model_kind, version, adapters)
+
+    run_async(body)
+
+
+def test_workers_that_cannot_open_an_update_leave_the_engine_as_it_was(
+    make_engine: MakeEngine,
+    core: VllmCore,
+    model_kind: str,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """A sync that is aborted while the engine generates takes its control block away."""
+    description: dict[str, Any] = {
+        "manifest": Manifest.layout([]).to_wire(),
+        "exports": [],
+        "progress": {"name": "gone", "num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 9},
+        "has_checksums": False,
+        "is_staged": False,
+    }
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine), serve_fds(str(tmp_path / "none")) as server:
+            weights = dict(make_model(model_kind, 1).named_parameters())
+            await publish(engine, weights, 1, tmp_path)
+            with pytest.raises(WeightSyncError, match="gone"):
+                await core.open_weights(description | {"fd_socket": server.socket_path})
+            assert not core.died.is_set()
+            await core.close_memory()
+            await check_each(engine, model_kind, 1, adapters)
 
     run_async(body)
