@@ -338,13 +338,14 @@ class EngineSync:
         """Whether an engine could not get ready or load because the sync was aborted, which frees
         the memory that it was to read.
 
-        A lost rank breaks its connections before the supervisor hears of it, and the engines that
-        notice are not to blame.
+        A lost rank breaks its connections, and takes the memory along that it exports, before the
+        supervisor hears of it, and the engines that notice are not to blame.
         """
         if not isinstance(request, Prepare | Load):
             return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD
-        if self._image.connects and is_alive and isinstance(request, Load):
+        reads_rank = self._image.connects and isinstance(request, Load)
+        if is_alive and (reads_rank or self._image.transport == "cuda_ipc"):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
                     await self._was_aborted.wait()

@@ -21,7 +21,8 @@ from local_world import LocalSupervisor, ThreadEngine, empty_like, in_threads, l
 from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.errors import EngineUnhealthy, WeightSyncError
+from umbra.runtime.weights import engine_sync
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -33,6 +34,13 @@ def make_engine(ipc: FakeIpc, tensors: dict[str, Tensor], name: str = "engine") 
     engine = ThreadEngine(name, empty_like(tensors), lambda: FakeOpener(ipc))
     engine.import_problem = ""
     return engine
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def publish(
@@ -84,6 +92,44 @@ def test_engines_stage_what_they_read_if_the_pool_is_set_so(ipc: FakeIpc, is_sta
         publish(supervisor, {"a": torch.randn(7)}, export=ipc.export)
 
     assert engine.buckets["is_staged"] is is_staged
+
+
+class Unable(ThreadEngine):
+    """Cannot open what the ranks export as version 2."""
+
+    async def begin_update(
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
+    ) -> None:
+        await super().begin_update(version, manifest, buckets, timeout_s)
+        if version == 2:
+            self.hanging.set()
+            raise EngineUnhealthy("the memory cannot be opened")
+
+
+@pytest.mark.parametrize("is_rank_lost", [True, False])
+def test_an_engine_that_cannot_open_the_memory_of_a_lost_rank_is_not_to_blame(
+    ipc: FakeIpc, is_rank_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory goes with the rank's process, whose end the supervisor sees a little later."""
+    monkeypatch.setattr(engine_sync, "_RANK_NEWS_LIMIT_S", 3.0 if is_rank_lost else 0.2)
+    engine = Unable("engine", {"a": torch.zeros(7)}, lambda: FakeOpener(ipc))
+    engine.import_problem = ""
+
+    def lose() -> None:
+        if is_rank_lost:
+            until(engine.hanging.is_set)
+            time.sleep(0.2)
+            supervisor.lose_rank(0, engine.hanging)
+
+    def publish_in_vain() -> None:
+        with pytest.raises(WeightSyncError):
+            publish(supervisor, {"a": torch.randn(7)}, 2, export=ipc.export)
+
+    with local_pool([engine], SMALL) as supervisor:
+        publish(supervisor, {"a": torch.randn(7)}, 1, export=ipc.export)
+        in_threads(publish_in_vain, lose)
+
+        assert str(engine.lifecycle) == ("SERVING(1)" if is_rank_lost else "DEAD")
 
 
 def numbered(version: int) -> dict[str, Tensor]:
