@@ -175,8 +175,10 @@ class VllmCore(AdapterCore):
     # -- states --------------------------------------------------------------------------
 
     async def pause(self, *, keep: bool) -> None:
+        """Does not use `pause_generation`, which then sleeps for 20 ms: tokens on their way are
+        taken by `deliver`."""
         mode = "keep" if keep else "abort"
-        await self.call(self._llm.pause_generation(mode=mode, clear_cache=False))
+        await self.call(self._llm.engine_core.pause_scheduler_async(mode, clear_cache=False))
         self.is_paused = True
 
     async def resume(self) -> None:

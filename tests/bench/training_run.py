@@ -163,9 +163,11 @@ export = false
             while job.poll() is None and num_steps(metrics) < options.steps // 4:
                 time.sleep(0.1)
             os.kill(pid_of(options.kill, run_dir), signal.SIGKILL)
-        status = job.wait()
-    if options.metrics and metrics.exists():
-        shutil.copyfile(metrics, options.metrics)
+        try:
+            status = job.wait()
+        finally:  # also of a run that is interrupted
+            if options.metrics and metrics.exists():
+                shutil.copyfile(metrics, options.metrics)
     if options.trace and status == 0:
         write_trace(options.trace, trace_json(TraceFiles(run_dir).events()))
     if status == 0:
