@@ -212,8 +212,8 @@ class AdapterCore(PolledCore):
         return
 
     async def is_staged(self) -> bool:
-        """Whether workers have read all that they read, while the engine generates, of the weights
-        that were opened last. True if those were closed."""
+        """Whether workers are done with what they read, while the engine generates, of the weights
+        that were opened last. True if they read nothing then, or if the weights were closed."""
         return True
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class WeightUpdates(Protocol):
     """Loads new weights. The shell calls one method after the other, except `stop`:
 
-    begin ─▶ load ─▶ finish ─▶ end          `abort` if the update is aborted
+    begin ─▶ is_prepared ─▶ load ─▶ finish ─▶ end          `abort` if the update is aborted
     """
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
@@ -17,7 +17,8 @@ class WeightUpdates(Protocol):
         ...
 
     async def is_prepared(self) -> bool:
-        """Whether all that `begin` has begun is done. `load` may come earlier, and then waits."""
+        """Whether what `begin` started is done; the shell asks until it is. `load` may come
+        earlier, and then waits."""
         return True
 
     async def load(self) -> int:

@@ -229,7 +229,7 @@ class VllmCore(AdapterCore):
         self._is_staged = all(is_staged for _, is_staged in reports)
 
     async def is_staged(self) -> bool:
-        """Workers are asked: to wait there would keep them from generating."""
+        """Asks the workers again and does not wait in them, because they generate meanwhile."""
         if not self._is_staged:
             self._is_staged = all(await self._in_workers("umbra_is_staged"))
         return self._is_staged

@@ -79,7 +79,7 @@ class Engine(Protocol):
 
     async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares for the weights of `version`, and changes nothing else. Allowed in any state but
-        during an update; a sleep gives the preparation up."""
+        during an update; a sleep discards the preparation."""
         ...
 
     async def load(self) -> dict[str, int]:

@@ -59,8 +59,7 @@ class PoolSpec(Settings):
             weights.
         bucket_nbytes: part of the weights that a rank fills at a time, see SyncSettings.
         verify_every: how many versions after one with checksums the next one has them, see there.
-        full_sync_every: how many versions after one whose weights all go over the network the next
-            one does, see there.
+        full_sync_every: every n-th version is sent whole over the network; see there.
         transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
     """
 

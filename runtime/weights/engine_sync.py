@@ -274,7 +274,7 @@ class EngineSync:
         engine, version = self._engine, self._transaction.version
         buckets = self._image.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
-        await engine.begin_update(version, manifest, buckets, timeout_s)  # it still generates
+        await engine.begin_update(version, manifest, buckets, timeout_s)  # may still generate
         if self._image.progress.is_aborted or self._is_cut_off():
             raise WeightSyncError("the sync ended for the engine before it was paused")
         await engine.pause(self._pause_mode, timeout_s)
@@ -338,8 +338,8 @@ class EngineSync:
         """Whether an engine could not get ready or load because the sync was aborted, which frees
         the memory that it was to read.
 
-        A lost rank breaks its connections, and takes the memory along that it exports, before the
-        supervisor hears of it, and the engines that notice are not to blame.
+        A lost rank breaks its connections and frees the memory that it exports before the
+        supervisor hears of it. The engines that notice have not failed.
         """
         if not isinstance(request, Prepare | Load):
             return False

@@ -36,7 +36,7 @@ Runs = Sequence[tuple[int, int]]
 
 class SentShards:
     """What a rank sent last, so that it can send what has changed since: one more copy of its
-    shards, in the dtypes in which they travel, on the device of the memory that it is read to.
+    shards, in the dtypes in which they travel, on the device into whose memory buckets are read.
 
     Each sync has a name for what it writes to images, its contents. This object knows the contents
     that are, byte for byte, what is kept: several if nothing had changed between two syncs, none
