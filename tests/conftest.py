@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -24,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Engines and ranks choose the number of their threads by the cores, as if each had them to itself.
 # Two that wait for each other in the midst of a small product burn a core each.
 os.environ["OMP_THREAD_LIMIT"] = "1"
+
+# nohup has it ignored, and so would the programs that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What is imported and collected lives to the end: a third of the time would go into looking at it.
 gc.disable()

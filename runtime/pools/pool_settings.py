@@ -47,6 +47,15 @@ def check_update_waves(update_waves: int, mode: str, count: int | Literal["auto"
         )
 
 
+def check_full_sync_every(full_sync_every: int, transport: TransportSetting) -> None:
+    """Raises SettingError for a pool whose weights never travel over the network."""
+    if full_sync_every > 1 and transport not in ("auto", "nccl"):
+        raise SettingError(
+            f"full_sync_every {full_sync_every} is for transport 'nccl', not {transport!r}: set "
+            "full_sync_every to 1, or transport to 'auto'"
+        )
+
+
 def check_staged_updates(mode: str, engine: str, transport: TransportSetting) -> None:
     """Raises SettingError for a pool whose engines cannot read weights while they generate."""
     if mode != "standalone":
@@ -190,11 +199,7 @@ class PoolSettings(EnginePoolSettings):
     def __post_init__(self) -> None:
         EnginePoolSettings.__post_init__(self)
         check_update_waves(self.update_waves, self.mode, self.count)
-        if self.full_sync_every > 1 and self.transport not in ("auto", "nccl"):
-            raise SettingError(
-                f"full_sync_every {self.full_sync_every} is for transport 'nccl', not "
-                f"{self.transport!r}: set full_sync_every to 1, or transport to 'auto'"
-            )
+        check_full_sync_every(self.full_sync_every, self.transport)
         if self.staged_updates:
             check_staged_updates(self.mode, self.engine, self.transport)
 

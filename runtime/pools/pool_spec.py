@@ -20,6 +20,7 @@ from umbra.runtime.engine_api.lora_matrices import check_lora_rank
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_settings import (
     OnUpdate,
+    check_full_sync_every,
     check_staged_updates,
     check_update_waves,
 )
@@ -98,6 +99,7 @@ class PoolSpec(Settings):
         try:
             Settings.__post_init__(self)
             check_update_waves(self.update_waves, self.mode, self.count)
+            check_full_sync_every(self.full_sync_every, self.transport)
             if self.staged_updates:
                 check_staged_updates(self.mode, self.engine, self.transport)
             check_lora_rank(self.lora_rank, load_weights=self.load_weights)
