@@ -1,7 +1,7 @@
 """Settings of other trainers by their names there, and the settings that do the same here.
 
-The answer to an unknown setting uses it, so that somebody who comes from TRL, verl, AReaL, slime or
-prime-rl is told umbra's name. docs/coming-from.md compares values and meanings.
+The error about an unknown setting uses it: it has umbra's name for somebody who comes from TRL,
+verl, AReaL, slime or prime-rl. docs/coming-from.md compares values and meanings.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ CPU storages stand in for a GPU's (`fake_ipc`); with a GPU, the copies have a st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from fake_ipc import FakeIpc, FakeOpener
 from offered_exports import manifest_of, offered
 from torch import Tensor, nn
+from watched_loader import WatchedLoader
 
-from umbra.engines.loading.loader_recording import LoaderRecording
 from umbra.engines.loading.open_weights import OpenUpdate, WorkerMemory
 from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.staged_copies import StagedCopies
@@ -79,22 +79,6 @@ class Model(nn.Module):
         return {name: each.detach().clone() for name, each in self.named_parameters()}
 
 
-class Loader:
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        recording = LoaderRecording(self._model)
-        with recording, torch.no_grad():
-            self._model.load_weights(recording.watch(source.tensors()))
-        return recording, {}
-
-    def load(
-        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        raise AssertionError("all layers have a plan")
-
-
 class Ranks:
     """Three ranks hold float32, which travels as bfloat16."""
 
@@ -143,7 +127,7 @@ class Ranks:
 class Worker:
     def __init__(self, ipc: FakeIpc, device: str, *cut: int) -> None:
         self.model = Model(*cut).to(device)
-        self.loading = PlannedLoading(self.model, Loader(self.model))
+        self.loading = PlannedLoading(self.model, WatchedLoader(self.model))
         memory = WorkerMemory(lambda: FakeOpener(ipc))
         self.update = OpenUpdate(torch.device(device), memory)
 
@@ -349,7 +333,7 @@ def test_the_ranks_memory_is_left_when_nothing_reads_it_any_more(
             done.append("left")
 
     def use(description: dict[str, Any]) -> None:
-        update.open(description, Loading(model, Loader(model)))
+        update.open(description, Loading(model, WatchedLoader(model)))
         if way == "close":
             update.close()
         elif way == "open":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,8 +12,8 @@ import torch
 from fake_ipc import FakeIpc, FakeOpener
 from offered_exports import manifest_of, offered
 from torch import Tensor, nn
+from watched_loader import WatchedLoader
 
-from umbra.engines.loading.loader_recording import LoaderRecording
 from umbra.engines.loading.open_weights import WorkerMemory, open_weights
 from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_import import WeightImport
@@ -159,22 +159,6 @@ class Model(nn.Module):
                 self.norm_again.data.copy_(tensor)
 
 
-class Loader:
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        recording = LoaderRecording(self._model)
-        with recording, torch.no_grad():
-            self._model.load_weights(recording.watch(source.tensors()))
-        return recording, {}
-
-    def load(
-        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        raise AssertionError("all layers have a plan")
-
-
 @on_each_device
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("is_inference", [False, True])
@@ -183,7 +167,7 @@ def test_a_replay_has_the_checksums_of_the_ranks(
 ) -> None:
     ranks = Ranks(ipc, device, {"q": (12, 8), "k": (12, 8), "columns": (8, 12), "norm": (9,)})
     loadings = [
-        PlannedLoading(model, Loader(model))
+        PlannedLoading(model, WatchedLoader(model))
         for model in (Model(worker, num_workers).to(device) for worker in range(num_workers))
     ]
     for _ in range(3):

@@ -24,8 +24,8 @@ class LinkListener:
     """Listens at one address of this node while a sync is open. Owns the listening socket, its
     thread, and one thread for each connection, which becomes that of the link.
 
-    A connection begins with the key of its link, which only the ends of the link were told, over
-    umbra's calls. One with any other key is closed.
+    A connection begins with the key of its link, which only the ends of the link get, over umbra's
+    calls. One with any other key is closed.
     """
 
     def __init__(self, host: str) -> None:
