@@ -136,6 +136,20 @@ def test_descendants_end_at_the_children_to_spare(run: Run, pipe: tuple[int, int
     run(body())
 
 
+def test_the_present_time_is_between_the_starts_of_two_processes() -> None:
+    ticks: list[int] = []
+    for _ in range(2):
+        ticks.append(descendants.ticks_now())
+        with subprocess.Popen(["sleep", "60"]) as process:
+            stat = descendants.process_stat(process.pid)
+            process.kill()
+        assert stat is not None
+        ticks.append(stat.start_ticks)
+
+    assert ticks == sorted(ticks)
+    assert ticks[-1] - ticks[0] < DEADLINE_S * os.sysconf("SC_CLK_TCK")
+
+
 def test_a_strange_process_name_does_not_confuse_the_parser(tmp_path: Path) -> None:
     program = tmp_path / ") Z 1 (("
     program.symlink_to("/bin/sleep")
