@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -62,7 +63,6 @@ def serve(arguments: argparse.Namespace) -> int:
     check_models(config)
     pools = served_pools(config)
     host = arguments.host
-    port = _free_port(host, arguments.port)
     key = api_key(arguments.api_key)
     run_dir = config.run.dir / "serve"
     check_writable(run_dir)
@@ -94,8 +94,8 @@ def serve(arguments: argparse.Namespace) -> int:
         while True:
             session.raise_if_lost(_LOOK_S)  # raises as soon as the job is lost
 
-    with RunLock(run_dir):
-        front = _front_spec(pools, host, port, key)
+    with _reserved(host, arguments.port) as reserved, RunLock(run_dir):
+        front = _front_spec(pools, host, int(reserved.getsockname()[1]), key)
         with_pools(engine_pools, run_dir, [front], work)
     return 0
 
@@ -177,8 +177,9 @@ def _describe_engines(pools: Sequence[PoolSpec]) -> str:
     return "; ".join(parts)
 
 
-def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0, which a restarted front must keep.
+def _reserved(host: str, port: int) -> socket.socket:
+    """A socket that has `port`, or a free one for 0, which a restarted front must keep. It does not
+    listen, so that the front can, and nobody else is given the port while it is open.
 
     Raises:
         ConfigError: the address cannot be bound. This is checked before engines start.
@@ -186,10 +187,12 @@ def _free_port(host: str, port: int) -> int:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-            return int(trial.getsockname()[1])
+        with ExitStack() as opened:
+            reserved = opened.enter_context(socket.socket(family, kind, protocol))
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(address)
+            opened.pop_all()
+            return reserved
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "
