@@ -177,7 +177,7 @@ JOBS: Final = {
     "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
     "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
     "standalone-keep-wide": training_run(
-        f"--ranks 1 {STANDALONE} pool.on_update=keep pool.max_num_seqs=256", 22
+        f"--ranks 1 --trace LOG.json.gz {STANDALONE} pool.on_update=keep pool.max_num_seqs=256", 22
     ),
     "checksums": tests_of(
         "", "tests/gpu/weights/test_checksum_gpu.py tests/unit/weights/test_verified_parameters.py"
