@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -38,6 +39,10 @@ class AdapterEngine(EngineShell[AdapterCore]):
     async def _start_core(self) -> None:
         await super()._start_core()
         await warm_up(self._core)
+        # The library's objects stay. Each search for garbage among them would stop the event loop
+        # for up to half a second.
+        gc.collect()
+        gc.freeze()
 
 
 class MakeCore(Protocol):

@@ -34,6 +34,7 @@ def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size
         stop_token_ids=[token for token in request.stop_token_ids if token < vocab_size],
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=library.RequestOutputKind.DELTA,
     )
