@@ -37,9 +37,9 @@ def _sampled_logprobs(completion: Any) -> list[float]:
     In vLLM 0.26.0 the final output of an abort carries no tokens but repeats all logprobs so far.
     They follow those of the tokens that it was merged with.
     """
-    num_tokens = len(completion.token_ids)
-    if num_tokens == 0:
+    if not completion.token_ids:
         return []
     flat = completion.logprobs
-    # Flat: a position's logprobs begin at its `start_indices`, with that of the sampled token.
-    return [flat.logprobs[start] for start in flat.start_indices[:num_tokens]]
+    # Flat: a position's logprobs begin at its start, with that of the sampled token.
+    starts = flat.start_indices[: len(completion.token_ids)]
+    return [flat.logprobs[start] for _, start in zip(completion.token_ids, starts, strict=True)]
