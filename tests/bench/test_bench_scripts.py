@@ -302,8 +302,8 @@ def test_a_small_benchmark_of_deltas_gives_every_number() -> None:
     facts = delta_bench.run(500, 1.0)
 
     assert facts["tokens_per_s"] > 0
-    assert facts["tokens_per_cpu_s"] > 50_000
-    assert facts["cpu_us_per_run"] > 0
+    # how fast that is depends on what else the machine does; a run has 2 or 3 tokens
+    assert 2e6 < facts["tokens_per_cpu_s"] * facts["cpu_us_per_run"] < 3e6
     assert 0 < facts["delta_p50_ms"] <= facts["delta_p99_ms"]
     assert facts["num_finished"] > 0
     # 500 in flight, 2.5 tokens each a tick of 50 ms; a busy machine may miss ticks
