@@ -175,8 +175,8 @@ class EmbeddedUpdates(WeightUpdates):
     async def load(self) -> int:
         return await self._thread.run(lambda worker: worker.load_update())
 
-    async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return await self._thread.run(lambda worker: worker.receiver.finish(regions))
+    async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        return await self._thread.run(lambda worker: worker.receiver.verify(regions))
 
     def stop(self) -> None:
         self._thread.end_waits()

@@ -175,9 +175,9 @@ class FaultyEngine:
         self._may_fail("load")
         return await self._inner.load()
 
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        self._may_fail("finish_update")
-        return await self._inner.finish_update(regions)
+    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        self._may_fail("verify_update")
+        return await self._inner.verify_update(regions)
 
     async def commit_update(self) -> None:
         self._may_fail("commit_update")

@@ -14,7 +14,6 @@ from typing import Any, Final
 from torch import Tensor
 
 from umbra.engines.loading.weight_import import WorkerRegions
-from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import buffer_bytes, typed_view
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
@@ -38,7 +37,6 @@ class ImageImport:
         known = ("fd_socket", "image", "bucket_nbytes", "progress")
         self.description: dict[str, Any] = {name: buckets[name] for name in known}
         self.description["manifest"] = manifest
-        self._is_loaded = False
 
     def receiving(self) -> AbstractContextManager[None]:
         """See `ImageSource.receiving`."""
@@ -46,13 +44,10 @@ class ImageImport:
 
     def note(self, per_worker: Sequence[WorkerRegions]) -> int:
         """Called when all workers have loaded; returns the bytes of the model."""
-        self._is_loaded = True
         return self._layout.payload_nbytes
 
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Compares what was sent with the image; returns count, nbytes and mismatches."""
-        if not self._is_loaded:
-            raise WeightSyncError("nothing was loaded before verifying")
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """Compares the checksums of what was sent with those of the image; returns what differs."""
         tensors = image_tensors(self._layout, self._source.memory)
         return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
 

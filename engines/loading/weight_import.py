@@ -25,7 +25,7 @@ class WeightImport:
         kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest
-        self._read: list[dict[int, tuple[int, int | None]]] | None = None
+        self._read: list[dict[int, tuple[int, int | None]]] = []  # by worker
 
     def receiving(self) -> AbstractContextManager[None]:
         """The workers read the ranks' memory themselves."""
@@ -45,27 +45,21 @@ class WeightImport:
         ]
         return min(sum(nbytes for nbytes, _ in read.values()) for read in self._read)
 
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Compares what was sent with what every worker has; returns count, nbytes and
-        mismatches."""
-        if self._read is None:
-            raise WeightSyncError("nothing was loaded before verifying")
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """Compares what was sent with what every worker has; returns what differs."""
         mismatches: list[str] = []
-        count = nbytes = 0
         for offset, sent_nbytes, sent in regions:
-            found = [read.get(int(offset or 0), (0, None)) for read in self._read]
-            for worker, (read_nbytes, arrived) in enumerate(found):
+            for worker, read in enumerate(self._read):
+                read_nbytes, arrived = read.get(int(offset or 0), (0, None))
                 if read_nbytes != sent_nbytes or (sent is not None and arrived != sent):
                     mismatches.append(
                         f"worker {worker}, image bytes from {offset}: sent {sent_nbytes} with "
                         f"checksum {sent}, has {read_nbytes} with {arrived}"
                     )
-            count += 1
-            nbytes += min(read_nbytes for read_nbytes, _ in found)
         if len(mismatches) > _MAX_MISMATCHES:
             more = len(mismatches) - _MAX_MISMATCHES
             mismatches = [*mismatches[:_MAX_MISMATCHES], f"and {more} more"]
-        return {"count": count, "nbytes": nbytes, "mismatches": mismatches}
+        return mismatches
 
     def stop(self) -> None:
         """An abort ends the waits of workers."""

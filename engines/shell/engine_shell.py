@@ -61,7 +61,7 @@ class EngineShell(Generic[_Core]):
         self._drain_is_over = asyncio.Event()
         self._changes = Changes()  # of the core's state, and of its requests
         self._next_version: int | None = None  # of an update that may be loaded
-        self._is_verified = False  # the core has the weights of the update in progress
+        self._can_commit = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
         gauge("requests", lambda: {"in flight": len(requests.ids)})
 
@@ -238,7 +238,7 @@ class EngineShell(Generic[_Core]):
         if version is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
         self._gate.begin_update(version, is_idle=not self._requests.ids)
-        self._is_verified = False
+        self._can_commit = False
         loading = span("load weights", version=version)
         return {"nbytes": await self._changes.make(self._load, loading)}
 
@@ -246,21 +246,23 @@ class EngineShell(Generic[_Core]):
         if not self._core.is_paused:
             await self._pause_core(keep=True)
         self._requests.begin_update()
-        return await self._weights.load()
+        nbytes = await self._weights.load()
+        self._can_commit = True
+        return nbytes
 
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         self._check_updating()
-        return await self._changes.make(lambda: self._finish_update(regions), span("verify"))
+        return await self._changes.make(lambda: self._verify_update(regions), span("verify"))
 
-    async def _finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        report = await self._weights.finish(regions)
-        self._is_verified = not report["mismatches"]
-        return report
+    async def _verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        self._check_loaded()
+        mismatches = await self._weights.verify(regions)
+        self._can_commit = not mismatches
+        return mismatches
 
     async def commit_update(self) -> None:
         self._check_updating()
-        if not self._is_verified:
-            raise EngineError("the update has not been verified; finish_update comes first")
+        self._check_loaded()
         self._requests.commit_update(self._gate.commit_update())
         await self._weights.end()
 
@@ -272,6 +274,10 @@ class EngineShell(Generic[_Core]):
         self._next_version = None
         await self._weights.abort()
         self._gate.abort_update()
+
+    def _check_loaded(self) -> None:
+        if not self._can_commit:
+            raise EngineError("the weights are not loaded, or differ from those that were sent")
 
     def _check_updating(self) -> None:
         if self._gate.state != EngineState.UPDATING:

@@ -3,8 +3,7 @@
 shared memory   ranks ──fill──▶ image of the node ◀──read── Core.load_weights ◀── ImageImport
 CUDA IPC        ranks ──exports──────────────────▶ read by  Core.load_weights ◀── WeightImport
 
-When `load` returns, the model has the weights, whichever transport carried them; `finish` only
-verifies.
+When `load` returns, the model has the weights, whichever transport carried them.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ class ImageUpdates(WeightUpdates):
         self._core = core
         self._image = KeptImage()
         self._update: WeightImport | ImageImport | None = None
-        self._is_loaded = False
         self._holds_memory = False  # the core's workers may have memory of ranks or an image open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         await self.end()
-        self._is_loaded = False
         if buckets["transport"] == "cuda_ipc":
             self._update = WeightImport(manifest, buckets)
         else:
@@ -53,15 +50,11 @@ class ImageUpdates(WeightUpdates):
     async def load(self) -> int:
         update = self._open_update()
         with update.receiving():
-            nbytes = update.note(await self._core.load_weights(update.description))
-        self._is_loaded = True
-        return nbytes
+            return update.note(await self._core.load_weights(update.description))
 
-    async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+    async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         update = self._open_update()
-        if not self._is_loaded:
-            raise WeightSyncError("the weights have not been loaded; load comes first")
-        return await self._in_thread(lambda: update.finish(regions))
+        return await self._in_thread(lambda: update.verify(regions))
 
     def stop(self) -> None:
         if self._update is not None:

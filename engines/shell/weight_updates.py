@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class WeightUpdates(Protocol):
     """Loads new weights. The shell calls one method after the other, except `stop`:
 
-    begin ─▶ is_prepared ─▶ load ─▶ finish ─▶ end          `abort` if the update is aborted
+    begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end          `abort` if the update is aborted
     """
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
@@ -30,8 +30,8 @@ class WeightUpdates(Protocol):
         """
         ...
 
-    async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Verifies what was loaded; see `Engine.finish_update`."""
+    async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """See `Engine.verify_update`. Only called in syncs with checksums."""
         ...
 
     def stop(self) -> None:

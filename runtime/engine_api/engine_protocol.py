@@ -83,7 +83,8 @@ class Engine(Protocol):
         ...
 
     async def load(self) -> dict[str, int]:
-        """Loads every bucket as soon as all ranks have filled it; returns {"nbytes": bytes loaded}.
+        """Loads every bucket as soon as all ranks have filled it; returns {"nbytes": bytes loaded},
+        which are those of all tensors if nothing is missing.
 
         When it returns, the model has the weights. From the call on, the weights have no version
         until `commit_update`. It may be called once per update. Raises WeightSyncError when the
@@ -91,10 +92,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Verifies what was loaded, and changes nothing.
+    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """Compares the checksums of what was loaded with those of `regions`, each [image offset,
+        nbytes, checksum], and changes nothing. Called in syncs with checksums.
 
-        Returns {"count", "nbytes", "mismatches"} over [offset, nbytes, checksum] regions.
+        Returns a text for each difference; with any, the update cannot be committed.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
@@ -33,7 +33,7 @@ from umbra.runtime.engine_api.lifecycle import (
     Wake,
     Woken,
 )
-from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.errors import EngineUnhealthy, ProtocolError, UmbraError, brief
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.tracing.spans import span
 
@@ -216,12 +216,12 @@ class PoolEngine:
         loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
         return loaded
 
-    async def finish_update(
-        self, regions: list[list[int | None]], timeout_s: float
-    ) -> dict[str, Any]:
-        """Returns what it finds in its weights: count, nbytes, mismatches."""
-        found: dict[str, Any] = await self._request("finish_update", regions, timeout_s=timeout_s)
-        return found
+    async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
+        """Returns the checksums that differ from those of `regions`, as text."""
+        answer: Any = await self._request("verify_update", regions, timeout_s=timeout_s)
+        if not isinstance(answer, list):
+            raise ProtocolError(f"{self.name} verified an update with {brief(answer)}")
+        return [str(text) for text in cast("list[Any]", answer)]
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         """UPDATING → PAUSED(version)."""

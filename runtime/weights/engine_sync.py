@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Tag
-from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
+from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, brief
 from umbra.runtime.weights.sync_events import (
     Action,
     Close,
@@ -65,10 +65,9 @@ class SyncEngine(Protocol):
 
     `begin_update` does not change the weights. `touch` announces, before `load`, that they will
     have no version (lifecycle BeginUpdate). `load` returns when the model has the weights, and
-    fails soon after the sync is aborted. `finish_update` verifies what was
-    loaded, and changes nothing. `abort_update` ends the update; the lifecycle loses the version
-    only if it was touched. `probe_import` returns why allocations (`rank_exports`) cannot be
-    opened, or "".
+    fails soon after the sync is aborted. `verify_update` compares checksums, changes nothing, and
+    returns what differs. `abort_update` ends the update; the lifecycle loses the version only if it
+    was touched. `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
     """
 
     @property
@@ -89,9 +88,9 @@ class SyncEngine(Protocol):
     ) -> None: ...
     def touch(self, version: int) -> None: ...
     async def load(self, timeout_s: float) -> Mapping[str, Any]: ...
-    async def finish_update(
+    async def verify_update(
         self, regions: list[list[int | None]], timeout_s: float
-    ) -> Mapping[str, Any]: ...
+    ) -> list[str]: ...
     async def commit_update(self, version: int, timeout_s: float) -> None: ...
     async def abort_update(self, timeout_s: float) -> None: ...
     def kill(self, reason: str) -> None: ...
@@ -253,8 +252,8 @@ class EngineSync:
                 return await self._load(timeout)
             case Verify():
                 regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
-                found = await engine.finish_update(regions, timeout_s)
-                return _read_verification(engine.name, found)
+                mismatches = await engine.verify_update(regions, timeout_s)
+                return EngineVerified(engine.name, mismatches)
             case Commit():
                 await engine.commit_update(self._transaction.version, timeout_s)
                 return EngineCommitted(engine.name)
@@ -288,7 +287,7 @@ class EngineSync:
         with self._watching(timeout):
             loaded = await engine.load(self._lease.left_s + _SETTLE_TIMEOUT_S)
         self.load_s = time.monotonic() - begun_at
-        return EngineLoaded(engine.name, _integer(loaded, "nbytes"))
+        return EngineLoaded(engine.name, _loaded_nbytes(loaded))
 
     @contextmanager
     def _watching(self, timeout: asyncio.Timeout) -> Generator[None]:
@@ -370,27 +369,9 @@ class EngineSync:
         return self._lease.left_s * _ENGINE_SHARE
 
 
-def _read_verification(engine: str, found: object) -> EngineVerified:
-    mismatches = _fields(found).get("mismatches")
-    if not isinstance(mismatches, list):
-        raise ProtocolError(f"engine {engine} verified without a list of mismatches")
-    texts = cast("list[Any]", mismatches)
-    return EngineVerified(
-        engine=engine,
-        count=_integer(found, "count"),
-        nbytes=_integer(found, "nbytes"),
-        mismatches=[str(text) for text in texts],
-    )
-
-
-def _integer(answer: object, key: str) -> int:
-    value = _fields(answer).get(key)
-    if not isinstance(value, int):
-        raise ProtocolError(f"an engine answered {key}={value!r}, expected a number")
-    return value
-
-
-def _fields(answer: object) -> Mapping[str, Any]:
-    if not isinstance(answer, Mapping):
-        raise ProtocolError(f"an engine answered {type(answer).__name__}, expected a map")
-    return cast("Mapping[str, Any]", answer)
+def _loaded_nbytes(answer: object) -> int:
+    match answer:
+        case {"nbytes": int(nbytes)}:
+            return nbytes
+        case _:
+            raise ProtocolError(f"an engine has loaded {brief(answer)}, expected a number of bytes")

@@ -69,11 +69,9 @@ class EngineLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EngineVerified:
-    """The engine's findings in its own parameters."""
+    """The engine has compared the checksums of its parameters with those of the ranks."""
 
     engine: str
-    count: int
-    nbytes: int
     mismatches: Sequence[str]
 
 
@@ -177,6 +175,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
+    """Compare checksums."""
+
     engine: str
 
 

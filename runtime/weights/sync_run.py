@@ -251,14 +251,13 @@ class SyncRun:
             entered_at = entered[phase] = self._entered_at.get(phase, entered_at)
         prepared = [worker.prepared_at for worker in self._workers.values()]
         prepared_at = max([entered[Phase.OPENING], *prepared])
+        manifest = self.transaction.manifest
+        assert manifest is not None
         self._report = SyncReport(
             version=self.version,
             transport="" if self.opened is None else self.opened.transport,
             engines={
-                name: {
-                    "nbytes": self.transaction.loaded_nbytes(name),
-                    "load_s": self._workers[name].load_s,
-                }
+                name: {"nbytes": manifest.payload_nbytes, "load_s": self._workers[name].load_s}
                 for name in self.transaction.live_engines
             },
             failed=dict(self.transaction.failed),

@@ -15,14 +15,14 @@ read. Ranks begin while engines get ready, unless the transport connects them wi
 they begin when all engines are ready. An engine that fails is discarded and the others continue.
 An engine that is cut off, because the one that receives for its node failed, leaves the sync and is
 reverted, and gets the version with the next one. In
-TRANSFERRING an engine loads as soon as it is prepared. Ranks and engines tell each other directly
+TRANSFERRING an engine loads as soon as it is prepared. VERIFYING compares checksums, if the ranks
+sent any. Ranks and engines tell each other directly
 which bucket to fill or load next (`sync_progress`); events only report who is done with all of
 them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import assert_never
 
@@ -86,12 +86,6 @@ class Stage(StrEnum):
     DONE = "done"
 
 
-@dataclass(slots=True)
-class _Engine:
-    stage: Stage = Stage.PREPARING
-    nbytes: int = 0
-
-
 class SyncTransaction:
     """One sync of one version.
 
@@ -113,7 +107,7 @@ class SyncTransaction:
         self._released: set[int] = set()
         self._reads_exports = False
         self._is_granted = False
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, Stage] = {}
         self._leaving: set[str] = set()  # cut off, and not reverted yet
 
     @property
@@ -123,9 +117,6 @@ class SyncTransaction:
     @property
     def live_engines(self) -> list[str]:
         return list(self._engines)
-
-    def loaded_nbytes(self, engine: str) -> int:
-        return self._engines[engine].nbytes
 
     def observe(self, event: Event) -> list[Action]:
         """Processes one event; returns the actions to carry out now, in order."""
@@ -161,8 +152,7 @@ class SyncTransaction:
                 | EngineResumed()
                 | EngineReverted()
             ):
-                engine = self._engines.get(event.engine)
-                return [] if engine is None else self._on_progress(engine, event)
+                return self._on_progress(event) if event.engine in self._engines else []
             case _:
                 assert_never(event)
 
@@ -196,7 +186,7 @@ class SyncTransaction:
         if self.phase != Phase.OPENING:
             return []
         self.phase = Phase.TRANSFERRING
-        self._engines = {name: _Engine() for name in event.engines}
+        self._engines = dict.fromkeys(event.engines, Stage.PREPARING)
         self._reads_exports = event.reads_exports
         self._is_granted = not event.connects
         grant = [GrantBegin()] if self._is_granted else []
@@ -223,7 +213,6 @@ class SyncTransaction:
 
     def _on_progress(
         self,
-        engine: _Engine,
         event: EnginePrepared
         | EngineLoaded
         | EngineVerified
@@ -231,24 +220,29 @@ class SyncTransaction:
         | EngineResumed
         | EngineReverted,
     ) -> list[Action]:
+        engine = event.engine
         match event:
             case EngineLoaded():
-                engine.stage = Stage.LOADED
-                engine.nbytes = event.nbytes
+                assert self.manifest is not None
+                expected_nbytes = self.manifest.payload_nbytes
+                if event.nbytes != expected_nbytes and self.phase == Phase.TRANSFERRING:
+                    wrong = f"load: it has {event.nbytes} bytes of {expected_nbytes}"
+                    return self._on_failed(EngineFailed(engine, wrong))
+                self._engines[engine] = Stage.LOADED
             case EngineVerified():
-                wrong = self._find_mismatch(event)
-                if wrong and self.phase == Phase.VERIFYING:
-                    return self._on_failed(EngineFailed(event.engine, wrong))
-                engine.stage = Stage.VERIFIED
+                if event.mismatches and self.phase == Phase.VERIFYING:
+                    wrong = f"corrupted on arrival: {'; '.join(event.mismatches)}"
+                    return self._on_failed(EngineFailed(engine, wrong))
+                self._engines[engine] = Stage.VERIFIED
             case EnginePrepared():
                 if self.phase == Phase.TRANSFERRING:
-                    engine.stage = Stage.LOADING
-                    return [Load(event.engine), *self._advance()]
+                    self._engines[engine] = Stage.LOADING
+                    return [Load(engine), *self._advance()]
             case EngineCommitted():
-                engine.stage = Stage.COMMITTED
-                return [ResumeEngine(event.engine)]
+                self._engines[engine] = Stage.COMMITTED
+                return [ResumeEngine(engine)]
             case EngineResumed() | EngineReverted():
-                engine.stage = Stage.DONE
+                self._engines[engine] = Stage.DONE
             case _:
                 assert_never(event)
         return self._advance()
@@ -267,18 +261,6 @@ class SyncTransaction:
             return []
         self.failed[event.engine] = event.reason
         return [Discard(event.engine, event.reason), *self._advance()]
-
-    def _find_mismatch(self, event: EngineVerified) -> str:
-        """Describes the mismatch, or returns ""."""
-        expected_nbytes = sum(nbytes for _, nbytes, _ in self.regions)
-        if event.mismatches:
-            return f"corrupted on arrival: {'; '.join(event.mismatches)}"
-        if (event.count, event.nbytes) != (len(self.regions), expected_nbytes):
-            return (
-                f"has {event.count} regions of {event.nbytes} bytes, "
-                f"sent were {len(self.regions)} of {expected_nbytes}"
-            )
-        return ""
 
     # -- progress ------------------------------------------------------------------------
 
@@ -306,7 +288,7 @@ class SyncTransaction:
         return []
 
     def _all_prepared(self) -> bool:
-        return all(engine.stage != Stage.PREPARING for engine in self._engines.values())
+        return all(stage != Stage.PREPARING for stage in self._engines.values())
 
     def _is_transferred(self) -> bool:
         return self._filled == self._joined.keys() and self._all_at(Stage.LOADED)
@@ -317,13 +299,14 @@ class SyncTransaction:
 
     def _finish_transfer(self) -> list[Action]:
         self.phase = Phase.VERIFYING
-        for engine in self._engines.values():
-            engine.stage = Stage.VERIFYING
-        verifications: list[Action] = [Verify(name) for name in self._engines]
-        return [GrantFilled(), *(verifications or self._advance())]
+        has_checksums = any(checksum is not None for _, _, checksum in self.regions)
+        stage = Stage.VERIFYING if has_checksums else Stage.VERIFIED
+        self._engines = dict.fromkeys(self._engines, stage)
+        verifications = [Verify(name) for name in self._engines] if has_checksums else []
+        return [GrantFilled(), *verifications, *self._advance()]
 
     def _all_at(self, stage: Stage) -> bool:
-        return all(engine.stage == stage for engine in self._engines.values())
+        return all(reached == stage for reached in self._engines.values())
 
     # -- the end -------------------------------------------------------------------------
 
@@ -340,8 +323,8 @@ class SyncTransaction:
             return []  # too late: the engines hold the version, and will report it
         self.phase = Phase.ABORTING
         reverts = [
-            Revert(name, is_touched=engine.stage != Stage.PREPARING)
-            for name, engine in self._engines.items()
+            Revert(name, is_touched=stage != Stage.PREPARING)
+            for name, stage in self._engines.items()
         ]
         return [FailRanks(reason), *reverts, *self._advance()]
 
@@ -349,7 +332,7 @@ class SyncTransaction:
         if self.phase == Phase.GATHERING:
             missing = sorted(set(range(self._world_size)) - self._joined.keys())
             return f"ranks {missing} of {self._world_size} did not publish version {self.version}"
-        engines = [f"{name}: {engine.stage}" for name, engine in self._engines.items()]
+        engines = [f"{name}: {stage}" for name, stage in self._engines.items()]
         slow = f"engines: {', '.join(engines) or 'none'}"
         if self.phase == Phase.TRANSFERRING:
             laggards = sorted(self._joined.keys() - self._filled)

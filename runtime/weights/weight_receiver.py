@@ -2,7 +2,7 @@
 
 If the ranks' GPUs can be read, parameters are filled from there, without an image.
 
-begin -> load -> finish -> end         once for each version; `abort` if it is aborted
+begin -> load -> verify -> end         once for each version; `abort` if it is aborted
 """
 
 from __future__ import annotations
@@ -120,14 +120,16 @@ class WeightReceiver:
         if update is not None:
             update.stop()
 
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Verifies every region [image offset, nbytes, checksum or None] in the parameters.
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """Compares the parameters with the checksums of regions.
 
-        Returns {"count": regions, "nbytes": their bytes, "mismatches": [text, ...]}; the text names
-        tensor, byte range and both checksums.
+        Args:
+            regions: each [image offset, nbytes, checksum or None].
+
+        Returns:
+            What differs: texts with tensor, byte range and both checksums.
 
         Raises:
-            WeightSyncError: something was not loaded.
             ProtocolError: a region is not inside one tensor.
         """
         return self._open_update().verify(regions)

@@ -141,13 +141,11 @@ class _Engine:
         loaded: dict[str, Any] = await self._handle.call("load", timeout_s=timeout_s)
         return loaded
 
-    async def finish_update(
-        self, regions: list[list[int | None]], timeout_s: float
-    ) -> dict[str, Any]:
-        found: dict[str, Any] = await self._handle.call(
-            "finish_update", regions, timeout_s=timeout_s
+    async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
+        mismatches: list[str] = await self._handle.call(
+            "verify_update", regions, timeout_s=timeout_s
         )
-        return found
+        return mismatches
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._handle.call("commit_update", timeout_s=timeout_s)

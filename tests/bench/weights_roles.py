@@ -103,9 +103,9 @@ class BenchEngine:
     async def load(self) -> dict[str, int]:
         return {"nbytes": await self._run(self._receiver.load)}
 
-    async def finish_update(self, regions: list[list[int | None]]) -> dict[str, Any]:
-        found: dict[str, Any] = await self._run(self._receiver.finish, regions)
-        return found
+    async def verify_update(self, regions: list[list[int | None]]) -> list[str]:
+        mismatches: list[str] = await self._run(self._receiver.verify, regions)
+        return mismatches
 
     async def commit_update(self) -> None:
         await self._run(self._receiver.end)

@@ -205,9 +205,8 @@ class Receiver(Protocol):
         aborted."""
         ...
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Returns {"count", "nbytes", "mismatches"} of the regions; raises WeightSyncError before
-        everything is loaded."""
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """See `WeightReceiver.verify`."""
         ...
 
     def stop(self) -> None:

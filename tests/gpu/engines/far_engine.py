@@ -37,8 +37,8 @@ class Engine:
     def load(self) -> int:
         return self._receiver.load()
 
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return self._receiver.finish(regions)
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        return self._receiver.verify(regions)
 
     def end(self) -> None:
         self._receiver.end()

@@ -57,8 +57,8 @@ class FarEngine:
     async def load(self) -> dict[str, int]:
         return {"nbytes": await asyncio.to_thread(self.call, "load")}
 
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return await asyncio.to_thread(self.call, "finish", regions)
+    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        return await asyncio.to_thread(self.call, "verify", regions)
 
     async def commit_update(self) -> None:
         await asyncio.to_thread(self.call, "end")

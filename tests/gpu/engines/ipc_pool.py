@@ -58,7 +58,7 @@ class UpdatedEngine(Protocol):
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None: ...
     async def load(self) -> dict[str, int]: ...
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]: ...
+    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]: ...
     async def commit_update(self) -> None: ...
     async def abort_update(self) -> None: ...
 
@@ -84,8 +84,8 @@ class TensorsOnly:
     async def load(self) -> dict[str, int]:
         return {"nbytes": await asyncio.to_thread(self._receiver.load)}
 
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return await asyncio.to_thread(self._receiver.finish, regions)
+    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        return await asyncio.to_thread(self._receiver.verify, regions)
 
     async def commit_update(self) -> None:
         self._receiver.end()
@@ -135,10 +135,8 @@ class EngineInPool:
     async def load(self, timeout_s: float) -> Mapping[str, Any]:
         return await self._engine.load()
 
-    async def finish_update(
-        self, regions: list[list[int | None]], timeout_s: float
-    ) -> Mapping[str, Any]:
-        return await self._engine.finish_update(regions)
+    async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
+        return await self._engine.verify_update(regions)
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._engine.commit_update()

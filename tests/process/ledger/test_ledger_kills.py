@@ -38,7 +38,7 @@ def started(program: str, *arguments: object) -> Generator[subprocess.Popen[str]
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    """What the process writes until it ends. `communicate` would lose what `readline` has buffered."""
+    """What it writes until it ends. `communicate` would lose what `readline` has buffered."""
     assert process.stdout is not None
     return process.stdout.read()
 

@@ -30,12 +30,12 @@ def test_nothing_is_served_before_weights_came(
             with pytest.raises(IllegalTransition):
                 await engine.resume()
 
-            verified = await publish(engine, weights(model_kind), 7, tmp_path)
+            outcome = await publish(engine, weights(model_kind), 7, tmp_path)
 
             results = await results_of(engine, requests(1))
         assert results[0].versions == [7] * 8
-        assert verified["mismatches"] == []
-        assert verified["nbytes"] == regions_nbytes(list(weights(model_kind).values()))
+        assert outcome.mismatches == []
+        assert outcome.nbytes == regions_nbytes(list(weights(model_kind).values()))
 
     run_async(body)
 
@@ -49,9 +49,9 @@ def test_an_update_that_fails_its_checksums_is_never_served(
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
-            verified = await publish(engine, weights(model_kind), 1, tmp_path, tamper=tamper)
+            outcome = await publish(engine, weights(model_kind), 1, tmp_path, tamper=tamper)
 
-            assert len(verified["mismatches"]) == 1
+            assert len(outcome.mismatches) == 1
             with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
                 await engine.submit(requests(1))
             await publish(engine, weights(model_kind), 2, tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_runs import Engine
 from torch import Tensor
@@ -30,6 +30,13 @@ from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEADLINE_S = 20.0
+
+
+class Outcome(NamedTuple):
+    """Bytes that the engine has loaded, and the checksums that differ."""
+
+    nbytes: int
+    mismatches: list[str]
 
 
 class LocalSync:
@@ -90,12 +97,13 @@ class LocalSync:
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._regions = [list(region) for region in call.regions]
-        self._loading.result(DEADLINE_S)
+        self._nbytes = self._loading.result(DEADLINE_S)["nbytes"]
 
     def sync_end(self, call: SyncEnd) -> SyncReport:
         self._tamper(self._regions)
-        self.verified = self._call(self._engine.finish_update(self._regions))
-        if self.verified["mismatches"]:
+        mismatches = self._call(self._engine.verify_update(self._regions))
+        self.outcome = Outcome(self._nbytes, mismatches)
+        if mismatches:
             self._call(self._engine.abort_update())
         else:
             self._call(self._engine.commit_update())
@@ -130,8 +138,8 @@ async def publish(
     lora: LoraSpec | None = None,
     tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
     begun: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Carries `tensors` to a paused (or fresh) engine and resumes it; what it verified."""
+) -> Outcome:
+    """Carries `tensors` to a paused (or fresh) engine and resumes it, if the checksums agree."""
     manifest = wire_manifest(tensors, find_aliases(tensors), None, frozenset(), lora)
     grid = BucketGrid(manifest.nbytes, bucket_nbytes)
     async with serve_fds(str(folder / "fds")) as server:
@@ -144,7 +152,7 @@ async def publish(
                     await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
         finally:
             memory.close()
-    return sync.verified
+    return sync.outcome
 
 
 def regions_nbytes(tensors: Sequence[Tensor]) -> int:

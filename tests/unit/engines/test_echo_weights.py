@@ -91,10 +91,10 @@ def test_an_aborted_update_leaves_weights_of_no_version(tmp_path: Path) -> None:
         async with running(engine):
             await publish(engine, weights(1), 4, tmp_path)
             await engine.pause("abort")
-            verified = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
+            outcome = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
             held = engine.weights_fingerprint()
 
-        assert len(verified["mismatches"]) == 1
+        assert len(outcome.mismatches) == 1
         kept = weights_fingerprint([tensor.numpy().tobytes() for tensor in weights(1).values()])
         assert held != kept, "they were overwritten in place"
 

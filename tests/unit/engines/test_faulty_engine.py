@@ -180,7 +180,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "wake": (["weights"],),
     "probe_import": ([],),
     "begin_update": (1, {}, {}),
-    "finish_update": ([],),
+    "verify_update": ([],),
 }
 
 

@@ -58,9 +58,9 @@ def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
     async def body() -> None:
         async with engine_over(core) as engine:
             core.done.clear()
-            report = await publish(engine, WEIGHTS, 1, tmp_path, tamper=look)
+            outcome = await publish(engine, WEIGHTS, 1, tmp_path, tamper=look)
 
-        assert report["mismatches"] == []
+        assert outcome.mismatches == []
         assert done_before == ["pause", "load_weights"]
         assert core.done.count("load_weights") == 1
 
@@ -79,14 +79,16 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
             core.done.clear()
             loaded = await engine.load()
             assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])
-            with pytest.raises(EngineError, match="has not been verified"):
-                await engine.commit_update()
 
-            report = await engine.finish_update(regions)
-
-            assert report == {"count": 2, "nbytes": 1340, "mismatches": []}
+            assert await engine.verify_update(regions) == []
             assert core.done == ["load_weights"]
             await engine.commit_update()
+
+            await engine.begin_update(2, NO_TENSORS, EXPORTS)
+            await engine.load()
+            assert len(await engine.verify_update([[0, 1200, 9]])) == 1
+            with pytest.raises(EngineError, match="differ from those that were sent"):
+                await engine.commit_update()
 
     run_async(body)
 
@@ -112,7 +114,6 @@ async def serving_one(engine: AdapterEngine) -> None:
     """Brings it to version 1."""
     await engine.begin_update(1, NO_TENSORS, EXPORTS)
     await engine.load()
-    await engine.finish_update([])
     await engine.commit_update()
     await engine.resume()
 
@@ -160,7 +161,7 @@ def test_an_update_that_is_being_staged_can_be_left() -> None:
 
 
 def test_an_update_that_waits_to_be_loaded_cannot_be_committed() -> None:
-    """The version before it was verified, and this one was not."""
+    """The version before it was loaded, and this one was not."""
 
     async def body() -> None:
         core = ScriptedCore()
@@ -173,7 +174,7 @@ def test_an_update_that_waits_to_be_loaded_cannot_be_committed() -> None:
                 await asyncio.sleep(0)
                 tasks.create_task(engine.load())
                 await asyncio.sleep(0)
-                with pytest.raises(EngineError, match="has not been verified"):
+                with pytest.raises(EngineError, match="are not loaded"):
                     await engine.commit_update()
                 core.may_go_on.set()
 
@@ -197,7 +198,6 @@ def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_en
 
             await engine.begin_update(2, NO_TENSORS, EXPORTS)
             await engine.load()
-            await engine.finish_update([])
             await engine.commit_update()
             await engine.sleep(2)
             assert "close_memory" not in core.done

@@ -145,12 +145,10 @@ class ThreadEngine:
             flatten(first).view(torch.uint8)[0] ^= 1
         return {"nbytes": nbytes}
 
-    async def finish_update(
-        self, regions: list[list[int | None]], timeout_s: float
-    ) -> dict[str, Any]:
-        self.limits_s["finish_update"] = timeout_s
-        await self._request("finish_update")
-        return await asyncio.to_thread(self._receiver.finish, regions)
+    async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
+        self.limits_s["verify_update"] = timeout_s
+        await self._request("verify_update")
+        return await asyncio.to_thread(self._receiver.verify, regions)
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._request("commit_update")

@@ -315,7 +315,7 @@ def test_ranks_keep_their_memory_until_engines_have_read_it(ipc: FakeIpc) -> Non
             first_has_read.set()
         else:
             first_has_read.wait(10.0)
-            while "finish_update" not in engine.log:
+            while "verify_update" not in engine.log:
                 time.sleep(0.005)
             time.sleep(0.3)  # long enough for the engine to go on, if it did not wait
             logs.append(list(engine.log))

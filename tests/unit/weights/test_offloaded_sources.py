@@ -67,4 +67,4 @@ def test_tensors_are_read_before_the_engine_takes_memory_for_its_cache() -> None
     for mover in movers:
         assert len(mover.log_when_read) == 2
         for log in mover.log_when_read:
-            assert not {"finish_update", "commit_update", "wake kv_cache"} & set(log)
+            assert not {"verify_update", "commit_update", "wake kv_cache"} & set(log)

@@ -188,7 +188,7 @@ def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
     with local_pool([engine], small) as supervisor:
         publish(supervisor, sources, timeout_s=3600.0)
 
-    assert engine.limits_s.keys() == {"begin_update", "finish_update"}
+    assert engine.limits_s.keys() == {"begin_update", "verify_update"}
     assert all(limit_s > 1800.0 for limit_s in engine.limits_s.values())
 
 
@@ -303,7 +303,7 @@ def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
     assert time.monotonic() - begun_at < 5.0
 
 
-@pytest.mark.parametrize("hangs_at", ["begin_update", "finish_update"])
+@pytest.mark.parametrize("hangs_at", ["begin_update", "verify_update"])
 def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
     sources: dict[str, Tensor], small: SyncSettings, hangs_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +388,7 @@ def test_a_rank_cannot_report_twice_that_it_is_done(
             super().sync_filled(call)
 
     engine = ThreadEngine("engine", empty_like(sources))
-    engine.hang_at = "finish_update"
+    engine.hang_at = "verify_update"
     with local_pool([engine], small) as plain:
         twice = Twice(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(WeightSyncError, match="in phase VERIFYING"):

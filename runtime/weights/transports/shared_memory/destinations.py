@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,19 +76,16 @@ class Destinations:
         for target in self._targets:
             target.drop_staging()
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Compares regions [image offset, nbytes, checksum or None] with the parameters.
-
-        Returns {"count": regions, "nbytes": their bytes, "mismatches": a text for each wrong one}.
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """Compares regions [image offset, nbytes, checksum or None] with the parameters. Returns a
+        text for each that differs.
 
         Raises:
             ProtocolError: a region is not inside one tensor.
         """
-        nbytes = 0
         checks: list[_Check] = []
         contents: dict[_Target, list[Tensor]] = {}
         for target, start, region_nbytes, checksum in self._locate(regions):
-            nbytes += region_nbytes
             if checksum is None:
                 continue
             if target not in contents:
@@ -96,7 +93,7 @@ class Destinations:
             where = f"{target.entry.name} bytes [{start}, {start + region_nbytes})"
             for data in contents[target]:
                 checks.append(_Check(where, data[start : start + region_nbytes], checksum))
-        return {"count": len(regions), "nbytes": nbytes, "mismatches": _mismatches(checks)}
+        return _mismatches(checks)
 
     def _locate(
         self, regions: Sequence[Sequence[int | None]]

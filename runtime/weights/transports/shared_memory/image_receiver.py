@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -39,8 +38,7 @@ class ImageReceiver:
         self._destinations.settle()
         return nbytes
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        self._source.check_all_loaded()
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         return self._destinations.verify(regions)
 
     def stop(self) -> None:

@@ -99,10 +99,6 @@ class ImageSource:
                 raise WeightSyncError(self._receiver.error) from error
             raise
 
-    def check_all_loaded(self) -> None:
-        """Raises WeightSyncError unless `buckets` has yielded all."""
-        self._end_of_sync.check_all_loaded(self._grid.num_buckets)
-
     def stop(self) -> None:
         """Ends waits for ranks within 50 ms, in every process of the engine. From any thread."""
         self._end_of_sync.stop()

@@ -290,13 +290,6 @@ class EngineEnd:
         if self._progress.is_aborted:
             raise WeightSyncError("the sync was aborted before the model was loaded")
 
-    def check_all_loaded(self, num_buckets: int) -> None:
-        """Raises WeightSyncError unless this many were loaded."""
-        if self.num_loaded != num_buckets:
-            raise WeightSyncError(
-                f"{self.num_loaded} of {num_buckets} buckets were loaded before verifying"
-            )
-
     def stop(self) -> None:
         """Ends `buckets` within 50 ms, in every process of the engine. From any thread."""
         self._progress.stop(self._engine)
