@@ -13,7 +13,7 @@ Legend: d dims of the tensor, v dims of the copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Box = tuple[tuple[int, int], ...]  # [start, stop) for each of the copy's dims
@@ -38,13 +38,10 @@ class ShardBlock:
 
     Attributes:
         starts, sizes: [d]
-        distance: of the holder to the reader; of several holders the nearest is read, and of
-            equally near ones the first.
     """
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
-    distance: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +82,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def plan_pieces(
     shape: Sequence[int], blocks: Sequence[ShardBlock], source: StridedView, target: StridedView
 ) -> list[CopyPiece]:
-    """Splits a copy by blocks: every element comes exactly once, from the nearest that has it.
+    """Splits a copy by blocks: every element comes exactly once.
 
     Args:
         shape: of the tensor, [d].
+        blocks: that do not overlap.
         source: what the copy reads, in the tensor as contiguous memory.
         target: what it writes, of the same shape.
 
@@ -99,24 +97,14 @@ def plan_pieces(
         return []
     origin, axes, target = _axes_of(shape, source, target)
     pieces: list[CopyPiece] = []
-    missing: list[_Box] = [tuple((0, axis.size) for axis in axes)]
-    for idx in sorted(range(len(blocks)), key=lambda idx: blocks[idx].distance):
-        block = blocks[idx]
+    for idx, block in enumerate(blocks):
         held = _held(block, origin, axes)
-        if held is None:
-            continue
-        left: list[_Box] = []
-        for box in missing:
-            common = _intersection(box, held)
-            if common is None:
-                left.append(box)
-                continue
-            pieces.append(_piece(idx, block, origin, axes, target, common))
-            left += _difference(box, common)
-        missing = left
-        if not missing:
-            return pieces
-    raise SplitError(f"no block holds {sum(map(_volume, missing))} elements")
+        if held is not None:
+            pieces.append(_piece(idx, block, origin, axes, target, held))
+    num_missing = source.numel - sum(piece.target.numel for piece in pieces)
+    if num_missing:
+        raise SplitError(f"no block holds {num_missing} elements")
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,20 +189,3 @@ def _piece(
     sizes = tuple(stop - start for start, stop in box)
     view = StridedView(offset, sizes, target.strides)
     return CopyPiece(idx, tuple(starts), tuple((axis.dim, axis.step) for axis in axes), view)
-
-
-def _intersection(one: _Box, other: _Box) -> _Box | None:
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return None if any(start >= stop for start, stop in common) else common
-
-
-def _difference(box: _Box, inside: _Box) -> Iterator[_Box]:
-    """Disjoint boxes that hold everything of `box` but `inside`, a part of it."""
-    for axis, ((start, stop), (low, high)) in enumerate(zip(box, inside, strict=True)):
-        for cut in ((start, low), (high, stop)):
-            if cut[0] < cut[1]:
-                yield (*inside[:axis], cut, *box[axis + 1 :])
-
-
-def _volume(box: _Box) -> int:
-    return math.prod(stop - start for start, stop in box)

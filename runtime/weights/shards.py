@@ -52,10 +52,22 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
-    """The rows [start, stop) of dim 0 that this rank contributes; None for the whole tensor.
+def is_first_holder(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank sends its part of `tensor`: no rank before it has the same part."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return not any(
+        position
+        for position, placement in zip(coordinate, tensor.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
 
-    A plain or replicated tensor comes whole from its first holder; the others contribute (0, 0).
+
+def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
+    """The rows [start, stop) of dim 0 that this rank holds; None for the whole tensor.
+
+    A plain tensor counts as rank 0's only: nothing says that the others have the same.
 
     Raises:
         ValueError: a placement whose local part is not a run of rows.
@@ -63,11 +75,11 @@ def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
     if not isinstance(tensor, DTensor):
         return None if rank == 0 else (0, 0)
     coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return (0, 0)
     cut: tuple[int, int] | None = None
     for mesh_dim, placement in enumerate(tensor.placements):
-        position = 0 if coordinate is None else coordinate[mesh_dim]
-        if coordinate is None or (isinstance(placement, Replicate) and position != 0):
-            return (0, 0)
+        position = coordinate[mesh_dim]
         if isinstance(placement, Replicate):
             continue
         if placement != Shard(0) or cut is not None:
@@ -83,7 +95,7 @@ def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
 
 
 def held_extent(key: int, entry: TensorEntry, tensor: Tensor, rank: int) -> Extent | None:
-    """The byte range of the image that this rank fills for `tensor`; None if it fills nothing.
+    """The byte range of the image that this rank holds of `tensor`; None if it holds nothing.
 
     Raises:
         ValueError: the placement is unusable, or the local part contradicts it.

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
+from umbra.runtime.weights.shards import (
+    find_aliases,
+    held_extent,
+    is_first_holder,
+    local_part,
+    wire_manifest,
+)
 from umbra.runtime.weights.sync_calls import (
     SyncAbort,
     SyncBegin,
@@ -40,7 +46,8 @@ class WeightPublisher:
     """Publishes one set of tensors. Every rank has one and calls `publish` with the others.
 
     Plain tensors (buffers, unsharded modules) come from rank 0; DTensors from the rank that holds
-    the shard. Only `publish` reads the tensors; they must not change while it runs.
+    the shard. If several do, the first one sends it, and engines that read the ranks' GPUs take it
+    from the nearest. Only `publish` reads the tensors; they must not change while it runs.
 
     Args:
         tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order on
@@ -85,14 +92,24 @@ class WeightPublisher:
         self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype), lora)
         sources: list[ShardSource] = []
         extents: list[Extent] = []
+        replicas: list[tuple[int, Tensor]] = []
         for entry in self.manifest.entries:
             tensor = tensors[entry.name]
             extent = held_extent(len(sources), entry, tensor, rank)
-            if extent is not None:
+            if extent is None:
+                continue
+            if is_first_holder(tensor, rank):
                 sources.append(ShardSource(tensor, getattr(torch, entry.dtype)))
                 extents.append(extent)
+            else:
+                replicas.append((extent.offset, tensor))
         shards = RankShards(
-            rank=rank, manifest=self.manifest, extents=extents, sources=sources, locate=locate
+            rank=rank,
+            manifest=self.manifest,
+            extents=extents,
+            sources=sources,
+            replicas=replicas,
+            locate=locate,
         )
         self._exports = ExportSender(shards, export or MemoryExporter().export, stays=keeps_memory)
         self._links = LinkSender(shards, supervisor, link_host)

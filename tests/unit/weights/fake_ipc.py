@@ -21,32 +21,32 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 
 
 class FakeIpc:
-    """One GPU: `export` takes the place of `MemoryExporter`, `FakeOpener` of `CudaOpener`.
+    """GPUs: `export` takes the place of `MemoryExporter`, `FakeOpener` of `CudaOpener`.
 
     What was exported once is never freed, so that no address is used again.
 
     Attributes:
         num_open: allocations that are open now.
-        opened: handles in the order in which they were opened.
+        opened: allocations in the order in which they were opened.
         most_open: allocations that were open at once.
         unusable: why nothing can be opened, or "".
     """
 
     def __init__(self) -> None:
         self.num_open = 0
-        self.opened: list[bytes] = []
+        self.opened: list[Allocation] = []
         self.most_open = 0
         self.unusable = ""
         self._numbers = itertools.count()
         self._known: dict[int, Allocation] = {}  # by address
         self._exported: dict[bytes, Tensor] = {}
 
-    def export(self, tensors: Sequence[tuple[int, Tensor]]) -> Offer:
+    def export(self, tensors: Sequence[tuple[int, Tensor]], gpu: int = 0) -> Offer:
         allocations: list[Allocation] = []
         parts: list[TensorPart] = []
         for offset, tensor in tensors:
             storage = tensor.untyped_storage()
-            allocation = self._allocation_of(storage)
+            allocation = self._allocation_of(storage, gpu)
             if allocation not in allocations:
                 allocations.append(allocation)
             parts.append(
@@ -61,11 +61,11 @@ class FakeIpc:
             )
         return RankExports(tuple(allocations), tuple(parts))
 
-    def _allocation_of(self, storage: torch.UntypedStorage) -> Allocation:
+    def _allocation_of(self, storage: torch.UntypedStorage, gpu: int) -> Allocation:
         address = storage.data_ptr()
         if address not in self._known:
             number = next(self._numbers)
-            handle, device = number.to_bytes(HANDLE_NBYTES, "big"), bytes(UUID_NBYTES)
+            handle, device = number.to_bytes(HANDLE_NBYTES, "big"), gpu.to_bytes(UUID_NBYTES, "big")
             memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
             self._exported[handle] = memory.set_(storage)  # pyright: ignore[reportUnknownMemberType]
             self._known[address] = Allocation(device, handle, storage.nbytes(), number)
@@ -76,8 +76,11 @@ class FakeIpc:
 
 
 class FakeOpener:
-    def __init__(self, ipc: FakeIpc) -> None:
+    """Of a reader on one of the GPUs, in a row of them."""
+
+    def __init__(self, ipc: FakeIpc, gpu: int = 0) -> None:
         self._ipc = ipc
+        self._gpu = gpu
         self._open: dict[Allocation, Tensor] = {}
 
     def open(self, allocation: Allocation) -> Tensor:
@@ -86,9 +89,12 @@ class FakeOpener:
         if allocation not in self._open:
             self._ipc.num_open += 1
             self._ipc.most_open = max(self._ipc.most_open, self._ipc.num_open)
-            self._ipc.opened.append(allocation.handle)
+            self._ipc.opened.append(allocation)
             self._open[allocation] = self._ipc.memory(allocation.handle)
         return self._open[allocation]
+
+    def distance(self, allocation: Allocation) -> int:
+        return abs(int.from_bytes(allocation.device, "big") - self._gpu)
 
     def settle(self) -> None:
         """Copies on the CPU are done at once."""

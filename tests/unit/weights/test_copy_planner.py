@@ -1,4 +1,4 @@
-"""Copies are split by the shards that ranks hold: every element once, from the nearest holder."""
+"""Copies are split by the shards that ranks hold: every element comes once."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def chunks(shape: Shape, num_ranks: int, dim: int = 0) -> list[ShardBlock]:
 
 def moved(
     shape: Shape, blocks: Sequence[ShardBlock], pieces: Sequence[CopyPiece]
-) -> Iterator[tuple[int, int, int]]:
-    """Each element that a piece moves: its address in the tensor, its target, and its block."""
+) -> Iterator[tuple[int, int]]:
+    """Each element that a piece moves: its address in the tensor, and its target."""
     for piece in pieces:
         block = blocks[piece.block]
         local = row_major(block.sizes)
@@ -67,29 +67,16 @@ def moved(
             ]
             assert at < math.prod(block.sizes)
             globally = sum(n * step for n, step in zip(place, row_major(shape), strict=True))
-            yield globally, target, piece.block
+            yield globally, target
 
 
 def check(
     shape: Shape, blocks: Sequence[ShardBlock], source: StridedView, target: StridedView
 ) -> None:
     pieces = plan_pieces(shape, blocks, source, target)
-    found = list(moved(shape, blocks, pieces))
 
     wanted = list(zip(addresses(source), addresses(target), strict=True))
-    assert Counter((at, to) for at, to, _ in found) == Counter(wanted)
-    for at, _, idx in found:
-        assert blocks[idx].distance == min(
-            block.distance for block in blocks if holds(shape, block, at)
-        )
-
-
-def holds(shape: Shape, block: ShardBlock, at: int) -> bool:
-    place = [at // step % n for n, step in zip(shape, row_major(shape), strict=True)]
-    return all(
-        start <= p < start + size
-        for p, start, size in zip(place, block.starts, block.sizes, strict=True)
-    )
+    assert Counter(moved(shape, blocks, pieces)) == Counter(wanted)
 
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
@@ -110,30 +97,23 @@ def views(draw: st.DrawFn, shape: Shape) -> StridedView:
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: Shape) -> list[ShardBlock]:
-    """Blocks that cover the tensor: FSDP2's or uneven ones on any dim, replicas, far and near."""
-    blocks: list[ShardBlock] = []
-    for _ in range(draw(st.integers(1, 3))):  # replicas
-        dim = draw(st.integers(0, len(shape) - 1))
-        if draw(st.booleans()):
-            some = chunks(shape, draw(st.integers(1, 5)), dim)
-        else:
-            bounds = sorted(
-                [0, *draw(st.lists(st.integers(0, shape[dim]), max_size=3)), shape[dim]]
-            )
-            some = [
-                ShardBlock(
-                    tuple(start if d == dim else 0 for d in range(len(shape))),
-                    tuple(stop - start if d == dim else n for d, n in enumerate(shape)),
-                )
-                for start, stop in pairwise(bounds)
-            ]
-        distances = draw(st.lists(st.integers(0, 2), min_size=len(some), max_size=len(some)))
-        blocks += [ShardBlock(b.starts, b.sizes, d) for b, d in zip(some, distances, strict=True)]
+    """Blocks that cover the tensor: FSDP2's or uneven ones on any dim."""
+    dim = draw(st.integers(0, len(shape) - 1))
+    if draw(st.booleans()):
+        return chunks(shape, draw(st.integers(1, 5)), dim)
+    bounds = sorted([0, *draw(st.lists(st.integers(0, shape[dim]), max_size=3)), shape[dim]])
+    blocks = [
+        ShardBlock(
+            tuple(start if d == dim else 0 for d in range(len(shape))),
+            tuple(stop - start if d == dim else n for d, n in enumerate(shape)),
+        )
+        for start, stop in pairwise(bounds)
+    ]
     return draw(st.permutations(blocks))
 
 
 @given(st.data())
-def test_every_element_comes_once_from_the_nearest_holder(data: st.DataObject) -> None:
+def test_every_element_comes_once(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     source = data.draw(views(shape))
     target = StridedView(3, source.shape, tuple(2 * step for step in row_major(source.shape)))
@@ -154,7 +134,7 @@ def test_sharded_training_fills_tensor_parallel_engines(
         for worker in range(tensor_parallel):
             source = narrowed(whole(shape), dim, worker * per_worker, per_worker)
             pieces = plan_pieces(shape, blocks, source, whole(source.shape))
-            found += [at for at, _, _ in moved(shape, blocks, pieces)]
+            found += [at for at, _ in moved(shape, blocks, pieces)]
 
         assert sorted(found) == list(range(math.prod(shape)))
 
@@ -177,20 +157,6 @@ def test_a_stacked_parameter_is_filled_from_shards_of_its_parts() -> None:
     assert [p.block for p in k_pieces] == [1]
     written = [at for p in (*q_pieces, *k_pieces) for at in addresses(p.target)]
     assert sorted(written) == list(range(20))
-
-
-def test_replicas_are_read_where_they_are_nearest() -> None:
-    """HSDP: two replicas of two shards; the reader is beside ranks 1 and 2."""
-    shape = (4, 2)
-    near = [1, 0, 0, 1]
-    blocks = [
-        ShardBlock(b.starts, b.sizes, distance)
-        for b, distance in zip([*chunks(shape, 2), *chunks(shape, 2)], near, strict=True)
-    ]
-
-    pieces = plan_pieces(shape, blocks, whole(shape), whole(shape))
-
-    assert sorted(p.block for p in pieces) == [1, 2]
 
 
 def test_an_expert_comes_from_the_rank_that_has_it() -> None:

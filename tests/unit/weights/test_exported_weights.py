@@ -19,6 +19,9 @@ import torch
 from fake_ipc import FakeIpc, FakeOpener
 from local_world import LocalSupervisor, ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import EngineUnhealthy, WeightSyncError
@@ -92,6 +95,54 @@ def test_engines_stage_what_they_read_if_the_pool_is_set_so(ipc: FakeIpc, is_sta
         publish(supervisor, {"a": torch.randn(7)}, export=ipc.export)
 
     assert engine.buckets["is_staged"] is is_staged
+
+
+def replicated_shards(tensor: Tensor) -> list[DTensor]:
+    """HSDP: on each of four ranks, half of a tensor; ranks 0 and 2 have the same, and 1 and 3."""
+    shards: list[DTensor] = []
+    for rank in range(4):
+        torch.distributed.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (2, 2))
+            local = tensor.chunk(2)[mesh.get_local_rank(1)].clone()
+            placements = [Replicate(), Shard(0)]
+            size, steps = tensor.shape, tensor.stride()
+            shards.append(DTensor.from_local(local, mesh, placements, shape=size, stride=steps))
+        finally:
+            torch.distributed.destroy_process_group()
+    return shards
+
+
+@pytest.mark.parametrize(
+    ("gpu", "holders"),
+    [(0, {0, 1}), (1, {0, 1}), (2, {0, 1, 2}), (3, {0, 2, 3}), (None, set[int]())],
+)
+def test_of_replicas_the_nearest_is_read(ipc: FakeIpc, gpu: int | None, holders: set[int]) -> None:
+    """Without a GPU, the first of them writes to host memory."""
+    weight = torch.randn(5, 4)
+    bias = torch.randn(3)  # no DTensor: from rank 0
+    engine = ThreadEngine(
+        "engine", empty_like({"weight": weight, "bias": bias}), lambda: FakeOpener(ipc, gpu or 0)
+    )
+    if gpu is not None:
+        engine.import_problem = ""
+    with local_pool([engine], SMALL) as supervisor:
+        outcomes = in_threads(
+            *(
+                partial(
+                    *(publish, supervisor, {"weight": shard, "bias": bias.clone()}),
+                    rank=rank,
+                    world_size=4,
+                    export=partial(ipc.export, gpu=rank),
+                )
+                for rank, shard in enumerate(replicated_shards(weight))
+            )
+        )
+
+    assert {outcome.transport for outcome in outcomes} == {"memfd" if gpu is None else "cuda_ipc"}
+    assert torch.equal(engine.destinations["weight"], weight)
+    assert torch.equal(engine.destinations["bias"], bias)
+    assert {int.from_bytes(opened.device, "big") for opened in ipc.opened} == holders
 
 
 class Unable(ThreadEngine):

@@ -2,13 +2,14 @@
 
 manifest entry   |------------ w ------------|
 parts            | rank 0    | rank 1  | r 2 |    each in memory of its rank, in its dtype
+replicas         | rank 3    | rank 4  | r 5 |    of each part, the nearest is read
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     RankExports,
     TensorPart,
 )
+
+_HeldPart = tuple[TensorPart, Allocation]
 
 
 class Values(NamedTuple):
@@ -54,7 +57,9 @@ class ExportedImage:
         self.manifest = manifest
         self.allocations = frozenset(each for rank in ranks for each in rank.allocations)
         self.stays = all(rank.stays for rank in ranks)
-        self._parts = _by_entry(manifest, ranks)
+        distances = {allocation: opener.distance(allocation) for allocation in self.allocations}
+        held = [(part, rank.allocations[part.allocation]) for rank in ranks for part in rank.parts]
+        self._parts = _by_entry(manifest, sorted(held, key=lambda each: distances[each[1]]))
         self._regions = [
             [(part.offset, math.prod(part.shape) * ITEMSIZES[entry.dtype]) for part, _ in parts]
             for entry, parts in zip(manifest.entries, self._parts, strict=True)
@@ -82,7 +87,7 @@ class ExportedImage:
         return data.as_strided(part.shape, part.strides)
 
     def blocks(self, idx: int) -> list[ShardBlock]:
-        """The parts of entry `idx` as blocks of it; they do not overlap, so all are equally near.
+        """The parts of entry `idx` as blocks of it, which do not overlap.
 
         Empty if a part is no block, because its rank holds the rows in another shape.
         """
@@ -104,24 +109,22 @@ class ExportedImage:
         return self._regions[idx]
 
 
-def _by_entry(
-    manifest: Manifest, exports: Sequence[RankExports]
-) -> list[list[tuple[TensorPart, Allocation]]]:
-    """The parts of each entry, in order.
+def _by_entry(manifest: Manifest, held: Iterable[_HeldPart]) -> list[list[_HeldPart]]:
+    """The parts of each entry, in order; of several with the same bytes, the first of `held`.
 
     Raises WeightSyncError unless they cover every byte of it once.
     """
-    found: list[list[tuple[TensorPart, Allocation]]] = [[] for _ in manifest.entries]
+    found: list[dict[tuple[int, int], _HeldPart]] = [{} for _ in manifest.entries]
     payloads = [idx for idx, entry in enumerate(manifest.entries) if entry.nbytes]
     offsets = [manifest.entries[idx].offset for idx in payloads]
-    for exported in exports:
-        for part in exported.parts:
-            idx = bisect.bisect_right(offsets, part.offset) - 1
-            if idx < 0:
-                raise ProtocolError(f"a part at image byte {part.offset} belongs to no tensor")
-            found[payloads[idx]].append((part, exported.allocations[part.allocation]))
-    for entry, parts in zip(manifest.entries, found, strict=True):
-        parts.sort(key=lambda item: item[0].offset)
+    for part, allocation in held:
+        idx = bisect.bisect_right(offsets, part.offset) - 1
+        if idx < 0:
+            raise ProtocolError(f"a part at image byte {part.offset} belongs to no tensor")
+        key = part.offset, math.prod(part.shape)
+        found[payloads[idx]].setdefault(key, (part, allocation))
+    chosen = [sorted(parts.values(), key=lambda each: each[0].offset) for parts in found]
+    for entry, parts in zip(manifest.entries, chosen, strict=True):
         cursor = entry.offset
         for part, _ in parts:
             if part.offset != cursor:
@@ -132,7 +135,7 @@ def _by_entry(
                 f"the ranks' exports do not cover tensor {entry.name!r}: bytes [{entry.offset}, "
                 f"{entry.end}) of the image, and parts at {[part.offset for part, _ in parts][:8]}"
             )
-    return found
+    return chosen
 
 
 def _block(entry: TensorEntry, part: TensorPart) -> ShardBlock | None:

@@ -37,6 +37,11 @@ class Opener(Protocol):
         """
         ...
 
+    def distance(self, allocation: Allocation) -> int:
+        """Of the allocation's GPU to the one that reads: 0 for its own, and the others in an order
+        that differs by reader, so that not all of them read the same replica."""
+        ...
+
     def settle(self) -> None:
         """Returns when the copies that this thread has begun are done."""
         ...
@@ -142,6 +147,11 @@ class CudaOpener:
                 memory = _memory_at(pointer, allocation.nbytes, self._device)
             self._opened[allocation] = pointer, memory
         return self._opened[allocation][1]
+
+    def distance(self, allocation: Allocation) -> int:
+        uuids = cuda_driver().device_uuids()
+        own, ordered = uuids[torch.cuda.current_device()], sorted({*uuids, allocation.device})
+        return (ordered.index(allocation.device) - ordered.index(own)) % len(ordered)
 
     def settle(self) -> None:
         if self._opened:
