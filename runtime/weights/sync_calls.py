@@ -151,10 +151,13 @@ class SyncFilled(_LaterCall):
 
     Attributes:
         network_nbytes: of weights that it sent to other nodes.
+        is_released: engines may allocate more memory when they have loaded. False if the rank first
+            has work to do then; it calls `sync_end` after that.
     """
 
     regions: Sequence[Region]
     network_nbytes: int
+    is_released: bool
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
@@ -165,6 +168,7 @@ class SyncFilled(_LaterCall):
                 "rank": int(rank),
                 "regions": regions,
                 "network_nbytes": int(network_nbytes),
+                "is_released": bool(is_released),
                 "timeout_s": float(timeout_s),
             } if isinstance(regions, list):
                 return cls(
@@ -172,6 +176,7 @@ class SyncFilled(_LaterCall):
                     rank=rank,
                     regions=[_read_region(region) for region in cast("list[Any]", regions)],
                     network_nbytes=network_nbytes,
+                    is_released=is_released,
                     deadline=_read_deadline(timeout_s),
                 )
             case _:

@@ -215,8 +215,14 @@ class SyncCoordinator:
             WeightSyncError: the sync failed.
         """
         async with asyncio.timeout(call.left_s):
-            filled = RankFilled(call.rank, call.regions, call.network_nbytes)
-            await self._find(call.sync_id).fill(filled)
+            await self._find(call.sync_id).fill(
+                RankFilled(
+                    rank=call.rank,
+                    regions=call.regions,
+                    network_nbytes=call.network_nbytes,
+                    is_released=call.is_released,
+                )
+            )
 
     async def sync_end(self, call: SyncEnd) -> SyncReport:
         """Returns the report once the version is committed and the engines serve it.

@@ -27,22 +27,21 @@ class RankJoined:
 class Opened:
     """The answer to `Open`: these engines take part.
 
-    `reads_exports`: they read the ranks' own memory, so nothing else may use it before they are
-    done. `connects`: ranks may begin only when all engines are prepared.
+    `connects`: ranks may begin only when all engines are prepared.
     """
 
     engines: Sequence[str]
-    reads_exports: bool = False
     connects: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFilled:
-    """A rank has written its part of all buckets."""
+    """A rank has written its part of all buckets. `is_released`: `RankReleased` does not follow."""
 
     rank: int
     regions: Sequence[Region]
-    network_nbytes: int = 0
+    network_nbytes: int
+    is_released: bool
 
 
 @dataclass(frozen=True, slots=True)

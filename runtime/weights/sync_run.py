@@ -239,7 +239,6 @@ class SyncRun:
         self.feed(
             Opened(
                 engines=list(self._workers),
-                reads_exports=plan.reads_exports,
                 connects=plan.connects,
             )
         )

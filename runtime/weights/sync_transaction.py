@@ -9,16 +9,16 @@ actions.
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
 
-If engines read the ranks' own memory, COMMITTING also waits until all ranks are ready, because an
-engine that commits allocates more memory, and a rank may first have work to do once its memory was
-read. Ranks begin while engines get ready, unless the transport connects them with each other: then
-they begin when all engines are ready. An engine that fails is discarded and the others continue.
-An engine that is cut off, because the one that receives for its node failed, leaves the sync and is
-reverted, and gets the version with the next one. In
-TRANSFERRING an engine loads as soon as it is prepared. VERIFYING compares checksums, if the ranks
-sent any. Ranks and engines tell each other directly
-which bucket to fill or load next (`sync_progress`); events only report who is done with all of
-them.
+Ranks begin while engines get ready, unless the transport connects them with each other: then they
+begin when all engines are ready. In TRANSFERRING an engine loads as soon as it is prepared. Ranks
+and engines tell each other directly which bucket to fill or load next (`sync_progress`); events
+only report who is done with all of them. VERIFYING compares checksums, if the ranks sent any.
+COMMITTING also waits until all ranks are released, because an engine that commits allocates more
+memory, and a rank may first have work to do once engines have read its own.
+
+An engine that fails is discarded and the others continue. An engine that is cut off, because the
+one that receives for its node failed, leaves the sync and is reverted, and gets the version with
+the next one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class SyncTransaction:
         self._joined: dict[int, RankOffer] = {}
         self._filled: set[int] = set()
         self._released: set[int] = set()
-        self._reads_exports = False
         self._is_granted = False
         self._engines: dict[str, Stage] = {}
         self._leaving: set[str] = set()  # cut off, and not reverted yet
@@ -187,7 +186,6 @@ class SyncTransaction:
             return []
         self.phase = Phase.TRANSFERRING
         self._engines = dict.fromkeys(event.engines, Stage.PREPARING)
-        self._reads_exports = event.reads_exports
         self._is_granted = not event.connects
         grant = [GrantBegin()] if self._is_granted else []
         return [*(Prepare(name) for name in event.engines), *grant, *self._advance()]
@@ -200,6 +198,8 @@ class SyncTransaction:
         self._filled.add(event.rank)
         self.regions.extend(event.regions)
         self.network_nbytes += event.network_nbytes
+        if event.is_released:
+            self._released.add(event.rank)
         gap = self._find_gap()
         return self._abort(gap) if gap else self._advance()
 
@@ -294,8 +294,7 @@ class SyncTransaction:
         return self._filled == self._joined.keys() and self._all_at(Stage.LOADED)
 
     def _is_verified(self) -> bool:
-        is_released = not self._reads_exports or self._released >= self._joined.keys()
-        return is_released and self._all_at(Stage.VERIFIED)
+        return self._released >= self._joined.keys() and self._all_at(Stage.VERIFIED)
 
     def _finish_transfer(self) -> list[Action]:
         self.phase = Phase.VERIFYING
@@ -337,6 +336,6 @@ class SyncTransaction:
         if self.phase == Phase.TRANSFERRING:
             laggards = sorted(self._joined.keys() - self._filled)
             slow = f"not filled by ranks {laggards}; {slow}; {progress}"
-        if self.phase == Phase.VERIFYING and self._reads_exports:
+        if self.phase == Phase.VERIFYING:
             slow = f"held back by ranks {sorted(self._joined.keys() - self._released)}; {slow}"
         return f"{self.phase.name.lower()}; {slow}"

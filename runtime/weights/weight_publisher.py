@@ -59,7 +59,8 @@ class WeightPublisher:
             engines that keep the weights of the model and apply the adapter to every request.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
         on_read: called when the tensors of this rank have been read, by itself or by the engines.
-            The engines allocate their KV cache only after it has returned on every rank.
+            The engines allocate their KV cache only after it has returned on every rank. With None,
+            they need not wait to hear that.
         keeps_memory: the tensors have the same memory from one call to the next. Engines on the
             same GPUs then keep it open in between; it is not given back to the GPU before they
             close it, with the next sync or when they end. False if `on_read` frees it.
@@ -118,7 +119,7 @@ class WeightPublisher:
             "cuda_ipc": self._exports,
             "nccl": self._links,
         }
-        self._on_read = on_read or _nothing
+        self._on_read = on_read
         self._wire = self.manifest.to_wire()
 
     def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
@@ -160,18 +161,21 @@ class WeightPublisher:
         try:
             regions = sender.send(grant, deadline)
             if regions is not None:
-                if not sender.is_read_by_engines:
-                    self._on_read()
+                on_read = self._on_read
+                if on_read is not None and not sender.is_read_by_engines:
+                    on_read()
+                    on_read = None
                 filled = SyncFilled(
                     sync_id=sync_id,
                     rank=rank,
                     regions=regions,
                     network_nbytes=sender.network_nbytes,
+                    is_released=on_read is None,
                     deadline=deadline,
                 )
                 supervisor.sync_filled(filled)
-                if sender.is_read_by_engines:
-                    self._on_read()
+                if on_read is not None:
+                    on_read()
             # If the sync was aborted, this raises the reason.
             return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
         except BaseException as error:
@@ -189,7 +193,3 @@ class WeightPublisher:
         """Unmaps the image, which `publish` keeps mapped; it maps it again. Idempotent."""
         for sender in self._senders.values():
             sender.close()
-
-
-def _nothing() -> None:
-    """Default of `on_read`: nobody waits for the tensors' memory."""

@@ -141,14 +141,11 @@ class TransportPlan(Protocol):
     """The supervisor's part, one for each pool. It checks and decides; no bytes go through it.
 
     Attributes:
-        reads_exports: engines read the ranks' own memory, so nothing else may use it before they
-            are done.
         connects: it connects ranks with engines. So ranks may begin only when all engines are
             prepared, and a rank that is lost also breaks the loads of engines.
     """
 
     name: TransportName
-    reads_exports: bool
     connects: bool
 
     async def find_problem(

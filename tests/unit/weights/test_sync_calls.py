@@ -81,7 +81,12 @@ def calls(deadline: float) -> list[SyncCall]:
         ),
         SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, deadline=deadline),
         SyncFilled(
-            sync_id="policy-1", rank=1, regions=regions, network_nbytes=5, deadline=deadline
+            sync_id="policy-1",
+            rank=1,
+            regions=regions,
+            network_nbytes=5,
+            is_released=True,
+            deadline=deadline,
         ),
         SyncEnd(sync_id="policy-1", rank=1, deadline=deadline),
         SyncAbort(sync_id="policy-1", rank=1, reason="it was killed", deadline=deadline),
@@ -173,7 +178,7 @@ def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
 @pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])
 def test_a_malformed_region_is_refused(region: object) -> None:
     call = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "network_nbytes": 0}
-    raw = {**call, "regions": [region]}
+    raw = {**call, "is_released": True, "regions": [region]}
 
     with pytest.raises(ProtocolError, match=r"\[offset, nbytes, checksum\]"):
         SyncFilled.from_wire(raw)

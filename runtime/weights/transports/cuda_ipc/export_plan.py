@@ -45,7 +45,6 @@ class ExportPlan:
     """
 
     name: TransportName = "cuda_ipc"
-    reads_exports = True
     connects = False
 
     def __init__(self, memory: ImageMemory, *, is_staged: bool = False) -> None:

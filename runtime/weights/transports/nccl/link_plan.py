@@ -49,7 +49,6 @@ class LinkPlan:
     """
 
     name: TransportName = "nccl"
-    reads_exports = False
     connects = True
 
     def __init__(self, pool: str, images: ImageHolder) -> None:

@@ -22,7 +22,6 @@ class ImagePlan:
     """Args: memory: holds the image; the pool's coordinator owns it."""
 
     name: TransportName = "memfd"
-    reads_exports = False
     connects = False
 
     def __init__(self, memory: ImageMemory) -> None:
