@@ -43,10 +43,12 @@ class ExportedWeights:
 
     @property
     def regions(self) -> Regions:
-        """With checksums, if there are any: of what parameters got by copies of blocks, and else of
-        what was read."""
+        """The checksums are those of what parameters got by copies of blocks, and else of what was
+        read."""
+        if not self._has_checksums:
+            return []
         found = [region for idx in range(self._num_entries) for region in self._image.regions(idx)]
-        checksums = to_checksums(self._sums) if self._has_checksums else [None] * len(found)
+        checksums = to_checksums(self._sums)
         return [[*region, each] for region, each in zip(found, checksums, strict=True)]
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

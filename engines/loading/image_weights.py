@@ -43,7 +43,7 @@ class CompleteImage:
 
     @property
     def regions(self) -> Regions:
-        """None: the engine's process verifies the image."""
+        """Empty: the engine's process verifies the image."""
         return []
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.manifest import Manifest
 
 _MAX_MISMATCHES: Final = 32
 # Mismatches named in a report; the rest are counted.
 
-WorkerRegions = Sequence[Sequence[int | None]]
+WorkerRegions = Sequence[Sequence[int]]
 
 
 class WeightImport:
@@ -25,7 +26,8 @@ class WeightImport:
         kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest
-        self._read: list[dict[int, tuple[int, int | None]]] = []  # by worker
+        self._nbytes = Manifest.from_wire(manifest).payload_nbytes
+        self._read: list[dict[tuple[int, int], int]] = []  # checksums, by worker
 
     def receiving(self) -> AbstractContextManager[None]:
         """The workers read the ranks' memory themselves."""
@@ -40,21 +42,21 @@ class WeightImport:
         if not per_worker:
             raise WeightSyncError("no worker of the engine has read the weights")
         self._read = [
-            {int(offset or 0): (int(nbytes or 0), checksum) for offset, nbytes, checksum in regions}
+            {(offset, nbytes): checksum for offset, nbytes, checksum in regions}
             for regions in per_worker
         ]
-        return min(sum(nbytes for nbytes, _ in read.values()) for read in self._read)
+        return self._nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         """Compares what was sent with what every worker has; returns what differs."""
         mismatches: list[str] = []
-        for offset, sent_nbytes, sent in regions:
+        for offset, nbytes, sent in regions:
             for worker, read in enumerate(self._read):
-                read_nbytes, arrived = read.get(int(offset or 0), (0, None))
-                if read_nbytes != sent_nbytes or (sent is not None and arrived != sent):
+                arrived = read.get((int(offset or 0), int(nbytes or 0)))
+                if arrived != sent:
                     mismatches.append(
-                        f"worker {worker}, image bytes from {offset}: sent {sent_nbytes} with "
-                        f"checksum {sent}, has {read_nbytes} with {arrived}"
+                        f"worker {worker}, {nbytes} image bytes from {offset}: sent with checksum "
+                        f"{sent}, arrived with {arrived}"
                     )
         if len(mismatches) > _MAX_MISMATCHES:
             more = len(mismatches) - _MAX_MISMATCHES

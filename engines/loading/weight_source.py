@@ -14,8 +14,8 @@ from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.gpu_copies import cut_at_pieces
 
-Regions = list[list[int | None]]
-"""[image offset, nbytes, checksum or None] of each region."""
+Regions = list[list[int]]
+"""[image offset, nbytes, checksum] of each region."""
 
 
 class BlockCopy(NamedTuple):
@@ -70,7 +70,7 @@ class WeightSource(Protocol):
 
     @property
     def regions(self) -> Regions:
-        """What was read and must be verified, once everything was taken."""
+        """What was read, once everything was taken; empty without checksums."""
         ...
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -225,7 +225,8 @@ class AdapterCore(PolledCore):
                 workers.
 
         Returns:
-            The regions of the ranks' own memory that each worker has read.
+            The regions of the ranks' own memory that each worker has read, if the update has
+            checksums.
 
         Raises:
             EngineError: they do not fit, or loading failed; the weights are then undefined.

@@ -68,13 +68,14 @@ def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
 
 
 def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
-    regions: list[list[int | None]] = [[0, 1200, 7], [1280, 140, 8]]
+    manifest = Manifest.layout([("a", "uint8", (1200,)), ("b", "uint8", (140,))]).to_wire()
+    regions = [[0, 1200, 7], [1280, 140, 8]]
 
     async def body() -> None:
         core = ScriptedCore()
         core.regions = regions
         async with engine_over(core) as engine:
-            await engine.begin_update(1, NO_TENSORS, EXPORTS)
+            await engine.begin_update(1, manifest, EXPORTS)
             await engine.pause("abort")
             core.done.clear()
             loaded = await engine.load()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from umbra.engines.loading.open_weights import WorkerMemory, open_weights
 from umbra.engines.loading.weight_import import WeightImport
+from umbra.engines.loading.weight_source import Regions
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
@@ -175,13 +176,13 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     manifest = replace(manifest_of(tensors), aliases={"head": "a"})
     wire = [exports.to_wire() for exports in export_rows(ipc, tensors, 2)]
 
-    async def read() -> tuple[dict[str, Tensor], list[list[int | None]], int]:
+    async def read() -> tuple[dict[str, Tensor], Regions, int]:
         async with offered(tmp_path, wire, manifest) as (buckets, progress):
             description = WeightImport(manifest.to_wire(), buckets).description
             found = await asyncio.to_thread(read_all, description)
             return *found, progress.num_loaded(0)
 
-    def read_all(description: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[int | None]]]:
+    def read_all(description: dict[str, Any]) -> tuple[dict[str, Tensor], Regions]:
         cpu = torch.device("cpu")
         with open_weights(description, cpu, memory=memory) as source:
             return dict(source.tensors()), source.regions
@@ -196,7 +197,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     assert num_loaded == 2
     memory.close()
     assert ipc.num_open == 0
-    update = WeightImport(b"", import_of(wire))
+    update = WeightImport(manifest.to_wire(), import_of(wire))
     assert update.note([regions, regions]) == 136
     assert update.verify(regions) == []
 
@@ -270,13 +271,12 @@ def import_of(wire: Sequence[object]) -> dict[str, Any]:
 
 
 def test_what_one_worker_read_wrongly_is_named() -> None:
-    update = WeightImport(b"", import_of([]))
+    manifest = manifest_of({"a": torch.zeros(15), "b": torch.zeros(2)})
+    update = WeightImport(manifest.to_wire(), import_of([]))
     sent = [[0, 60, 11], [256, 8, 12]]
 
-    assert update.note([[[0, 60, 11], [256, 8, 12]], [[0, 60, 99]]]) == 60
+    assert update.note([[[0, 60, 11], [256, 8, 12]], [[0, 60, 99]]]) == 68
     mismatches = update.verify(sent)
 
     assert len(mismatches) == 2
-    assert "worker 1, image bytes from 0" in mismatches[0]
-    assert "checksum 11" in mismatches[0]
-    assert "99" in mismatches[0]
+    assert "worker 1, 60 image bytes from 0: sent with checksum 11, arrived with 99" in mismatches
