@@ -142,7 +142,9 @@ def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
     for kind in kinds:
         assert 0 < kind["engine_load_s"] < kind["load_s"] < kind["transfer_s"]
         assert 0 < kind["paused_to_committed_s"] < kind["sync_s"] < kind["publish_s"]
-        assert min(kind["prepare_s"], kind["verify_s"], kind["commit_s"], kind["resume_s"]) > 0
+        assert min(kind["prepare_s"], kind["commit_s"], kind["resume_s"]) > 0
+    assert result["verify_s"] == 0
+    assert kinds[-1]["verify_s"] > 0 or "checksums" not in result
     assert result["copy_s"] > 0
     if "--checksums" in options:
         assert min(result["wake_s"], result["wake_kv_cache_s"]) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 from fuzz_target import SYNC_CALLS, read_sync_call
@@ -17,7 +18,8 @@ from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 
-_NOTHING_TO_OPEN: Final[Any] = None  # there is no GPU, and nothing is read
+_NOTHING_TO_OPEN: Final[Any] = SimpleNamespace(distance=lambda _: 0)
+# There is no GPU, and nothing is read.
 _FROM_CALLERS: Final = frozenset({CALL, CANCEL, CREDIT, HELLO})
 _ANSWERS: Final[Sequence[Callable[[Any], object]]] = (
     SyncGrant.from_wire,

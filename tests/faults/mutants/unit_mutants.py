@@ -151,8 +151,8 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="failed verification ignored",
         path="runtime/weights/sync_transaction.py",
-        old="if wrong and self.phase == Phase.VERIFYING:",
-        new="if wrong and self.phase == Phase.TRANSFERRING:",
+        old="if event.mismatches and self.phase == Phase.VERIFYING:",
+        new="if event.mismatches and self.phase == Phase.TRANSFERRING:",
         command=_SYNCS,
         says=r"assert \['broken', 'sound'\] == \['sound'\]",
     ),
