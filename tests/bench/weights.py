@@ -4,8 +4,9 @@ What is counted: `first_s` and `later_s` are the wall time of `WeightPublisher.p
 process with one thread: all calls to the supervisor, preparing the engine, filling the memfd
 buckets, loading them into the parameters of an engine process, verification, commit. The first sync
 makes, clears and maps the buckets and compares checksums of every byte; later ones (every 16th
-excepted) compare the number of bytes only. `verified_gb_per_s` is for a sync that compares checksums. The
-plain copy is `Tensor.copy_` of each tensor within the rank process, one thread, memory present.
+excepted) compare the number of bytes only. `verified_gb_per_s` is for a sync that compares
+checksums. The plain copy is `Tensor.copy_` of each tensor within the rank process, one thread,
+memory present.
 Not counted: starting processes, and the page faults of the engine's parameters, which an engine
 takes when it allocates them (`populate`), as the plain copy's destination has had them.
 
