@@ -391,7 +391,7 @@ class SglangCore(AdapterCore):
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
         """Makes every worker carry out an action on the model, and returns their reports."""
         with ReportFile() as file:
-            payload = self._payload(details | {"action": action, "report": file.path})
+            payload = self._payload(details | {"action": action, "report": file.address})
             await self._begin_update()
             success, message = await self.call(
                 self._frontend.update_weights_from_tensor(

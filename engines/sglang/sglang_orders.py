@@ -32,8 +32,12 @@ def unpack_order(name: str) -> dict[str, Any]:
     return order
 
 
-def write_reports(path: str, reports: Sequence[Mapping[str, Any]]) -> None:
-    with open(path, "wb") as file:
+def write_reports(address: Sequence[Any], reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raises OSError if the file is gone: another one may have its descriptor."""
+    path, inode = address
+    with open(path, "r+b") as file:
+        if os.fstat(file.fileno()).st_ino != inode:
+            raise FileNotFoundError(f"{path} is another file now")
         file.write(msgpack.packb(list(reports)))
 
 
@@ -44,8 +48,9 @@ class ReportFile:
         self._fd = os.memfd_create("umbra-reports", os.MFD_CLOEXEC)
 
     @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+    def address(self) -> tuple[str, int]:
+        """Path and inode."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
 
     def read(self) -> list[dict[str, Any]]:
         """One report per worker. Raises EngineError if none were written."""

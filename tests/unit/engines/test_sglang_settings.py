@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -277,14 +278,24 @@ def test_an_order_and_its_report_come_as_they_were_sent() -> None:
     with ReportFile() as file:
         with pytest.raises(EngineError, match="wrote no reports"):
             file.read()
-        write_reports(file.path, [{"unread": ["a"]}, {"error": "no"}])
+        write_reports(file.address, [{"unread": ["a"]}, {"error": "no"}])
         assert file.read() == [{"unread": ["a"]}, {"error": "no"}]
 
 
-def test_a_report_that_nobody_waits_for_does_not_end_sglang() -> None:
-    order = {"action": "settle", "report": "/nowhere/at-all"}
+def test_a_report_that_nobody_waits_for_goes_nowhere_and_does_not_end_sglang(
+    tmp_path: Path,
+) -> None:
+    with ReportFile() as file:
+        order = {"action": "settle", "report": file.address}
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)  # gets the same descriptor
+    try:
+        assert order["report"][0] == f"/proc/{os.getpid()}/fd/{other}"
 
-    obey(torch.nn.Linear(1, 1), [(pack_order(order), torch.empty(0))])
+        obey(torch.nn.Linear(1, 1), [(pack_order(order), torch.empty(0))])
+
+        assert (tmp_path / "other").read_bytes() == b""
+    finally:
+        os.close(other)
 
 
 def test_without_sglang_the_error_names_the_package_to_install(
