@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from umbra.engines.loading.weight_import import WorkerRegions
+from umbra.engines.loading.weight_source import Regions
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import buffer_bytes, typed_view
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
@@ -42,7 +42,7 @@ class ImageImport:
         """See `ImageSource.receiving`."""
         return self._source.receiving()
 
-    def note(self, per_worker: Sequence[WorkerRegions]) -> int:
+    def take_reports(self, per_worker: Sequence[Regions]) -> int:
         """Called when all workers have loaded; returns the bytes of the model."""
         return self._layout.payload_nbytes
 

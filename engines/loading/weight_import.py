@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
+from umbra.engines.loading.weight_source import Regions
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 
 _MAX_MISMATCHES: Final = 32
 # Mismatches named in a report; the rest are counted.
-
-WorkerRegions = Sequence[Sequence[int]]
 
 
 class WeightImport:
@@ -33,7 +32,7 @@ class WeightImport:
         """The workers read the ranks' memory themselves."""
         return nullcontext()
 
-    def note(self, per_worker: Sequence[WorkerRegions]) -> int:
+    def take_reports(self, per_worker: Sequence[Regions]) -> int:
         """Takes the workers' reports of what they have; returns the bytes of the model.
 
         Raises:

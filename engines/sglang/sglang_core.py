@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from umbra.engines.loading.weight_import import WorkerRegions
+from umbra.engines.loading.weight_source import Regions
 from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import ReportFile, pack_order
@@ -345,7 +345,7 @@ class SglangCore(AdapterCore):
 
     # -- weights -------------------------------------------------------------------------
 
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
         for output, _ in self._live.values():
             output.expect_older()
         update = await self._followers.send_image(description)

@@ -50,7 +50,7 @@ class ImageUpdates(WeightUpdates):
     async def load(self) -> int:
         update = self._open_update()
         with update.receiving():
-            return update.note(await self._core.load_weights(update.description))
+            return update.take_reports(await self._core.load_weights(update.description))
 
     async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         update = self._open_update()

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
-from umbra.engines.loading.weight_import import WorkerRegions
+from umbra.engines.loading.weight_source import Regions
 from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.follower_group import FollowerGroup
 from umbra.engines.vllm.vllm_leftovers import (
@@ -234,11 +234,11 @@ class VllmCore(AdapterCore):
             self._is_staged = all(await self._in_workers("umbra_is_staged"))
         return self._is_staged
 
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
         if self._settings.followers:
             await self._open_weights(await self._followers.send_image(description))
         method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
-        reports: list[tuple[WorkerRegions, str]] = await self._in_workers(method)
+        reports: list[tuple[Regions, str]] = await self._in_workers(method)
         if self._settings.lora_rank:
             name, number = SYNCED_ADAPTER
             self._adapters[""] = self.library.LoRARequest(name, number, "no folder")

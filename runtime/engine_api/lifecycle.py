@@ -79,7 +79,7 @@ class BeginUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CommitUpdate:
-    """All its weights are those of `version`, verified."""
+    """All its weights are those of `version`, with the right checksums if the sync had any."""
 
     version: int
 

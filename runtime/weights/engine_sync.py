@@ -47,8 +47,7 @@ _SETTLE_TIMEOUT_S: Final = 10.0
 # than the lease a load may take to notice that the sync was aborted.
 _ABORTED_LIMIT_S: Final = 40.0
 # Limit of an engine's request in progress when the sync is aborted. Longer: an elastic restart,
-# which gives the pool 60 s, ends the job. Shorter: engines that drain or finish loading a model are
-# killed.
+# which gives the pool 60 s, ends the job. Shorter: engines that finish loading a model are killed.
 _ENGINE_SHARE: Final = 0.75
 # Share of the sync's remaining time that an engine has for a request, or for a load without
 # progress. A larger share leaves too little for the others when it fails; a smaller one replaces
@@ -182,15 +181,20 @@ class EngineSync:
         self._requests: asyncio.Queue[Action] = asyncio.Queue()
         self._was_aborted = asyncio.Event()
         self._request_timeout: asyncio.Timeout | None = None  # of the request in progress
+        self._is_draining = False
+        self._drain_was_ended = False
 
     def request(self, action: Action) -> None:
         """Queues a request; `Close` ends `run`."""
         self._requests.put_nowait(action)
 
     def abort(self) -> None:
-        """Shortens the request in progress, because the sync was aborted; the revert follows."""
+        """Shortens the request in progress, because the sync was aborted; the revert follows. A
+        drain ends at once."""
         self._was_aborted.set()
-        timeout, limit = self._request_timeout, asyncio.get_running_loop().time() + _ABORTED_LIMIT_S
+        self._drain_was_ended = self._is_draining
+        left_s = 0.0 if self._is_draining else _ABORTED_LIMIT_S
+        timeout, limit = self._request_timeout, asyncio.get_running_loop().time() + left_s
         if timeout is not None and not timeout.expired():
             timeout.reschedule(min(timeout.when() or limit, limit))
 
@@ -222,6 +226,8 @@ class EngineSync:
                 finally:
                     self._request_timeout = None
         except TimeoutError:
+            if isinstance(request, Prepare) and self._drain_was_ended:
+                return  # the revert that follows resumes the engine
             reason = f"no answer or no progress within {timeout_s:.3g} s"
             if self._image.progress.is_aborted:
                 reason = "it did not stop in time after the sync was aborted"
@@ -276,7 +282,11 @@ class EngineSync:
         await engine.begin_update(version, manifest, buckets, timeout_s)  # may still generate
         if self._image.progress.is_aborted or self._is_cut_off():
             raise WeightSyncError("the sync ended for the engine before it was paused")
-        await engine.pause(self._pause_mode, timeout_s)
+        self._is_draining = self._pause_mode == "drain"
+        try:
+            await engine.pause(self._pause_mode, timeout_s)
+        finally:
+            self._is_draining = False
         await engine.wake(["weights"], timeout_s)
         self.prepared_at = time.monotonic()
 

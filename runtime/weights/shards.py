@@ -1,6 +1,6 @@
 """Determines which bytes of the image a rank holds.
 
-Legend: N rows of dim 0, world size W, rank r.
+Legend: N rows of dim 0, size W of the mesh dimension that shards it.
 
 FSDP2 cuts dim 0 like torch.chunk: ceil(N / W) rows per rank, the last ranks get fewer or none. Rows
 of a row-major tensor are one byte range, so no rank needs another's part.
@@ -56,8 +56,8 @@ def is_first_holder(tensor: Tensor, rank: int) -> bool:
     """Whether this rank sends its part of `tensor`: no rank before it has the same part."""
     if not isinstance(tensor, DTensor):
         return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    return not any(
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and not any(
         position
         for position, placement in zip(coordinate, tensor.placements, strict=True)
         if isinstance(placement, Replicate)
@@ -67,7 +67,7 @@ def is_first_holder(tensor: Tensor, rank: int) -> bool:
 def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
     """The rows [start, stop) of dim 0 that this rank holds; None for the whole tensor.
 
-    A plain tensor counts as rank 0's only: nothing says that the others have the same.
+    A plain tensor counts as rank 0's only: the others may have other values.
 
     Raises:
         ValueError: a placement whose local part is not a run of rows.
@@ -96,6 +96,9 @@ def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
 
 def held_extent(key: int, entry: TensorEntry, tensor: Tensor, rank: int) -> Extent | None:
     """The byte range of the image that this rank holds of `tensor`; None if it holds nothing.
+
+    Args:
+        key: of the extent that is returned.
 
     Raises:
         ValueError: the placement is unusable, or the local part contradicts it.

@@ -100,7 +100,7 @@ class EngineFailed:
 @dataclass(frozen=True, slots=True)
 class EngineCutOff:
     """The engine cannot get the version in this sync, because the one that receives for its node
-    was lost. It is not to blame."""
+    was lost. It has not failed."""
 
     engine: str
     reason: str

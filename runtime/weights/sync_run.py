@@ -77,11 +77,10 @@ class SyncRun:
         self.started = asyncio.Event()
         self.over = asyncio.Event()
         self._host = host
-        self._workers: dict[str, EngineSync] = {}
+        self._engine_syncs: dict[str, EngineSync] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._opening: asyncio.Task[None] | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
-        self._granted: set[str] = set()
         self.failure: str | None = None  # why its ranks got an error
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
@@ -100,8 +99,8 @@ class SyncRun:
                 await self._watch_lease()
                 if self._opening is not None:
                     self._opening.cancel()
-                for worker in self._workers.values():
-                    worker.request(Close())
+                for engine_sync in self._engine_syncs.values():
+                    engine_sync.request(Close())
         finally:
             self._fail_ranks("the supervisor is shutting down")
 
@@ -133,7 +132,7 @@ class SyncRun:
 
     async def end(self, rank: int) -> SyncReport:
         """Returns the report once engines serve the version. The rank holds no memory for them."""
-        if "end" not in self._granted:
+        if self._report is None:
             await self._wait("end", rank, RankReleased(rank))
         assert self._report is not None
         return self._report
@@ -161,13 +160,12 @@ class SyncRun:
             del self._waiting[key]
 
     def _grant(self, what: str) -> None:
-        self._granted.add(what)
         for (waits_for, _), future in self._waiting.items():
             if waits_for == what and not future.done():
                 future.set_result(None)
 
     def _fail_ranks(self, reason: str) -> None:
-        if self.failure is None and "end" not in self._granted:
+        if self.failure is None and self._report is None:
             self.failure = reason
         for future in self._waiting.values():
             if not future.done():
@@ -185,7 +183,7 @@ class SyncRun:
                     self._open(action), name=f"open:{self.sync_id}"
                 )
             case Prepare() | Load() | Verify() | Commit() | ResumeEngine() | Revert():
-                self._workers[action.engine].request(action)
+                self._engine_syncs[action.engine].request(action)
             case GrantBegin():
                 self._grant("begin")
             case GrantFilled():
@@ -193,14 +191,14 @@ class SyncRun:
             case CommitVersion():
                 self._host.commit_version(self.version, self)
             case Discard():
-                worker = self._workers[action.engine]
-                worker.discard(action.reason)
-                self._host.on_discarded(action.engine, worker.incarnation)
+                engine_sync = self._engine_syncs[action.engine]
+                engine_sync.discard(action.reason)
+                self._host.on_discarded(action.engine, engine_sync.incarnation)
             case FailRanks():
                 logger.warning("sync of version %d aborted: %s", self.version, action.reason)
                 self._fail_ranks(action.reason)
-                for worker in self._workers.values():
-                    worker.abort()
+                for engine_sync in self._engine_syncs.values():
+                    engine_sync.abort()
             case Report():
                 self._make_report()
                 self._grant("end")
@@ -226,7 +224,7 @@ class SyncRun:
             return  # aborted meanwhile
         self.opened = opened
         for number, engine in opened.engines.items():
-            worker = self._workers[engine.name] = EngineSync(
+            engine_sync = self._engine_syncs[engine.name] = EngineSync(
                 engine,
                 number,
                 image=opened,
@@ -235,10 +233,10 @@ class SyncRun:
                 feed=self.feed,
                 pause_mode=self._host.pause_mode,
             )
-            self._tasks.create_task(worker.run(), name=f"sync:{engine.name}")
+            self._tasks.create_task(engine_sync.run(), name=f"sync:{engine.name}")
         self.feed(
             Opened(
-                engines=list(self._workers),
+                engines=list(self._engine_syncs),
                 connects=plan.connects,
             )
         )
@@ -248,7 +246,7 @@ class SyncRun:
         entered_at = time.monotonic()
         for phase in reversed(Phase):  # a phase that was skipped took no time
             entered_at = entered[phase] = self._entered_at.get(phase, entered_at)
-        prepared = [worker.prepared_at for worker in self._workers.values()]
+        prepared = [engine_sync.prepared_at for engine_sync in self._engine_syncs.values()]
         prepared_at = max([entered[Phase.OPENING], *prepared])
         manifest = self.transaction.manifest
         assert manifest is not None
@@ -256,7 +254,7 @@ class SyncRun:
             version=self.version,
             transport="" if self.opened is None else self.opened.transport,
             engines={
-                name: {"nbytes": manifest.payload_nbytes, "load_s": self._workers[name].load_s}
+                name: {"nbytes": manifest.payload_nbytes, "load_s": self._engine_syncs[name].load_s}
                 for name in self.transaction.live_engines
             },
             failed=dict(self.transaction.failed),
@@ -285,5 +283,7 @@ class SyncRun:
         if self.opened is None:
             return ""
         progress, total = self.opened.progress, self.opened.layout.num_buckets
-        loaded = {name: progress.num_loaded(w.number) for name, w in self._workers.items()}
+        loaded = {
+            name: progress.num_loaded(each.number) for name, each in self._engine_syncs.items()
+        }
         return f"of {total} buckets, ranks filled {progress.num_filled()}, engines loaded {loaded}"

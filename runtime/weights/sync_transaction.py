@@ -1,20 +1,21 @@
-"""The sync transaction: all engines of a pool get a version, or keep the one that they had.
+"""The sync transaction: brings a version to the engines of a pool that take part, or aborts.
 
 Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it events and carries out its
 actions.
 
     GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all done────┐
                                                                                    v
-             CLOSED <──all resumed── COMMITTING <──all verified── VERIFYING <──────┘
+    CLOSED <──all resumed── COMMITTING <──all verified, ranks released── VERIFYING <──┘
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
+    COMMITTING ──no engine left──> CLOSED
 
 Ranks begin while engines get ready, unless the transport connects them with each other: then they
 begin when all engines are ready. In TRANSFERRING an engine loads as soon as it is prepared. Ranks
 and engines tell each other directly which bucket to fill or load next (`sync_progress`); events
-only report who is done with all of them. VERIFYING compares checksums, if the ranks sent any.
-COMMITTING also waits until all ranks are released, because an engine that commits allocates more
-memory, and a rank may first have work to do once engines have read its own.
+only report who is done with all of them. VERIFYING compares checksums, if the ranks sent any. It
+also waits until all ranks are released, because an engine that commits allocates more memory, and a
+rank may first have work to do once engines have read its own.
 
 An engine that fails is discarded and the others continue. An engine that is cut off, because the
 one that receives for its node failed, leaves the sync and is reverted, and gets the version with
@@ -204,7 +205,7 @@ class SyncTransaction:
         return self._abort(gap) if gap else self._advance()
 
     def _find_gap(self) -> str:
-        """What is wrong with the regions of all ranks, or "". Found while engines load."""
+        """What is wrong with the regions of all ranks, or "". It is called while engines load."""
         assert self.manifest is not None
         has_all = self._filled == self._joined.keys()
         return find_gap(self.manifest, self.regions) if has_all else ""

@@ -59,8 +59,8 @@ class WeightPublisher:
             engines that keep the weights of the model and apply the adapter to every request.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
         on_read: called when the tensors of this rank have been read, by itself or by the engines.
-            The engines allocate their KV cache only after it has returned on every rank. With None,
-            they need not wait to hear that.
+            The engines allocate their KV cache only after it has returned on every rank.
+            None: they need not wait for it.
         keeps_memory: the tensors have the same memory from one call to the next. Engines on the
             same GPUs then keep it open in between; it is not given back to the GPU before they
             close it, with the next sync or when they end. False if `on_read` frees it.
@@ -112,7 +112,9 @@ class WeightPublisher:
             replicas=replicas,
             locate=locate,
         )
-        self._exports = ExportSender(shards, export or MemoryExporter().export, stays=keeps_memory)
+        self._exports = ExportSender(
+            shards, export or MemoryExporter().export, keeps_memory=keeps_memory
+        )
         self._links = LinkSender(shards, supervisor, link_host)
         self._senders: dict[str, Sender] = {
             "memfd": ImageSender(shards),
@@ -190,6 +192,6 @@ class WeightPublisher:
             raise
 
     def close(self) -> None:
-        """Unmaps the image, which `publish` keeps mapped; it maps it again. Idempotent."""
+        """Unmaps the image, which a later `publish` maps again. Idempotent."""
         for sender in self._senders.values():
             sender.close()

@@ -17,7 +17,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
-from umbra.runtime.weights.sync_calls import SyncEnd, SyncReport
+from umbra.runtime.weights.sync_calls import SyncEnd, SyncFilled, SyncReport
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -121,6 +121,49 @@ def test_a_rolling_update_in_mid_generation_only_changes_versions(
     assert all(sorted(sample["versions"]) == sample["versions"] for sample in samples.values())
     mixed = [sample for sample in samples.values() if len(set(sample["versions"])) > 1]
     assert not mixed if on_update == "drain" else mixed
+
+
+class FailsDuringDrain(SessionSync):
+    """A rank that fails when an engine has begun to drain."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._session = session
+
+    def sync_filled(self, call: SyncFilled) -> None:
+        deadline = time.monotonic() + 10.0
+        while states(self._session) == [("SERVING", 1)]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raise RuntimeError("the rank fails")
+
+
+def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        engine={"tokens_per_s": 15.0},
+        num_engines=1,
+        pool={"on_update": "drain"},
+    )
+    live.publish(1)
+
+    def publish_in_vain() -> None:
+        publisher = WeightPublisher(FailsDuringDrain(umbra_session), 0, 1, {"w": torch.zeros(10)})
+        with pytest.raises(RuntimeError, match="the rank fails"):
+            publisher.publish("policy", 2, 20.0)
+        begun_at = time.monotonic()
+        while states(umbra_session) != [("SERVING", 1)]:
+            assert time.monotonic() < begun_at + 1.0
+
+    with while_generating(live, 100, publish_in_vain):
+        samples = merged(live.next_batch(0))
+
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
+    assert {version for s in samples.values() for version in s["versions"]} == {1}
+    assert live.processes()["policy-0"]["incarnation"] == 1
 
 
 def test_an_engine_that_is_killed_between_the_waves_catches_up(

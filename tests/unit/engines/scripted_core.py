@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from umbra.engines.loading.weight_import import WorkerRegions
+from umbra.engines.loading.weight_source import Regions
 from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
@@ -51,7 +51,7 @@ class ScriptedCore(AdapterCore):
         self.outputs: list[ScriptedOutput] = []
         self.done: list[str] = []
         self.has_begun = asyncio.Event()
-        self.regions: WorkerRegions = []
+        self.regions: Regions = []
         self.descriptions: list[Mapping[str, Any]] = []
 
     async def start(self) -> None:
@@ -84,7 +84,7 @@ class ScriptedCore(AdapterCore):
     async def wake(self, tags: Sequence[str]) -> None:
         await self._do(f"wake {' '.join(tags)}")
 
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
         await self._do("load_weights")
         self.descriptions.append(description)
         return [self.regions]

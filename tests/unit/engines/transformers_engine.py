@@ -26,7 +26,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from umbra.engines.embedded.sampler import sample
 from umbra.engines.embedded.uniforms import uniforms
 from umbra.engines.loading.open_weights import open_weights
-from umbra.engines.loading.weight_import import WorkerRegions
+from umbra.engines.loading.weight_source import Regions
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.adapter_settings import AdapterSettings
 from umbra.engines.shell.engine_core import AdapterCore, NewOutput
@@ -145,11 +145,11 @@ class TransformersCore(AdapterCore):
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return "its parameters are in cpu memory, not on a GPU"
 
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
         return [await asyncio.to_thread(self._load_weights, description)]
 
     @torch.no_grad()
-    def _load_weights(self, description: Mapping[str, Any]) -> WorkerRegions:
+    def _load_weights(self, description: Mapping[str, Any]) -> Regions:
         missing = set(self._parameters.values())
         with open_weights(description, torch.device("cpu")) as source:
             for name, tensor in source.tensors():

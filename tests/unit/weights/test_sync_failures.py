@@ -379,6 +379,23 @@ def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
         assert str(engine.lifecycle) == "SERVING(1)"
 
 
+def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(sources: dict[str, Tensor]) -> None:
+    engine = ThreadEngine("engine", empty_like(sources))
+    with local_pool([engine], replace(SMALL, pause_mode="drain")) as supervisor:
+        publish(supervisor, sources, version=1)
+        engine.log.clear()
+        engine.hang_at = "pause drain"
+        failure, settled_after_s = in_threads(
+            lambda: publish(supervisor, sources, version=2),
+            lambda: supervisor.lose_rank(0, engine.hanging),
+        )
+
+        assert isinstance(failure, WeightSyncError)
+        assert settled_after_s < 5.0
+        assert engine.log == ["begin_update", "pause drain", "abort_update", "resume"]
+        assert str(engine.lifecycle) == "SERVING(1)"
+
+
 def test_a_rank_cannot_report_twice_that_it_is_done(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:

@@ -75,7 +75,15 @@ def beyond_the_end(exports: list[RankExports]) -> None:
     exports[1] = replace(exports[1], parts=(*exports[1].parts[:-1], replace(last, offset=1 << 20)))
 
 
-@pytest.mark.parametrize("damage", [without_a_part, twice_the_same, beyond_the_end])
+def cut_in_two_ways(exports: list[RankExports]) -> None:
+    parts = exports[0].parts
+    rows = replace(parts[0], shape=(2, 3))
+    exports[0] = replace(exports[0], parts=(*parts, rows))
+
+
+@pytest.mark.parametrize(
+    "damage", [without_a_part, twice_the_same, beyond_the_end, cut_in_two_ways]
+)
 def test_exports_that_are_not_the_whole_model_are_refused(
     ipc: FakeIpc, damage: Callable[[list[RankExports]], None]
 ) -> None:
@@ -90,7 +98,7 @@ def test_exports_that_are_not_the_whole_model_are_refused(
 def test_exports_that_were_read_are_not_read_again(ipc: FakeIpc) -> None:
     offer = ipc.export([(0, torch.randn(6, 2))])
     assert isinstance(offer, RankExports)
-    for exports in (offer, replace(offer, stays=False)):
+    for exports in (offer, replace(offer, keeps_memory=False)):
         packed = exports.to_wire()
 
         read = offer_from_wire(packed)
@@ -198,7 +206,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     memory.close()
     assert ipc.num_open == 0
     update = WeightImport(manifest.to_wire(), import_of(wire))
-    assert update.note([regions, regions]) == 136
+    assert update.take_reports([regions, regions]) == 136
     assert update.verify(regions) == []
 
 
@@ -275,7 +283,7 @@ def test_what_one_worker_read_wrongly_is_named() -> None:
     update = WeightImport(manifest.to_wire(), import_of([]))
     sent = [[0, 60, 11], [256, 8, 12]]
 
-    assert update.note([[[0, 60, 11], [256, 8, 12]], [[0, 60, 99]]]) == 68
+    assert update.take_reports([[[0, 60, 11], [256, 8, 12]], [[0, 60, 99]]]) == 68
     mismatches = update.verify(sent)
 
     assert len(mismatches) == 2

@@ -23,25 +23,27 @@ class ExportSender:
     """Sends by exporting: the tensors stay in their memory until the engines have loaded.
 
     Args:
-        stays: they also stay there until the next sync, so that engines may keep it open.
+        keeps_memory: they also stay there until the next sync, so that engines may keep it open.
     """
 
     is_read_by_engines = True
     network_nbytes = 0
 
-    def __init__(self, shards: RankShards, export: Export, *, stays: bool) -> None:
+    def __init__(self, shards: RankShards, export: Export, *, keeps_memory: bool) -> None:
         self._shards = shards
         self._export = export
-        self._stays = stays
+        self._keeps_memory = keeps_memory
         self._exported: Offer = ""
         self._offer: Offer = ""
 
     def offer(self) -> Offer:
+        """The exports of this rank, or why there are none; the same object as long as neither the
+        tensors nor their memory have changed."""
         exported = self._export(self._shards.located())
         if exported is not self._exported:
             self._exported = self._offer = exported
             if isinstance(exported, RankExports):
-                self._offer = replace(exported, stays=self._stays)
+                self._offer = replace(exported, keeps_memory=self._keeps_memory)
         return self._offer
 
     @torch.no_grad()

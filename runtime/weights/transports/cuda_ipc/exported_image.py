@@ -45,7 +45,7 @@ class ExportedImage:
 
     Attributes:
         allocations: everything that the ranks export.
-        stays: all ranks keep their memory after the sync.
+        keeps_memory: all ranks keep their memory after the sync.
 
     Raises:
         ProtocolError: the exports are malformed.
@@ -56,12 +56,12 @@ class ExportedImage:
         ranks = [RankExports.from_wire(raw) for raw in exports]
         self.manifest = manifest
         self.allocations = frozenset(each for rank in ranks for each in rank.allocations)
-        self.stays = all(rank.stays for rank in ranks)
+        self.keeps_memory = all(rank.keeps_memory for rank in ranks)
         distances = {allocation: opener.distance(allocation) for allocation in self.allocations}
         held = [(part, rank.allocations[part.allocation]) for rank in ranks for part in rank.parts]
         self._parts = _by_entry(manifest, sorted(held, key=lambda each: distances[each[1]]))
         self._regions = [
-            [(part.offset, math.prod(part.shape) * ITEMSIZES[entry.dtype]) for part, _ in parts]
+            [(part.offset, _nbytes(part, entry)) for part, _ in parts]
             for entry, parts in zip(manifest.entries, self._parts, strict=True)
         ]
         self._opener = opener
@@ -112,7 +112,9 @@ class ExportedImage:
 def _by_entry(manifest: Manifest, held: Iterable[_HeldPart]) -> list[list[_HeldPart]]:
     """The parts of each entry, in order; of several with the same bytes, the first of `held`.
 
-    Raises WeightSyncError unless they cover every byte of it once.
+    Raises:
+        WeightSyncError: they do not cover every byte of an entry once.
+        ProtocolError: a part belongs to no entry.
     """
     found: list[dict[tuple[int, int], _HeldPart]] = [{} for _ in manifest.entries]
     payloads = [idx for idx, entry in enumerate(manifest.entries) if entry.nbytes]
@@ -125,17 +127,19 @@ def _by_entry(manifest: Manifest, held: Iterable[_HeldPart]) -> list[list[_HeldP
         found[payloads[idx]].setdefault(key, (part, allocation))
     chosen = [sorted(parts.values(), key=lambda each: each[0].offset) for parts in found]
     for entry, parts in zip(manifest.entries, chosen, strict=True):
-        cursor = entry.offset
-        for part, _ in parts:
-            if part.offset != cursor:
-                break
-            cursor += math.prod(part.shape) * ITEMSIZES[entry.dtype]
-        if cursor != entry.end:
+        starts = [part.offset for part, _ in parts]
+        ends = [part.offset + _nbytes(part, entry) for part, _ in parts]
+        if [*starts, entry.end] != [entry.offset, *ends]:
             raise WeightSyncError(
                 f"the ranks' exports do not cover tensor {entry.name!r}: bytes [{entry.offset}, "
-                f"{entry.end}) of the image, and parts at {[part.offset for part, _ in parts][:8]}"
+                f"{entry.end}) of the image once: it has parts at {starts[:8]} to {ends[:8]}"
             )
     return chosen
+
+
+def _nbytes(part: TensorPart, entry: TensorEntry) -> int:
+    """In the image, in the dtype of the entry."""
+    return math.prod(part.shape) * ITEMSIZES[entry.dtype]
 
 
 def _block(entry: TensorEntry, part: TensorPart) -> ShardBlock | None:

@@ -38,8 +38,8 @@ class Opener(Protocol):
         ...
 
     def distance(self, allocation: Allocation) -> int:
-        """Of the allocation's GPU to the one that reads: 0 for its own, and the others in an order
-        that differs by reader, so that not all of them read the same replica."""
+        """How far the allocation's GPU is from the reading one: 0 for the same. The order of others
+        differs by reader, so that not all of them read the same replica."""
         ...
 
     def settle(self) -> None:
@@ -47,7 +47,7 @@ class Opener(Protocol):
         ...
 
     def keep(self, allocations: Collection[Allocation]) -> None:
-        """Waits for readers of all others, and unmaps these."""
+        """Waits for readers of all other allocations, and unmaps those."""
         ...
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class OpenedMemory:
     def leave(self) -> None:
         """Ends a sync: waits for copies, and closes memory that does not stay. Idempotent."""
         self._opener.settle()
-        if self._image is not None and not self._image.stays:
+        if self._image is not None and not self._image.keeps_memory:
             self.close()
 
     def close(self) -> None:

@@ -119,12 +119,12 @@ class RankExports:
     """Everything that one rank holds of the published tensors.
 
     Attributes:
-        stays: the rank keeps this memory after the sync, so that engines may keep it open.
+        keeps_memory: the rank keeps this memory after the sync, so that engines may keep it open.
     """
 
     allocations: tuple[Allocation, ...]
     parts: tuple[TensorPart, ...]
-    stays: bool = True
+    keeps_memory: bool = True
 
     def to_wire(self) -> bytes:
         return self._packed
@@ -132,7 +132,9 @@ class RankExports:
     @cached_property
     def _packed(self) -> bytes:
         allocations = [allocation.to_wire() for allocation in self.allocations]
-        packed: bytes = msgpack.packb([allocations, [p.to_wire() for p in self.parts], self.stays])
+        packed: bytes = msgpack.packb(
+            [allocations, [p.to_wire() for p in self.parts], self.keeps_memory]
+        )
         return packed
 
     @staticmethod
@@ -150,10 +152,10 @@ def _read_exports(packed: bytes) -> RankExports:
     except Exception as error:  # msgpack's errors have no common class
         raise ProtocolError(f"undecodable exports of a rank: {type(error).__name__}") from error
     match raw:
-        case [allocations, parts, bool(stays)]:
+        case [allocations, parts, bool(keeps_memory)]:
             read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
             found = tuple(TensorPart.from_wire(p, read) for p in _list(parts, MAX_TENSORS))
-            return RankExports(read, found, stays)
+            return RankExports(read, found, keeps_memory)
         case _:
             raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
 
@@ -169,8 +171,6 @@ def offer_to_wire(offer: Offer) -> dict[str, str] | bytes:
 def offer_from_wire(raw: object) -> Offer:
     """Raises ProtocolError if it is neither exports nor a reason."""
     match raw:
-        case None:
-            return "it offers no GPU memory"
         case {"problem": str(problem)} if 0 < len(problem) <= _MAX_PROBLEM_LEN:
             return problem
         case _:
