@@ -34,11 +34,16 @@ def unpack_order(name: str) -> dict[str, Any]:
 
 def write_reports(address: Sequence[Any], reports: Sequence[Mapping[str, Any]]) -> None:
     """Raises OSError if the file is gone: another one may have its descriptor."""
-    path, inode = address
+    path, *identity = address
     with open(path, "r+b") as file:
-        if os.fstat(file.fileno()).st_ino != inode:
+        if _identity(file.fileno()) != identity:
             raise FileNotFoundError(f"{path} is another file now")
         file.write(msgpack.packb(list(reports)))
+
+
+def _identity(fd: int) -> list[int]:
+    status = os.fstat(fd)
+    return [status.st_dev, status.st_ino]
 
 
 class ReportFile:
@@ -48,9 +53,9 @@ class ReportFile:
         self._fd = os.memfd_create("umbra-reports", os.MFD_CLOEXEC)
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Path and inode."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
+    def address(self) -> list[Any]:
+        """Path, device and inode."""
+        return [f"/proc/{os.getpid()}/fd/{self._fd}", *_identity(self._fd)]
 
     def read(self) -> list[dict[str, Any]]:
         """One report per worker. Raises EngineError if none were written."""

@@ -256,6 +256,7 @@ class EngineShell(Generic[_Core]):
 
     async def _verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         self._check_loaded()
+        self._can_commit = False
         mismatches = await self._weights.verify(regions)
         self._can_commit = not mismatches
         return mismatches

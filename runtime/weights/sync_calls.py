@@ -150,6 +150,7 @@ class SyncFilled(_LaterCall):
     """A rank has written its part of every bucket, or exports all its tensors.
 
     Attributes:
+        regions: that it sent. With checksums also those of which it has a replica.
         network_nbytes: of weights that it sent to other nodes.
         is_released: engines may allocate more memory when they have loaded. False if the rank first
             has work to do then; it calls `sync_end` after that.

@@ -58,8 +58,8 @@ class SyncSettings:
         bucket_nbytes: the part of the image that a rank fills before engines load it. Larger ones
             leave engines waiting and the cache behind; smaller ones spend the time in wake-ups.
         verify_every: checksums are verified for the first version, for every n-th after it, and
-            whenever an engine takes part for the first time. Whether all bytes were sent and loaded
-            is checked in every sync.
+            whenever an engine takes part for the first time. That all bytes were sent is checked in
+            every sync.
         full_sync_every: 1 always sends all weights between nodes. With n, only every n-th version
             does, and others send what has changed since the last one; the version before a full one
             has checksums. Ranks then keep a copy of what they sent.

@@ -98,7 +98,7 @@ class SyncTransaction:
         self.version = version
         self.phase = Phase.GATHERING
         self.manifest: Manifest | None = None
-        self.regions: list[Region] = []
+        self._checksums: dict[tuple[int, int], int | None] = {}  # by region: offset and nbytes
         self.network_nbytes = 0
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
@@ -113,6 +113,11 @@ class SyncTransaction:
     @property
     def joined_ranks(self) -> list[int]:
         return sorted(self._joined)
+
+    @property
+    def regions(self) -> list[Region]:
+        """Sent so far."""
+        return [(offset, nbytes, sent) for (offset, nbytes), sent in self._checksums.items()]
 
     @property
     def live_engines(self) -> list[str]:
@@ -197,12 +202,22 @@ class SyncTransaction:
         if event.rank not in self._joined or event.rank in self._filled:
             return self._abort(f"rank {event.rank} filled its buckets twice or never joined")
         self._filled.add(event.rank)
-        self.regions.extend(event.regions)
+        wrong = next((r for r in event.regions if self._differs(r)), None)
+        if wrong is not None:
+            return self._abort(
+                f"rank {event.rank} and another one have different values in bytes [{wrong[0]}, "
+                f"{wrong[0] + wrong[1]}) of the image: replicas of a shard must be equal"
+            )
         self.network_nbytes += event.network_nbytes
         if event.is_released:
             self._released.add(event.rank)
         gap = self._find_gap()
         return self._abort(gap) if gap else self._advance()
+
+    def _differs(self, region: Region) -> bool:
+        """Whether another rank has the region with another checksum."""
+        offset, nbytes, checksum = region
+        return self._checksums.setdefault((offset, nbytes), checksum) != checksum
 
     def _find_gap(self) -> str:
         """What is wrong with the regions of all ranks, or "". It is called while engines load."""
@@ -299,7 +314,7 @@ class SyncTransaction:
 
     def _finish_transfer(self) -> list[Action]:
         self.phase = Phase.VERIFYING
-        has_checksums = any(checksum is not None for _, _, checksum in self.regions)
+        has_checksums = any(checksum is not None for checksum in self._checksums.values())
         stage = Stage.VERIFYING if has_checksums else Stage.VERIFIED
         self._engines = dict.fromkeys(self._engines, stage)
         verifications = [Verify(name) for name in self._engines] if has_checksums else []
@@ -337,6 +352,7 @@ class SyncTransaction:
         if self.phase == Phase.TRANSFERRING:
             laggards = sorted(self._joined.keys() - self._filled)
             slow = f"not filled by ranks {laggards}; {slow}; {progress}"
-        if self.phase == Phase.VERIFYING:
-            slow = f"held back by ranks {sorted(self._joined.keys() - self._released)}; {slow}"
+        unreleased = sorted(self._joined.keys() - self._released)
+        if self.phase == Phase.VERIFYING and unreleased:
+            slow = f"held back by ranks {unreleased}; {slow}"
         return f"{self.phase.name.lower()}; {slow}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lora_matrices import LoraSpec
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.shards import (
     find_aliases,
     held_extent,
@@ -46,8 +47,9 @@ class WeightPublisher:
     """Publishes one set of tensors. Every rank has one and calls `publish` with the others.
 
     Plain tensors (buffers, unsharded modules) come from rank 0; DTensors from the rank that holds
-    the shard. If several do, the first one sends it, and engines that read the ranks' GPUs take it
-    from the nearest. Only `publish` reads the tensors; they must not change while it runs.
+    the shard. If several do, which must then have the same values, the first one sends it, and an
+    engine on the GPU of another one reads it there. Only `publish` reads the tensors; they must not
+    change while it runs.
 
     Args:
         tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order on
@@ -91,29 +93,14 @@ class WeightPublisher:
         self._world_size = world_size
         aliases = find_aliases(tensors) if aliases is None else aliases
         self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype), lora)
-        sources: list[ShardSource] = []
-        extents: list[Extent] = []
-        replicas: list[tuple[int, Tensor]] = []
-        for entry in self.manifest.entries:
-            tensor = tensors[entry.name]
-            extent = held_extent(len(sources), entry, tensor, rank)
-            if extent is None:
-                continue
-            if is_first_holder(tensor, rank):
-                sources.append(ShardSource(tensor, getattr(torch, entry.dtype)))
-                extents.append(extent)
-            else:
-                replicas.append((extent.offset, tensor))
-        shards = RankShards(
-            rank=rank,
-            manifest=self.manifest,
-            extents=extents,
-            sources=sources,
-            replicas=replicas,
-            locate=locate,
+        first, others = (
+            {name: t for name, t in tensors.items() if is_first_holder(t, rank) == is_first}
+            for is_first in (True, False)
         )
+        shards = _shards_of(rank, self.manifest, first, locate)
+        replicas = _shards_of(rank, self.manifest, others, locate)
         self._exports = ExportSender(
-            shards, export or MemoryExporter().export, keeps_memory=keeps_memory
+            shards, replicas, export or MemoryExporter().export, keeps_memory=keeps_memory
         )
         self._links = LinkSender(shards, supervisor, link_host)
         self._senders: dict[str, Sender] = {
@@ -195,3 +182,20 @@ class WeightPublisher:
         """Unmaps the image, which a later `publish` maps again. Idempotent."""
         for sender in self._senders.values():
             sender.close()
+
+
+def _shards_of(
+    rank: int, manifest: Manifest, tensors: Mapping[str, Tensor], locate: Callable[[Tensor], Tensor]
+) -> RankShards:
+    """The parts of these tensors that the rank holds."""
+    sources: list[ShardSource] = []
+    extents: list[Extent] = []
+    for entry in manifest.entries:
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            continue
+        extent = held_extent(len(sources), entry, tensor, rank)
+        if extent is not None:
+            sources.append(ShardSource(tensor, getattr(torch, entry.dtype)))
+            extents.append(extent)
+    return RankShards(rank=rank, manifest=manifest, extents=extents, sources=sources, locate=locate)

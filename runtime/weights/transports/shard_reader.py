@@ -34,8 +34,6 @@ class RankShards:
 
     Attributes:
         extents: position of each of `sources` in the image; the key is its index there.
-        replicas: tensors of which another rank sends the part that this one has, too, each with the
-            part's offset in the image.
         locate: a tensor's part on this rank.
     """
 
@@ -43,14 +41,12 @@ class RankShards:
     manifest: Manifest
     extents: Sequence[Extent]
     sources: Sequence[ShardSource]
-    replicas: Sequence[tuple[int, Tensor]]
     locate: Callable[[Tensor], Tensor]
 
     def located(self) -> list[tuple[int, Tensor]]:
-        """The rank's part of each tensor, replicas included, with its offset in the image."""
+        """The rank's part of each tensor, with its offset in the image."""
         shards = zip(self.extents, self.sources, strict=True)
-        sent = [(extent.offset, source.tensor) for extent, source in shards]
-        return [(offset, self.locate(tensor)) for offset, tensor in (*sent, *self.replicas)]
+        return [(extent.offset, self.locate(source.tensor)) for extent, source in shards]
 
     def reader(self) -> ShardReader:
         """A reader for one sync: it reads each shard once."""

@@ -18,7 +18,7 @@ from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 
-_NOTHING_TO_OPEN: Final[Any] = SimpleNamespace(distance=hash)
+_NOTHING_TO_OPEN: Final[Any] = SimpleNamespace(device_uuid=bytes)
 # There is no GPU, and nothing is read.
 _FROM_CALLERS: Final = frozenset({CALL, CANCEL, CREDIT, HELLO})
 _ANSWERS: Final[Sequence[Callable[[Any], object]]] = (

@@ -91,6 +91,14 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
             with pytest.raises(EngineError, match="differ from those that were sent"):
                 await engine.commit_update()
 
+            await engine.abort_update()
+            await engine.begin_update(3, manifest, EXPORTS)
+            await engine.load()
+            with pytest.raises(ValueError, match="unpack"):
+                await engine.verify_update([[1]])
+            with pytest.raises(EngineError, match="differ from those that were sent"):
+                await engine.commit_update()
+
     run_async(body)
 
 

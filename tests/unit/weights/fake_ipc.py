@@ -41,10 +41,15 @@ class FakeIpc:
         self._known: dict[int, Allocation] = {}  # by address
         self._exported: dict[bytes, Tensor] = {}
 
-    def export(self, tensors: Sequence[tuple[int, Tensor]], gpu: int = 0) -> Offer:
+    def export(
+        self,
+        tensors: Sequence[tuple[int, Tensor]],
+        replicas: Sequence[tuple[int, Tensor]] = (),
+        gpu: int = 0,
+    ) -> Offer:
         allocations: list[Allocation] = []
         parts: list[TensorPart] = []
-        for offset, tensor in tensors:
+        for offset, tensor in (*tensors, *replicas):
             storage = tensor.untyped_storage()
             allocation = self._allocation_of(storage, gpu)
             if allocation not in allocations:
@@ -59,7 +64,8 @@ class FakeIpc:
                     tensor.stride(),
                 )
             )
-        return RankExports(tuple(allocations), tuple(parts))
+        sent, rest = parts[: len(tensors)], parts[len(tensors) :]
+        return RankExports(tuple(allocations), tuple(sent), tuple(rest))
 
     def _allocation_of(self, storage: torch.UntypedStorage, gpu: int) -> Allocation:
         address = storage.data_ptr()
@@ -76,7 +82,7 @@ class FakeIpc:
 
 
 class FakeOpener:
-    """Of a reader on one of the GPUs, in a row of them."""
+    """Of a reader on one of the GPUs."""
 
     def __init__(self, ipc: FakeIpc, gpu: int = 0) -> None:
         self._ipc = ipc
@@ -93,8 +99,8 @@ class FakeOpener:
             self._open[allocation] = self._ipc.memory(allocation.handle)
         return self._open[allocation]
 
-    def distance(self, allocation: Allocation) -> int:
-        return abs(int.from_bytes(allocation.device, "big") - self._gpu)
+    def device_uuid(self) -> bytes:
+        return self._gpu.to_bytes(UUID_NBYTES, "big")
 
     def settle(self) -> None:
         """Copies on the CPU are done at once."""

@@ -115,9 +115,11 @@ def replicated_shards(tensor: Tensor) -> list[DTensor]:
 
 @pytest.mark.parametrize(
     ("gpu", "holders"),
-    [(0, {0, 1}), (1, {0, 1}), (2, {0, 1, 2}), (3, {0, 2, 3}), (None, set[int]())],
+    [(0, {0, 1}), (1, {0, 1}), (2, {0, 1, 2}), (3, {0, 3}), (4, {0, 1}), (None, set[int]())],
 )
-def test_of_replicas_the_nearest_is_read(ipc: FakeIpc, gpu: int | None, holders: set[int]) -> None:
+def test_a_replica_on_the_engine_s_own_gpu_is_read(
+    ipc: FakeIpc, gpu: int | None, holders: set[int]
+) -> None:
     """Without a GPU, the first of them writes to host memory."""
     weight = torch.randn(5, 4)
     bias = torch.randn(3)  # no DTensor: from rank 0
@@ -143,6 +145,28 @@ def test_of_replicas_the_nearest_is_read(ipc: FakeIpc, gpu: int | None, holders:
     assert torch.equal(engine.destinations["weight"], weight)
     assert torch.equal(engine.destinations["bias"], bias)
     assert {int.from_bytes(opened.device, "big") for opened in ipc.opened} == holders
+
+
+def test_replicas_that_differ_fail_the_sync_and_no_engine(ipc: FakeIpc) -> None:
+    weight = torch.randn(5, 4)
+    shards = replicated_shards(weight)
+    shards[2].to_local()[0, 0] += 1.0
+    engine = make_engine(ipc, {"weight": weight})
+    with local_pool([engine], SMALL) as supervisor:
+        outcomes = in_threads(
+            *(
+                partial(
+                    *(publish, supervisor, {"weight": shard}),
+                    rank=rank,
+                    world_size=4,
+                    export=partial(ipc.export, gpu=rank),
+                )
+                for rank, shard in enumerate(shards)
+            )
+        )
+
+    assert all("replicas of a shard must be equal" in str(outcome) for outcome in outcomes)
+    assert engine.killed is None
 
 
 class Unable(ThreadEngine):

@@ -14,23 +14,29 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, RankEx
 from umbra.runtime.weights.transports.shard_reader import RankShards
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
-Export = Callable[[Sequence[tuple[int, Tensor]]], Offer]
-"""Offers tensors, each with its offset in the image, to engines on the same GPUs, or returns why it
-cannot."""
+_Located = Sequence[tuple[int, Tensor]]
+
+Export = Callable[[_Located, _Located], Offer]
+"""Offers tensors and replicas of others' tensors, each with its offset in the image, to engines on
+the same GPUs, or returns why it cannot."""
 
 
 class ExportSender:
     """Sends by exporting: the tensors stay in their memory until the engines have loaded.
 
     Args:
+        replicas: what this rank has, too, of others' shards.
         keeps_memory: they also stay there until the next sync, so that engines may keep it open.
     """
 
     is_read_by_engines = True
     network_nbytes = 0
 
-    def __init__(self, shards: RankShards, export: Export, *, keeps_memory: bool) -> None:
+    def __init__(
+        self, shards: RankShards, replicas: RankShards, export: Export, *, keeps_memory: bool
+    ) -> None:
         self._shards = shards
+        self._replicas = replicas
         self._export = export
         self._keeps_memory = keeps_memory
         self._exported: Offer = ""
@@ -39,7 +45,7 @@ class ExportSender:
     def offer(self) -> Offer:
         """The exports of this rank, or why there are none; the same object as long as neither the
         tensors nor their memory have changed."""
-        exported = self._export(self._shards.located())
+        exported = self._export(self._shards.located(), self._replicas.located())
         if exported is not self._exported:
             self._exported = self._offer = exported
             if isinstance(exported, RankExports):
@@ -48,7 +54,8 @@ class ExportSender:
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Reports that all tensors are ready, as they have been since the offer."""
+        """Reports that all tensors are ready, as they have been since the offer. With checksums it
+        also reports the replicas."""
         shards = self._shards
         num_entries = len(shards.manifest.entries)
         if num_entries != grant.num_buckets:
@@ -63,13 +70,14 @@ class ExportSender:
             return None
         try:
             progress.set_filled(shards.rank, num_entries)
-            extents = shards.extents
-            checksums = (
-                shards.reader().read_checksums() if grant.has_checksums else [None] * len(extents)
-            )
+            if not grant.has_checksums:
+                return [(extent.offset, extent.nbytes, None) for extent in shards.extents]
             return [
                 (extent.offset, extent.nbytes, checksum)
-                for extent, checksum in zip(extents, checksums, strict=True)
+                for held in (shards, self._replicas)
+                for extent, checksum in zip(
+                    held.extents, held.reader().read_checksums(), strict=True
+                )
             ]
         finally:
             progress.close()

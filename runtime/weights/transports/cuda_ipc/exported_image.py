@@ -2,14 +2,14 @@
 
 manifest entry   |------------ w ------------|
 parts            | rank 0    | rank 1  | r 2 |    each in memory of its rank, in its dtype
-replicas         | rank 3    | rank 4  | r 5 |    of each part, the nearest is read
+replicas         | rank 3    | rank 4  | r 5 |    read in place of a part on another GPU
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     TensorPart,
 )
 
-_HeldPart = tuple[TensorPart, Allocation]
+_LocatedPart = tuple[TensorPart, Allocation]
 
 
 class Values(NamedTuple):
@@ -57,9 +57,23 @@ class ExportedImage:
         self.manifest = manifest
         self.allocations = frozenset(each for rank in ranks for each in rank.allocations)
         self.keeps_memory = all(rank.keeps_memory for rank in ranks)
-        distances = {allocation: opener.distance(allocation) for allocation in self.allocations}
-        held = [(part, rank.allocations[part.allocation]) for rank in ranks for part in rank.parts]
-        self._parts = _by_entry(manifest, sorted(held, key=lambda each: distances[each[1]]))
+        own_gpu = opener.device_uuid()
+        replicas = {
+            (part.offset, part.shape): (part, allocation)
+            for rank in ranks
+            for part, allocation in _located(rank, rank.replicas)
+            if allocation.device == own_gpu
+        }
+        sent = [each for rank in ranks for each in _located(rank, rank.parts)]
+        self._parts = [
+            [
+                (part, allocation)
+                if allocation.device == own_gpu
+                else replicas.get((part.offset, part.shape), (part, allocation))
+                for part, allocation in parts
+            ]
+            for parts in _by_entry(manifest, sent)
+        ]
         self._regions = [
             [(part.offset, _nbytes(part, entry)) for part, _ in parts]
             for entry, parts in zip(manifest.entries, self._parts, strict=True)
@@ -109,24 +123,28 @@ class ExportedImage:
         return self._regions[idx]
 
 
-def _by_entry(manifest: Manifest, held: Iterable[_HeldPart]) -> list[list[_HeldPart]]:
-    """The parts of each entry, in order; of several with the same bytes, the first of `held`.
+def _located(rank: RankExports, parts: Sequence[TensorPart]) -> Iterator[_LocatedPart]:
+    for part in parts:
+        yield part, rank.allocations[part.allocation]
+
+
+def _by_entry(manifest: Manifest, sent: Iterable[_LocatedPart]) -> list[list[_LocatedPart]]:
+    """The parts of each entry, in order.
 
     Raises:
         WeightSyncError: they do not cover every byte of an entry once.
         ProtocolError: a part belongs to no entry.
     """
-    found: list[dict[tuple[int, int], _HeldPart]] = [{} for _ in manifest.entries]
+    found: list[list[_LocatedPart]] = [[] for _ in manifest.entries]
     payloads = [idx for idx, entry in enumerate(manifest.entries) if entry.nbytes]
     offsets = [manifest.entries[idx].offset for idx in payloads]
-    for part, allocation in held:
+    for part, allocation in sent:
         idx = bisect.bisect_right(offsets, part.offset) - 1
         if idx < 0:
             raise ProtocolError(f"a part at image byte {part.offset} belongs to no tensor")
-        key = part.offset, math.prod(part.shape)
-        found[payloads[idx]].setdefault(key, (part, allocation))
-    chosen = [sorted(parts.values(), key=lambda each: each[0].offset) for parts in found]
-    for entry, parts in zip(manifest.entries, chosen, strict=True):
+        found[payloads[idx]].append((part, allocation))
+    for entry, parts in zip(manifest.entries, found, strict=True):
+        parts.sort(key=lambda each: each[0].offset)
         starts = [part.offset for part, _ in parts]
         ends = [part.offset + _nbytes(part, entry) for part, _ in parts]
         if [*starts, entry.end] != [entry.offset, *ends]:
@@ -134,7 +152,7 @@ def _by_entry(manifest: Manifest, held: Iterable[_HeldPart]) -> list[list[_HeldP
                 f"the ranks' exports do not cover tensor {entry.name!r}: bytes [{entry.offset}, "
                 f"{entry.end}) of the image once: it has parts at {starts[:8]} to {ends[:8]}"
             )
-    return chosen
+    return found
 
 
 def _nbytes(part: TensorPart, entry: TensorEntry) -> int:

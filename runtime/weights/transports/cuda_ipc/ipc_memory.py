@@ -37,9 +37,8 @@ class Opener(Protocol):
         """
         ...
 
-    def distance(self, allocation: Allocation) -> int:
-        """How far the allocation's GPU is from the reading one: 0 for the same. The order of others
-        differs by reader, so that not all of them read the same replica."""
+    def device_uuid(self) -> bytes:
+        """The UUID of the GPU that reads."""
         ...
 
     def settle(self) -> None:
@@ -63,32 +62,39 @@ class MemoryExporter:
         self._views: Sequence[tuple[object, ...]] = ()
         self._exports = RankExports((), ())
 
-    def export(self, tensors: Sequence[tuple[int, Tensor]]) -> Offer:
+    def export(
+        self, tensors: Sequence[tuple[int, Tensor]], replicas: Sequence[tuple[int, Tensor]] = ()
+    ) -> Offer:
         """Exports tensors as parts, each with its offset in the image; or returns why it cannot.
 
         Returns the same object as before if they are where they were. Work queued on their GPUs is
         done by then. The tensors must keep their memory and contents until the sync is over.
         """
-        for _, tensor in tensors:
+        for _, tensor in (*tensors, *replicas):
             if not tensor.is_cuda:
                 return f"its tensors are in {tensor.device.type} memory, not on a GPU"
             if tensor.is_conj() or tensor.is_neg():
                 return "one of its tensors is a view that negates or conjugates"
         try:
-            return self._export(tensors)
+            return self._export(tensors, replicas)
         except WeightSyncError as error:
             return f"its memory cannot be exported: {error}"
 
-    def _export(self, tensors: Sequence[tuple[int, Tensor]]) -> RankExports:
-        views = [(offset, t.data_ptr(), t.dtype, t.shape, t.stride()) for offset, t in tensors]
+    def _export(
+        self, tensors: Sequence[tuple[int, Tensor]], replicas: Sequence[tuple[int, Tensor]]
+    ) -> RankExports:
+        held = [*tensors, *replicas]
+        views = [(offset, t.data_ptr(), t.dtype, t.shape, t.stride()) for offset, t in held]
         is_same = views == self._views
-        devices = sorted({tensor.device.index for _, tensor in tensors})
+        devices = sorted({tensor.device.index for _, tensor in held})
         for device in devices:
             with _context_of(device):
                 torch.cuda.synchronize()
                 is_same = is_same and self._still_exist()
         if not is_same:
-            self._exports = self._export_views(tensors, devices)
+            parts = self._export_views(held, devices)
+            sent, rest = parts[: len(tensors)], parts[len(tensors) :]
+            self._exports = RankExports(tuple(self._known.values()), tuple(sent), tuple(rest))
             self._views = views
         return self._exports
 
@@ -99,15 +105,16 @@ class MemoryExporter:
 
     def _export_views(
         self, tensors: Sequence[tuple[int, Tensor]], devices: Sequence[int]
-    ) -> RankExports:
+    ) -> list[TensorPart]:
+        """Their parts, in the same order."""
         known, self._known, self._views = self._known, {}, ()
         numbers: dict[int, int] = {}  # by first address
-        parts: list[TensorPart] = []
+        parts: dict[int, TensorPart] = {}
         for device in devices:
             driver = cuda_driver()
             uuid = driver.device_uuids()[device]
             with _context_of(device):
-                for offset, tensor in tensors:
+                for idx, (offset, tensor) in enumerate(tensors):
                     if tensor.device.index != device:
                         continue
                     pointer = tensor.data_ptr()
@@ -119,8 +126,8 @@ class MemoryExporter:
                             handle = driver.export(base)
                             found = Allocation(uuid, handle, nbytes, buffer_id)
                         self._known[base] = found
-                    parts.append(_part(offset, tensor, numbers[base], pointer - base))
-        return RankExports(tuple(self._known.values()), tuple(parts))
+                    parts[idx] = _part(offset, tensor, numbers[base], pointer - base)
+        return [parts[idx] for idx in range(len(tensors))]
 
 
 def _part(offset: int, tensor: Tensor, allocation: int, start: int) -> TensorPart:
@@ -148,10 +155,8 @@ class CudaOpener:
             self._opened[allocation] = pointer, memory
         return self._opened[allocation][1]
 
-    def distance(self, allocation: Allocation) -> int:
-        uuids = cuda_driver().device_uuids()
-        own, ordered = uuids[torch.cuda.current_device()], sorted({*uuids, allocation.device})
-        return (ordered.index(allocation.device) - ordered.index(own)) % len(ordered)
+    def device_uuid(self) -> bytes:
+        return cuda_driver().device_uuids()[torch.cuda.current_device()]
 
     def settle(self) -> None:
         if self._opened:

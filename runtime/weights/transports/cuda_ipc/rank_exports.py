@@ -119,11 +119,13 @@ class RankExports:
     """Everything that one rank holds of the published tensors.
 
     Attributes:
+        replicas: parts that another rank has among its `parts`.
         keeps_memory: the rank keeps this memory after the sync, so that engines may keep it open.
     """
 
     allocations: tuple[Allocation, ...]
     parts: tuple[TensorPart, ...]
+    replicas: tuple[TensorPart, ...] = ()
     keeps_memory: bool = True
 
     def to_wire(self) -> bytes:
@@ -131,9 +133,9 @@ class RankExports:
 
     @cached_property
     def _packed(self) -> bytes:
-        allocations = [allocation.to_wire() for allocation in self.allocations]
+        listed = self.allocations, self.parts, self.replicas
         packed: bytes = msgpack.packb(
-            [allocations, [p.to_wire() for p in self.parts], self.keeps_memory]
+            [*([each.to_wire() for each in some] for some in listed), self.keeps_memory]
         )
         return packed
 
@@ -152,10 +154,13 @@ def _read_exports(packed: bytes) -> RankExports:
     except Exception as error:  # msgpack's errors have no common class
         raise ProtocolError(f"undecodable exports of a rank: {type(error).__name__}") from error
     match raw:
-        case [allocations, parts, bool(keeps_memory)]:
+        case [allocations, parts, replicas, bool(keeps_memory)]:
             read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
-            found = tuple(TensorPart.from_wire(p, read) for p in _list(parts, MAX_TENSORS))
-            return RankExports(read, found, keeps_memory)
+            sent, held = (
+                tuple(TensorPart.from_wire(part, read) for part in _list(some, MAX_TENSORS))
+                for some in (parts, replicas)
+            )
+            return RankExports(read, sent, held, keeps_memory)
         case _:
             raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
 
@@ -178,10 +183,12 @@ def offer_from_wire(raw: object) -> Offer:
 
 
 def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
-    """One allocation of every rank and GPU: an engine tries to open them before it takes part."""
+    """One allocation of every rank and GPU: an engine tries to open them before it takes part.
+    Replicas are read on the engine's own GPU only, which needs no probe."""
     first: dict[tuple[int, bytes], Allocation] = {}
     for rank, exported in enumerate(exports):
-        for allocation in exported.allocations:
+        for part in exported.parts:
+            allocation = exported.allocations[part.allocation]
             first.setdefault((rank, allocation.device), allocation)
     return list(first.values())
 
