@@ -21,15 +21,18 @@ pytestmark = [
 
 
 def message(tokens: list[int], logprobs_of: list[int], *, finish_reason: str | None = None) -> Any:
-    """An output of vLLM's: the logprob of token n is -n."""
+    """An output of vLLM's with flat logprobs: that of token n is -n."""
     outputs = importlib.import_module("vllm.outputs")
-    logprob = importlib.import_module("vllm.logprobs").Logprob
+    module = importlib.import_module("vllm.logprobs")
+    logprobs = module.FlatLogprobs()
+    for token in logprobs_of:
+        logprobs.append({token: module.Logprob(logprob=float(-token))})
     completion = outputs.CompletionOutput(
         index=0,
         text="",
         token_ids=tokens,
         cumulative_logprob=0.0,
-        logprobs=[{token: logprob(logprob=float(-token))} for token in logprobs_of],
+        logprobs=logprobs,
         finish_reason=finish_reason,
     )
     return outputs.RequestOutput(
