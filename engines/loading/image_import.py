@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.weight_import import Regions
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import buffer_bytes, typed_view
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations

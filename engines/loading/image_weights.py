@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.engines.loading.image_import import image_tensors
-from umbra.engines.loading.weight_source import BlockCopy, Regions, wanted_names
+from umbra.engines.loading.weight_import import Regions
+from umbra.engines.loading.weight_source import BlockCopy, wanted_names
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-from umbra.engines.loading.weight_source import Regions
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 
 _MAX_MISMATCHES: Final = 32
 # Mismatches named in a report; the rest are counted.
+
+Regions = list[list[int]]
+"""[image offset, nbytes, checksum] of each region."""
 
 
 class WeightImport:

@@ -9,13 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from umbra.engines.loading.weight_import import Regions
 from umbra.runtime.weights.checksums.checksum import CastValues
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.gpu_copies import cut_at_pieces
-
-Regions = list[list[int]]
-"""[image offset, nbytes, checksum] of each region."""
 
 
 class BlockCopy(NamedTuple):

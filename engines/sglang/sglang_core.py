@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.weight_import import Regions
 from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import ReportFile, pack_order

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.weight_import import Regions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.lora_matrices import LoraBase
 from umbra.runtime.errors import WeightSyncError

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
-from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.weight_import import Regions
 from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.follower_group import FollowerGroup
 from umbra.engines.vllm.vllm_leftovers import (

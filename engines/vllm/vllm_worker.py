@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from umbra.engines.loading.loader_recording import LoaderRecording
 from umbra.engines.loading.open_weights import OpenUpdate
 from umbra.engines.loading.planned_loading import PlannedLoading
-from umbra.engines.loading.weight_source import Regions, WeightSource
+from umbra.engines.loading.weight_import import Regions
+from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.vllm.vllm_lora import load_adapter
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import UmbraError, WeightSyncError

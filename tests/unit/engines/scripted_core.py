@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.weight_import import Regions
 from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 

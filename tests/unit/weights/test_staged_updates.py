@@ -21,8 +21,8 @@ from watched_loader import WatchedLoader
 from umbra.engines.loading.open_weights import OpenUpdate, WorkerMemory
 from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.staged_copies import StagedCopies
-from umbra.engines.loading.weight_import import WeightImport
-from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
+from umbra.engines.loading.weight_import import Regions, WeightImport
+from umbra.engines.loading.weight_source import BlockCopy, WeightSource
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.checksums.checksum import checksum_of
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports

@@ -16,8 +16,8 @@ from watched_loader import WatchedLoader
 
 from umbra.engines.loading.open_weights import WorkerMemory, open_weights
 from umbra.engines.loading.planned_loading import PlannedLoading
-from umbra.engines.loading.weight_import import WeightImport
-from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
+from umbra.engines.loading.weight_import import Regions, WeightImport
+from umbra.engines.loading.weight_source import BlockCopy, WeightSource
 from umbra.runtime.weights.checksums.checksum import checksum_of
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 

@@ -20,8 +20,7 @@ from offered_exports import export_rows, manifest_of, offered
 from torch import Tensor
 
 from umbra.engines.loading.open_weights import WorkerMemory, open_weights
-from umbra.engines.loading.weight_import import WeightImport
-from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.weight_import import Regions, WeightImport
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
