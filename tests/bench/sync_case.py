@@ -40,8 +40,8 @@ _LIBRARY_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # Both start in half the time without CUDA graphs, which weights do not go through.
 _GRAPHS_ALONE: Final[Mapping[str, Any]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# vLLM's compilation_config of an engine that generates. Without graphs, its process needs 21 to 33
-# ms to launch a step of an 8B, whatever the GPU could do. torch.compile would take a minute.
+# vLLM's compilation_config of an engine that generates. Without graphs, a step of an 8B took 21 to
+# 33 ms, which is a guess at how long Python needs to launch it. torch.compile would take a minute.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

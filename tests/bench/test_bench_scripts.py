@@ -302,9 +302,14 @@ def test_wrong_use_exits_with_2_and_names_the_cause(
 @pytest.mark.process
 def test_a_small_benchmark_of_deltas_gives_every_number() -> None:
     facts = delta_bench.run(500, 1.0)
+    best = facts["tokens_per_cpu_s"]
+    for _ in range(2):  # anything may slow down a process of a busy machine
+        if best <= 50_000:
+            best = max(best, delta_bench.run(500, 1.0)["tokens_per_cpu_s"])
 
     assert facts["tokens_per_s"] > 0
-    # how fast that is depends on what else the machine does; a run has 2 or 3 tokens
+    assert best > 50_000
+    # a run has 2 or 3 tokens
     assert 2e6 < facts["tokens_per_cpu_s"] * facts["cpu_us_per_run"] < 3e6
     assert 0 < facts["delta_p50_ms"] <= facts["delta_p99_ms"]
     assert facts["num_finished"] > 0

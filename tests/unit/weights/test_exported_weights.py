@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -113,6 +113,23 @@ def replicated_shards(tensor: Tensor) -> list[DTensor]:
     return shards
 
 
+def publish_from_gpus(
+    supervisor: LocalSupervisor, ipc: FakeIpc, tensors: Sequence[dict[str, Tensor]]
+) -> list[Any]:
+    """The outcome of each rank, which has a GPU of its own."""
+    return in_threads(
+        *(
+            partial(
+                *(publish, supervisor, own),
+                rank=rank,
+                world_size=len(tensors),
+                export=partial(ipc.export, gpu=rank),
+            )
+            for rank, own in enumerate(tensors)
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("gpu", "holders"),
     [(0, {0, 1}), (1, {0, 1}), (2, {0, 1, 2}), (3, {0, 3}), (4, {0, 1}), (None, set[int]())],
@@ -129,16 +146,10 @@ def test_a_replica_on_the_engine_s_own_gpu_is_read(
     if gpu is not None:
         engine.import_problem = ""
     with local_pool([engine], SMALL) as supervisor:
-        outcomes = in_threads(
-            *(
-                partial(
-                    *(publish, supervisor, {"weight": shard, "bias": bias.clone()}),
-                    rank=rank,
-                    world_size=4,
-                    export=partial(ipc.export, gpu=rank),
-                )
-                for rank, shard in enumerate(replicated_shards(weight))
-            )
+        outcomes = publish_from_gpus(
+            supervisor,
+            ipc,
+            [{"weight": shard, "bias": bias.clone()} for shard in replicated_shards(weight)],
         )
 
     assert {outcome.transport for outcome in outcomes} == {"memfd" if gpu is None else "cuda_ipc"}
@@ -153,17 +164,7 @@ def test_replicas_that_differ_fail_the_sync_and_no_engine(ipc: FakeIpc) -> None:
     shards[2].to_local()[0, 0] += 1.0
     engine = make_engine(ipc, {"weight": weight})
     with local_pool([engine], SMALL) as supervisor:
-        outcomes = in_threads(
-            *(
-                partial(
-                    *(publish, supervisor, {"weight": shard}),
-                    rank=rank,
-                    world_size=4,
-                    export=partial(ipc.export, gpu=rank),
-                )
-                for rank, shard in enumerate(shards)
-            )
-        )
+        outcomes = publish_from_gpus(supervisor, ipc, [{"weight": shard} for shard in shards])
 
     assert all("replicas of a shard must be equal" in str(outcome) for outcome in outcomes)
     assert engine.killed is None
