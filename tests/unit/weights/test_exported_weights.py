@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import EngineUnhealthy, WeightSyncError
 from umbra.runtime.weights import engine_sync
-from umbra.runtime.weights.sync_calls import SyncReport
+from umbra.runtime.weights.sync_calls import SyncEnd, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
@@ -168,6 +168,26 @@ def test_replicas_that_differ_fail_the_sync_and_no_engine(ipc: FakeIpc) -> None:
 
     assert all("replicas of a shard must be equal" in str(outcome) for outcome in outcomes)
     assert engine.killed is None
+
+
+def test_without_checksums_and_work_of_ranks_an_engine_commits_when_it_has_loaded(
+    ipc: FakeIpc,
+) -> None:
+    class EndsAfterCommit(LocalSupervisor):
+        def sync_end(self, call: SyncEnd) -> SyncReport:
+            until(lambda: "commit_update" in engine.log)
+            return super().sync_end(call)
+
+    tensors = {"a": torch.randn(7)}
+    engine = make_engine(ipc, tensors)
+    with local_pool([engine], replace(SMALL, verify_every=1000)) as plain:
+        publish(plain, tensors, export=ipc.export)
+        assert "verify_update" in engine.log  # of the first version
+        engine.log.clear()
+        late = EndsAfterCommit(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        publish(late, tensors, version=2, export=ipc.export)
+
+    assert "verify_update" not in engine.log
 
 
 class Unable(ThreadEngine):
