@@ -22,6 +22,7 @@ from umbra.engines.loading.loader_recording import (
     RecordedFill,
     storage_of,
 )
+from umbra.engines.loading.repeated_copies import RepeatedCopies
 from umbra.engines.loading.staged_copies import StagedCopies
 from umbra.engines.loading.weight_source import BlockCopy, WeightSource
 from umbra.runtime.weights.copy_planner import (
@@ -66,7 +67,7 @@ class CopyPlan:
         self._layout: list[list[ShardBlock]] = []
         self._steps: list[_Step] = []
         # By the source's memory. Their views keep it mapped, and go with it.
-        self._prepared: WeakKeyDictionary[object, list[BlockCopy]] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[object, RepeatedCopies] = WeakKeyDictionary()
         self._staged: WeakKeyDictionary[object, StagedCopies] = WeakKeyDictionary()
         self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
         self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
@@ -135,12 +136,12 @@ class CopyPlan:
         Raises:
             torch.OutOfMemoryError: there is no spare memory. Nothing is staged.
         """
-        prepared, memory = self._prepare(source), source.memory
-        if memory is None or len({copy.target.device for copy in prepared}) != 1:
+        copies, memory = self._prepare(source).copies, source.memory
+        if memory is None or len({copy.target.device for copy in copies}) != 1:
             return None
         try:
             if memory not in self._staged:
-                self._staged[memory] = StagedCopies(prepared)
+                self._staged[memory] = StagedCopies(copies)
             self._staged[memory].begin()
         except torch.OutOfMemoryError:
             self._staged.clear()
@@ -157,14 +158,12 @@ class CopyPlan:
             staged: what `stage` returned for the same source.
         """
         prepared = self._prepare(source)
-        with source.reading(prepared):
+        with source.reading(prepared.copies):
             self._fill(self._fills)
             if staged is not None:
                 staged.finish()
             else:
-                for copy in prepared:
-                    source.wait(copy.idx)
-                    copy.carry_out()
+                prepared.make(source.wait)
             for step in self._steps:
                 if step.piece is None:
                     source.wait(step.idx)
@@ -190,7 +189,7 @@ class CopyPlan:
             return [_Step(idx, None, copy.source, target)]
         return [_Step(idx, piece, piece.target, _viewed(target, piece.target)) for piece in pieces]
 
-    def _prepare(self, source: WeightSource) -> list[BlockCopy]:
+    def _prepare(self, source: WeightSource) -> RepeatedCopies:
         """The copies of pieces; those of an earlier version if the source has the same memory."""
         memory = source.memory
         prepared = None if memory is None else self._prepared.get(memory)
@@ -198,12 +197,14 @@ class CopyPlan:
             self._prepared.clear()  # the steps may now be others
             self._staged.clear()
             self._resolve(source)
-            prepared = [
-                part
-                for step in self._steps
-                if step.piece is not None
-                for part in self._prepare_piece(source, step, step.piece).parts()
-            ]
+            prepared = RepeatedCopies(
+                [
+                    part
+                    for step in self._steps
+                    if step.piece is not None
+                    for part in self._prepare_piece(source, step, step.piece).parts()
+                ]
+            )
             if memory is not None:
                 self._prepared[memory] = prepared
         return prepared

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from umbra.engines.loading.repeated_copies import RepeatedCopies
 from umbra.engines.loading.weight_source import BlockCopy
 
 _ALIGNMENT: Final = 256
@@ -44,10 +45,11 @@ class StagedCopies:
             _viewed(memory[start:stop], copy.target)
             for copy, (start, stop) in zip(copies, pairwise(bounds), strict=True)
         ]
-        self._to_spare = [
-            copy._replace(target=each) for copy, each in zip(copies, spare, strict=True)
-        ]
-        self._to_targets = [(copy.target, each) for copy, each in zip(copies, spare, strict=True)]
+        pairs = list(zip(copies, spare, strict=True))
+        self._to_spare = RepeatedCopies([copy._replace(target=each) for copy, each in pairs])
+        self._to_targets = RepeatedCopies(
+            [copy._replace(values=each, on_wire=None) for copy, each in pairs]
+        )
         is_async = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_async else None
         self._done = torch.cuda.Event() if is_async else None
@@ -65,13 +67,13 @@ class StagedCopies:
     def begin(self) -> None:
         """Begins to read a version. On the CPU it is done afterwards."""
         if self._stream is None or self._done is None:
-            self._fill_spare()
+            self._to_spare.make()
             return
         # The last version may still be on its way from the spare memory to the parameters.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                self._fill_spare()
+                self._to_spare.make()
                 self._done.record()
         except BaseException:
             self._stream.synchronize()
@@ -82,12 +84,7 @@ class StagedCopies:
         """Gives the targets what was read; copies may still be in progress when it returns."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
-        for target, spare in self._to_targets:
-            target.copy_(spare, non_blocking=True)
-
-    def _fill_spare(self) -> None:
-        for copy in self._to_spare:
-            copy.carry_out()
+        self._to_targets.make()
 
 
 def _viewed(memory: Tensor, target: Tensor) -> Tensor:

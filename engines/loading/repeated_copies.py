@@ -1,0 +1,76 @@
+"""The copies of a plan, which are carried out once for each version in the same memory.
+
+first version        copy after copy
+second, and later    a CUDA graph of all copies, in branches that run side by side
+
+A copy of the graph begins while the one before in another branch ends, and the CPU launches all of
+them at once. Copies from host memory are always made one after the other: each waits for its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from umbra.engines.loading.weight_source import BlockCopy
+
+_NUM_BRANCHES: Final = 4
+# For the 399 copies of an 8B on an H100, one branch takes 12.1 ms, 2 take 11.5 and 3 or 4 11.4.
+
+
+class RepeatedCopies:
+    """One thread. The memory of both sides must stay where it is.
+
+    Args:
+        copies: to different elements.
+    """
+
+    def __init__(self, copies: Sequence[BlockCopy]) -> None:
+        self.copies = copies
+        devices = {tensor.device for copy in copies for tensor in (copy.values, copy.target)}
+        self._is_on_gpu = {device.type for device in devices} == {"cuda"}
+        self._was_made = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def make(self, wait: Callable[[int], None] | None = None) -> None:
+        """Carries all of them out. Those on a GPU may still be in progress afterwards.
+
+        Args:
+            wait: returns when the blocks of an entry may be read.
+        """
+        if not (self._is_on_gpu and self._was_made):
+            for copy in self.copies:
+                if wait is not None:
+                    wait(copy.idx)
+                copy.carry_out()
+            self._was_made = True
+            return
+        if wait is not None:
+            for copy in self.copies:
+                wait(copy.idx)
+        if self._graph is None:
+            self._graph = _graph_of(self.copies)
+        self._graph.replay()
+
+
+def _graph_of(copies: Sequence[BlockCopy]) -> torch.cuda.CUDAGraph:
+    """Records copies without carrying them out. Other threads may use the GPU meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    device = copies[0].target.device
+    first, *others = (torch.cuda.Stream(device) for _ in range(_NUM_BRANCHES))
+    with torch.cuda.stream(first):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for stream in others:
+                stream.wait_stream(first)
+            for number, stream in enumerate((first, *others)):
+                with torch.cuda.stream(stream):
+                    for copy in copies[number::_NUM_BRANCHES]:
+                        copy.carry_out()
+            for stream in others:
+                first.wait_stream(stream)
+        finally:
+            graph.capture_end()
+    return graph
