@@ -66,6 +66,3 @@ class WeightImport:
 
     def stop(self) -> None:
         """An abort ends the waits of workers."""
-
-    def close(self) -> None:
-        """Holds nothing: workers do."""

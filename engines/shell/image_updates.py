@@ -62,7 +62,7 @@ class ImageUpdates(WeightUpdates):
 
     async def end(self) -> None:
         update, self._update = self._update, None
-        if update is not None:
+        if isinstance(update, ImageImport):  # of another one, only workers hold anything
             await self._in_thread(update.close)
 
     async def abort(self) -> None:
