@@ -78,6 +78,7 @@ test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including 
 	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_synced_lora.py \
 	    tests/process/engines/test_vllm_lora_pool.py tests/process/engines/test_vllm_tensor_parallel.py \
 	    tests/process/engines/test_vllm_output.py tests/process/engines/test_vllm_recorded_plans.py \
+	    tests/process/engines/test_vllm_fp8.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
 # Two files at a time, because these tests mostly wait: for a lost node, a time limit, a requeued job.

@@ -56,6 +56,7 @@ LEAST_S: Final = 15.0
 # Nothing that is worth its start ends within less.
 MEMORY: Final = "tests/gpu/trainer/test_memory_plan_gpu.py"
 OPEN_MEMORY: Final = "tests/gpu/engines/test_open_memory_gpu.py"
+FP8: Final = "tests/gpu/engines/test_fp8_gpu.py"
 SPANNING: Final = "tests/gpu/engines/test_spanning_engines_gpu.py"
 RETRACTION: Final = "whole or logprobs_are or drain_finishes"
 # Others compare what two runs sampled, or want requests to run side by side.
@@ -136,6 +137,8 @@ JOBS: Final = {
     "sglang-memory": tests_of("sglang", f"{MEMORY} -k sglang"),
     "colocated": tests_of("vllm", "tests/gpu/engines/test_colocated_engines.py"),
     "vllm": tests_of("vllm", "tests/gpu/engines/test_vllm_gpu.py"),
+    "vllm-fp8": tests_of("vllm", f"{FP8} -k 'blocks or arrival'"),
+    "vllm-fp8-per-tensor": tests_of("vllm", f"{FP8} -k per_tensor"),
     "recorded-plans": tests_of("vllm", "tests/gpu/engines/test_recorded_plans_gpu.py"),
     "open-memory": tests_of("", f"{OPEN_MEMORY} -k embedded"),
     "vllm-open-memory": tests_of("vllm", f"{OPEN_MEMORY} -k vllm"),

@@ -43,6 +43,9 @@ _embedding: Any = _vocab.VocabParallelEmbedding
 _QuantizeMethod: Any = importlib.import_module(
     "vllm.model_executor.layers.quantization.base_config"
 ).QuantizeMethodBase
+_AttentionScales: Any = importlib.import_module(
+    "vllm.model_executor.layers.quantization.kv_cache"
+).BaseKVCacheMethod
 _KEEPING: Final[frozenset[Any]] = frozenset(
     (_linear.UnquantizedLinearMethod, _vocab.UnquantizedEmbeddingMethod)
 )  # change nothing after loading, except on the CPU
@@ -208,7 +211,13 @@ class LayerwiseLoader:
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not report what it loaded
             return
-        names: list[str] = [name for name, _ in self._model.named_parameters()]
+        model: Any = self._model
+        names: list[str] = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, layer in model.named_modules()
+            for name, _ in layer.named_parameters(recurse=False)
+            if _is_loaded(layer, name)
+        ]
         ties = self._ties
         missing = sorted(
             _plain(name)
@@ -245,6 +254,16 @@ def _why_reloaded(layer: nn.Module) -> str:
     if any(_form(before.get(name)) != _form(now.get(name)) for name in {*before, *now} - _KEPT):
         return "it changes its parameters after loading"
     return ""
+
+
+def _is_loaded(layer: nn.Module, name: str) -> bool:
+    """Whether a parameter comes from a checkpoint, and has no default. vLLM makes others after
+    loading, such as scales of weights that it quantises."""
+    if isinstance(getattr(layer, "quant_method", None), _AttentionScales):
+        return False
+    before: dict[str, Any]
+    before, _ = _layerwise.get_layerwise_info(layer).restore_metadata
+    return name in before or name in _KEPT
 
 
 def _may_change(layer: nn.Module) -> bool:

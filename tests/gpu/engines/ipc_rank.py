@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from adapter_factory import read_adapter
 from model_factory import make_model
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -118,6 +119,15 @@ class Rank:
         """Makes "mixed" tensors, or those of a model, on its GPU; of sharded ones its own rows."""
         tensors = mixed_tensors(seed) if kind == "mixed" else model_tensors(kind, seed)
         self._take(tensors, wire, is_sharded)
+
+    def read(self, folder: str) -> None:
+        """Takes a checkpoint with its dtypes, in the memory of the one before if there is one."""
+        tensors = load_file(Path(folder) / "model.safetensors")
+        if self._tensors.keys() != tensors.keys():
+            self._take({name: tensor.clone() for name, tensor in tensors.items()}, None, False)
+            return
+        for name, tensor in tensors.items():
+            self._tensors[name].copy_(tensor)
 
     def make_adapter(self, folder: str) -> None:
         """Makes the matrices of a LoRA adapter, on its GPU."""

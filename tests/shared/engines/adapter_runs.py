@@ -25,11 +25,19 @@ class SharedEngine(AdapterEngine):
     """An engine of its own over a core that outlives it.
 
     Args:
-        image: weights to begin with; None: it waits for an update.
+        image: weights to begin with; None: those that the core has, or it waits for an update.
+        has_weights: the core has weights to serve with.
     """
 
-    def __init__(self, core: SharedCore, image: Mapping[str, Any] | None, **settings: Any) -> None:
-        super().__init__(core, load_weights=image is not None, **settings)
+    def __init__(
+        self,
+        core: SharedCore,
+        image: Mapping[str, Any] | None,
+        *,
+        has_weights: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(core, load_weights=has_weights or image is not None, **settings)
         self._shared_core = core
         self._first_image = image
 

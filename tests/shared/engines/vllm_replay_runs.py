@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,29 @@ def prepare(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor])
 
 def run_workers(store: Path, num_workers: int, folders: list[Path]) -> list[list[dict[str, Any]]]:
     """The reports of each worker."""
+    script = vllm_replay_worker.__file__
+    return run_scripts(
+        [[script, str(rank), str(num_workers), store, *folders] for rank in range(num_workers)]
+    )
+
+
+def run_scripts(commands: Sequence[Sequence[str | Path]]) -> list[list[dict[str, Any]]]:
+    """What each of these scripts, which run side by side, prints as JSON."""
     variables = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    script = vllm_replay_worker.__file__
     workers = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(num_workers), store, *folders],
+            [sys.executable, *command],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_workers)
+        for command in commands
     ]
     try:
         done = [worker.communicate(timeout=_TIMEOUT_S) for worker in workers]

@@ -36,18 +36,19 @@ _UNPACKED = (
 
 
 def main(rank: int, num_workers: int, store: str, folders: Sequence[str]) -> None:
-    configs = [_configure(folder, num_workers) for folder in folders]
+    configs = [configure(folder, num_workers=num_workers) for folder in folders]
     set_config: Any = import_module("vllm.config").set_current_vllm_config
     with set_config(configs[-1]):  # vLLM makes the group of experts for such a model only
-        _join(rank, num_workers, store)
+        join(rank, num_workers, store)
     for folder, vllm_config in zip(folders, configs, strict=True):
         with set_config(vllm_config):
             print(json.dumps(_replay(Path(folder), vllm_config)), flush=True)
     torch.distributed.destroy_process_group()
 
 
-def _configure(folder: str, num_workers: int) -> Any:
+def configure(folder: str, *, num_workers: int = 1, **options: Any) -> Any:
     arguments: Any = import_module("vllm.engine.arg_utils").EngineArgs(
+        **options,
         model=folder,
         dtype="bfloat16",
         tensor_parallel_size=num_workers,
@@ -58,28 +59,33 @@ def _configure(folder: str, num_workers: int) -> Any:
     return arguments.create_engine_config()
 
 
-def _join(rank: int, num_workers: int, store: str) -> None:
+def join(rank: int, num_workers: int, store: str) -> None:
     parallel: Any = import_module("vllm.distributed.parallel_state")
     where = f"file://{store}"
-    backend = "gloo" if _is_cpu() else "nccl"
+    backend = "gloo" if is_cpu() else "nccl"
     parallel.init_distributed_environment(num_workers, rank, where, rank, backend)
     parallel.initialize_model_parallel(num_workers)
+
+
+def keep_unpacked() -> None:
+    """Layers that are not quantised stay as on a GPU."""
+    for module, name in _UNPACKED:
+        method = getattr(import_module(f"vllm.model_executor.{module}"), name)
+        method.process_weights_after_loading = _leave
 
 
 def _leave(self: Any, layer: nn.Module) -> None:
     """Takes the place of prepacking."""
 
 
-def _is_cpu() -> bool:
+def is_cpu() -> bool:
     return bool(import_module("vllm.platforms").current_platform.is_cpu())
 
 
 def _make_model(vllm_config: Any) -> nn.Module:
     """A model as in an engine that has started, with arbitrary weights."""
-    if _is_cpu():
-        for module, name in _UNPACKED:
-            method = getattr(import_module(f"vllm.model_executor.{module}"), name)
-            method.process_weights_after_loading = _leave
+    if is_cpu():
+        keep_unpacked()
     loading: Any = import_module("vllm.model_executor.model_loader.utils")
     config = vllm_config.model_config
     # A model for each: vLLM refuses a second layer of the same name in one configuration.
@@ -121,7 +127,7 @@ def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
         with torch.no_grad():
             loads.load_weights(ShardedSource(weights, aliases, rows(1), torch.bfloat16).tensors())
         _process(expected, vllm_config)
-        differing += _differing(model, expected)
+        differing += find_differing(model, expected)
     plan = loading.plan
     assert plan is not None
     # Layerwise reload of all layers leaves its traces; then the same weights are recorded again.
@@ -151,7 +157,7 @@ def _poison(model: nn.Module) -> None:
         parameter.data.fill_(torch.nan)
 
 
-def _differing(model: nn.Module, expected: nn.Module) -> list[str]:
+def find_differing(model: nn.Module, expected: nn.Module) -> list[str]:
     wanted = dict(expected.named_parameters())
     return [
         name
@@ -161,7 +167,7 @@ def _differing(model: nn.Module, expected: nn.Module) -> list[str]:
 
 
 def _bits(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().contiguous().view(torch.uint8)
+    return parameter.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 if __name__ == "__main__":
