@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, RemoteError
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
@@ -40,6 +41,10 @@ class SessionSync:
     @property
     def node_id(self) -> str:
         return self._session.node_id
+
+    @property
+    def fd_socket(self) -> str:
+        return str(self._session.socket_dir / FD_SOCKET)
 
     def check(self) -> None:
         self._session.raise_if_lost()

@@ -8,17 +8,18 @@ rank                              child
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+import msgpack
 import torch
 import torch.distributed
 
@@ -31,11 +32,14 @@ from umbra.runtime.cluster.job_nodes import (
     meet_nodes,
     own_address,
 )
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter, probe_import
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.node_checks import NotApplicable, listen
 from umbra.trainer.world import pick_device, usable_gpus
@@ -60,8 +64,13 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
         NotApplicable: the run would not do that.
     """
     tensors = [(gpu, _tensor_on(config, gpu)) for gpu in gpus]
-    exports = MemoryExporter().export(tensors)
-    problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
+    with _descriptor_server() as fd_socket:
+        exporter = MemoryExporter(fd_socket)
+        try:
+            exports = exporter.export(tensors)
+            problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
+        finally:
+            exporter.release()
     names = f"GPU {', '.join(map(str, gpus))}"
     if problem and config.pool.transport == "auto":
         raise NotApplicable(
@@ -76,16 +85,26 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
     return f"another process can read memory of {names}"
 
 
+@contextlib.contextmanager
+def _descriptor_server() -> Generator[str]:
+    """Serves descriptors within the block, as a supervisor does; the path of its socket."""
+    with tempfile.TemporaryDirectory(prefix="umbra-doctor-") as folder, LoopThread("fds") as loop:
+        path = f"{folder}/{FD_SOCKET}"
+        served = serve_fds(path)
+        loop.run(served.__aenter__())
+        try:
+            yield path
+        finally:
+            loop.run(served.__aexit__(None, None, None))
+
+
 def _read_elsewhere(exports: RankExports) -> str:
     """Why another process cannot read the memory, or ""."""
-    raw = [
-        [field.hex() if isinstance(field, bytes) else field for field in allocation.to_wire()]
-        for allocation in exports.allocations
-    ]
+    raw = [allocation.to_wire() for allocation in exports.allocations]
     try:
         child = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps(raw).encode(),
+            input=msgpack.packb(raw),
             capture_output=True,
             env=without_rank(os.environ),
             timeout=_CHILD_LIMIT_S,
@@ -235,15 +254,7 @@ def check_nccl(config: TrainerConfig, environment: TorchrunEnvironment) -> str:
 
 
 def _read_memory() -> None:
-    raw = json.load(sys.stdin)
-    print(
-        probe_import(
-            [
-                [bytes.fromhex(uuid), bytes.fromhex(handle), *numbers]
-                for uuid, handle, *numbers in raw
-            ]
-        )
-    )
+    print(probe_import(msgpack.unpackb(sys.stdin.buffer.read())))
 
 
 if __name__ == "__main__":

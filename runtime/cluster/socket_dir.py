@@ -25,6 +25,9 @@ from types import TracebackType
 
 from umbra.runtime.errors import ConfigError
 
+FD_SOCKET = "fds"
+"""Name of the socket at which the supervisor serves descriptors."""
+
 MAX_SOCKET_PATH_NBYTES = 100
 """Sockets' paths stay below this length: the kernel's limit is 107, and a library may add to a
 name."""

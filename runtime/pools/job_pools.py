@@ -15,6 +15,7 @@ from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, Super
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.cluster.run_events import EventKind, Notify
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.rpc.rpc_client import Client
@@ -66,7 +67,7 @@ class JobPools:
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
         """Pools may be created within the block, and `close` ends what they do."""
-        socket_path = str(self._node.socket_dir / "fds")
+        socket_path = str(self._node.socket_dir / FD_SOCKET)
         async with serve_fds(socket_path) as self._fd_server, asyncio.TaskGroup() as self._tasks:
             try:
                 yield

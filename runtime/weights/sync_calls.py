@@ -332,10 +332,14 @@ class SyncSupervisor(Protocol):
 
     Attributes:
         node_id: the rank's node.
+        fd_socket: path of the descriptor server of that node.
     """
 
     @property
     def node_id(self) -> str: ...
+
+    @property
+    def fd_socket(self) -> str: ...
 
     def check(self) -> None:
         """Raises if the job is lost; called while a rank waits for buckets."""

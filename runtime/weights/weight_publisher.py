@@ -99,8 +99,10 @@ class WeightPublisher:
         )
         shards = _shards_of(rank, self.manifest, first, locate)
         replicas = _shards_of(rank, self.manifest, others, locate)
+        exporter = MemoryExporter(supervisor.fd_socket)
         self._exports = ExportSender(
-            shards, replicas, export or MemoryExporter().export, keeps_memory=keeps_memory
+            *(shards, replicas, export or exporter.export, exporter.release),
+            keeps_memory=keeps_memory,
         )
         self._links = LinkSender(shards, supervisor, link_host)
         self._senders: dict[str, Sender] = {
@@ -130,6 +132,7 @@ class WeightPublisher:
             return report
         finally:
             self._links.stop_listening()
+            self._exports.leave()
 
     def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
         supervisor, rank = self._supervisor, self._rank
@@ -152,6 +155,7 @@ class WeightPublisher:
             if regions is not None:
                 on_read = self._on_read
                 if on_read is not None and not sender.is_read_by_engines:
+                    self._exports.leave()
                     on_read()
                     on_read = None
                 filled = SyncFilled(
@@ -164,6 +168,7 @@ class WeightPublisher:
                 )
                 supervisor.sync_filled(filled)
                 if on_read is not None:
+                    self._exports.leave()
                     on_read()
             # If the sync was aborted, this raises the reason.
             return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
@@ -179,7 +184,8 @@ class WeightPublisher:
             raise
 
     def close(self) -> None:
-        """Unmaps the image, which a later `publish` maps again. Idempotent."""
+        """Unmaps the image and ends exports that keep GPU memory, which a later `publish` makes
+        again. Idempotent."""
         for sender in self._senders.values():
             sender.close()
 

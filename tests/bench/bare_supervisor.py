@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -49,7 +50,7 @@ async def bare_supervisor(
         node_id: of their node.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket_path = str(folder / "fds")
+    socket_path = str(folder / FD_SOCKET)
     async with (
         Client("here") as client,
         serve_fds(socket_path) as fds,

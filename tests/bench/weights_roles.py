@@ -27,6 +27,7 @@ from bench_namespace import loopback_nbytes
 from qwen3_shapes import SHAPES, parameter_shapes
 from torch import Tensor
 
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client, Handle
@@ -127,9 +128,14 @@ async def serve(target: object, name: str, folder: Path) -> None:
 
 
 class RemoteSupervisor:
-    """`SyncSupervisor` over RPC, blocking, as a rank's session does it."""
+    """`SyncSupervisor` over RPC, blocking, as a rank's session does it.
 
-    def __init__(self, loop: LoopThread, handle: Handle) -> None:
+    Args:
+        folder: of the sockets of its node.
+    """
+
+    def __init__(self, loop: LoopThread, handle: Handle, folder: Path) -> None:
+        self.fd_socket = str(folder / FD_SOCKET)
         self._loop = loop
         self._handle = handle
 
@@ -291,7 +297,7 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
     with LoopThread("rpc") as loop:
         client, handle = loop.run(connect())
         try:
-            yield RemoteSupervisor(loop, handle)
+            yield RemoteSupervisor(loop, handle, folder)
         finally:
             loop.run(disconnect(client))
 

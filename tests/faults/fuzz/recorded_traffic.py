@@ -29,6 +29,7 @@ from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
     RankExports,
+    SegmentHandle,
     TensorPart,
 )
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -103,11 +104,14 @@ def _publish_weights(session: Session) -> None:
     publisher.publish("policy", 1, _TIMEOUT_S)
     deadline = time.monotonic() + _TIMEOUT_S
     exports = RankExports(
-        allocations=(Allocation(b"\1" * 16, b"\2" * 64, 1 << 20, 7),),
+        allocations=(
+            Allocation(b"\1" * 16, b"\2" * 64, 1 << 20, 7),
+            Allocation(b"\1" * 16, SegmentHandle("/tmp/fds", "3" * 32, 8), 1 << 24, 8),
+        ),
         parts=(
             TensorPart(0, 0, 512, "float32", (20, 30), (30, 1)),
             TensorPart(2560, 0, 8192, "bfloat16", (30,), (1,)),
-            TensorPart(2816, 0, 16384, "float32", (), ()),
+            TensorPart(2816, 1, 16384, "float32", (), ()),
         ),
     )
     # There is no such pool: without a GPU these exports could not be read.

@@ -18,6 +18,7 @@ from ipc_rank import DEVICE
 from local_images import LocalImages
 from torch import Tensor
 
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -157,7 +158,7 @@ async def pool_of(
     engine: EngineInPool, folder: Path, **settings: Any
 ) -> AsyncGenerator[SyncCoordinator]:
     """A coordinator that runs while the block does, with checksums every time."""
-    path = str(folder / "fds")
+    path = str(folder / FD_SOCKET)
     given: dict[str, Any] = {"verify_every": 1}
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
         images = LocalImages(server)
@@ -244,15 +245,23 @@ async def _ask(coordinator: SyncCoordinator, call: SyncCall) -> Any:
 
 @contextmanager
 def rank_processes(
-    folder: Path, world_size: int = 1, env: Mapping[str, str] | None = None
+    folder: Path,
+    world_size: int = 1,
+    env: Mapping[str, str] | None = None,
+    fd_socket: str = FD_SOCKET,
 ) -> Generator[list[RankProcess]]:
-    """Ranks whose GPU is in use by them when the block begins; ended with it."""
+    """Ranks whose GPU is in use by them when the block begins; ended with it.
+
+    Args:
+        fd_socket: in the folder, at which they deposit descriptors of their memory.
+    """
     program = Path(__file__).with_name("ipc_rank.py")
     ranks: list[RankProcess] = []
     try:
         for rank in range(world_size):
             ours, theirs = Pipe()
             arguments = [str(theirs.fileno()), str(rank), str(world_size), str(folder / "store")]
+            arguments.append(str(folder / fd_socket))
             process = subprocess.Popen(
                 [sys.executable, str(program), *arguments],
                 pass_fds=[theirs.fileno()],

@@ -70,7 +70,8 @@ class TestSupervisor:
     __test__ = False
     node_id = "here"
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, fd_socket: str) -> None:
+        self.fd_socket = fd_socket
         self._connection = connection
 
     def check(self) -> None:
@@ -105,8 +106,10 @@ class TestSupervisor:
 class Rank:
     """Carries out the test's commands."""
 
-    def __init__(self, connection: Connection, rank: int, world_size: int, store: str) -> None:
-        self._supervisor = TestSupervisor(connection)
+    def __init__(
+        self, connection: Connection, rank: int, world_size: int, store: str, fd_socket: str
+    ) -> None:
+        self._supervisor = TestSupervisor(connection, fd_socket)
         self._rank = rank
         self._world_size = world_size
         self._store = store
@@ -259,9 +262,9 @@ def _to_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    fd, rank, world_size, store = sys.argv[1:]
+    fd, rank, world_size, store, fd_socket = sys.argv[1:]
     connection = Connection(int(fd))
-    server = Rank(connection, int(rank), int(world_size), store)
+    server = Rank(connection, int(rank), int(world_size), store, fd_socket)
     connection.send(("done", None))
     while True:
         try:

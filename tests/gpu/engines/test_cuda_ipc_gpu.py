@@ -35,7 +35,12 @@ from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import (
     MemoryExporter,
     probe_import,
 )
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Allocation, RankExports
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Allocation,
+    RankExports,
+    SegmentHandle,
+)
+from umbra.runtime.weights.transports.shared_memory.memfd import MAX_FDS
 from umbra.trainer.world import usable_gpus
 
 pytestmark = [
@@ -47,6 +52,9 @@ pytestmark = [
 GPUS = usable_gpus()[:1]  # here: the driver keeps descriptors of the question
 MIB = 1 << 20
 IPC = "cuda_ipc"
+_SETTING = "expandable_segments:True"
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": _SETTING, "PYTORCH_ALLOC_CONF": _SETTING}
+"""Variables of ranks whose memory has descriptors and no handle. Torch has renamed the setting."""
 
 
 def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -182,10 +190,11 @@ def test_memory_that_the_rank_allocated_again_is_opened_again(tmp_path: Path) ->
     assert len(set(opened)) == len(opened)
 
 
+@pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["handles", "segments"])
 @pytest.mark.parametrize("keeps_memory", [False, True])
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_rank_s_memory_is_free_again_once_the_engine_has_closed_it(
-    tmp_path: Path, keeps_memory: bool, is_killed: bool
+    tmp_path: Path, keeps_memory: bool, is_killed: bool, env: dict[str, str]
 ) -> None:
     """At the end of each sync if the rank says so, otherwise when ranks may have ended."""
     shapes = {f"t{idx}": (64 * MIB // 4,) for idx in range(8)}
@@ -203,7 +212,7 @@ def test_the_rank_s_memory_is_free_again_once_the_engine_has_closed_it(
                 assert (await publish_all(coordinator, ranks, version))["transport"] == IPC
 
     without_rank = free_mib()
-    with rank_processes(tmp_path) as ranks:
+    with rank_processes(tmp_path, env=env) as ranks:
         before = free_mib()
         ranks[0].call("make_uniform", shapes, None, keeps_memory)
         held = before - free_mib()
@@ -359,6 +368,71 @@ def test_a_rank_that_is_killed_while_it_is_read_costs_no_engine(tmp_path: Path) 
     engine.close()
 
 
+def test_expandable_segments_bring_every_version_bit_for_bit(tmp_path: Path) -> None:
+    """Values that change in place, then in memory that was freed and allocated again."""
+    tensors = mixed_tensors(0)
+    destinations = in_device_memory(tensors)
+    opened: list[Allocation] = []
+    engine = TensorsOnly(destinations, lambda: Counting(opened))
+
+    async def body() -> None:
+        async with pool_of(EngineInPool(engine), tmp_path) as coordinator:
+            for version in range(1, 8):
+                if version > 4:
+                    is_same_address = ranks[0].call("move", "large")
+                    print(f"same address: {is_same_address}")
+                ranks[0].call("negate")  # left to run on the GPU
+                assert (await publish_all(coordinator, ranks, version))["transport"] == IPC
+                sign = (-1) ** version
+                check_equal(destinations, {n: sign * tensor for n, tensor in tensors.items()})
+                num_opened.append(len(opened))
+
+    num_opened: list[int] = []
+    with rank_processes(tmp_path, env=EXPANDABLE) as ranks:
+        ranks[0].call("make", "mixed", 0, None)
+        run_async(body)
+    engine.close()
+    assert all(isinstance(each.handle, SegmentHandle) for each in opened), opened
+    assert num_opened[:4] == [num_opened[0]] * 4
+    assert num_opened[3] < num_opened[4] < num_opened[5] < num_opened[6]
+    assert len(set(opened)) == len(opened)
+
+
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_descriptors_of_expandable_segments_stay_only_with_their_memory(
+    tmp_path: Path, keeps_memory: bool
+) -> None:
+    """And large ones need more descriptors than one packet holds."""
+    shapes = {f"t{idx}": (1 << 20, 256) for idx in range(6)}  # 6 GiB, 308 chunks of 20 MiB
+    destinations = {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
+    engine = TensorsOnly(destinations)
+
+    async def body() -> None:
+        async with pool_of(EngineInPool(engine), tmp_path, verify_every=1 << 20) as coordinator:
+            server = coordinator._memory._fd_server  # pyright: ignore[reportPrivateUsage]
+            for version in range(1, 4):
+                sign = (-1) ** version
+                ranks[0].call("negate")
+                assert (await publish_all(coordinator, ranks, version))["transport"] == IPC
+                for name, tensor in destinations.items():
+                    assert bool((tensor == sign * 0.5).all()), name
+                num_deposited.append(server.num_deposited)
+            await asyncio.to_thread(ranks[0].call, "release")
+            num_deposited.append(server.num_deposited)
+
+    num_deposited: list[int] = []
+    with rank_processes(tmp_path, env=EXPANDABLE) as ranks:
+        ranks[0].call("make_uniform", shapes, None, keeps_memory)
+        run_async(body)
+    engine.close()
+    print(f"descriptors at the server: {num_deposited}")
+    if keeps_memory:
+        assert num_deposited == [num_deposited[0]] * 3 + [0]
+        assert num_deposited[0] > MAX_FDS
+    else:
+        assert num_deposited == [0] * 4
+
+
 def test_memory_that_cannot_be_exported_goes_through_the_host(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,10 +446,8 @@ def test_memory_that_cannot_be_exported_goes_through_the_host(
             assert (await publish_all(coordinator, ranks, 1))["transport"] == "memfd"
             check_equal(destinations, tensors)
 
-    # Both names: torch has renamed it.
-    setting = "expandable_segments:True"
-    env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
-    with rank_processes(tmp_path, env=env) as ranks:
+    # Nobody serves descriptors there.
+    with rank_processes(tmp_path, env=EXPANDABLE, fd_socket="none") as ranks:
         ranks[0].call("make", "mixed", 0, None)
         run_async(body)
     engine.close()
@@ -384,7 +456,7 @@ def test_memory_that_cannot_be_exported_goes_through_the_host(
 
 def test_what_cannot_be_opened_is_named() -> None:
     own = torch.ones(5, device=DEVICE)
-    exported = MemoryExporter().export([(0, own)])
+    exported = MemoryExporter("").export([(0, own)])
     assert isinstance(exported, RankExports), exported
     here = cuda_driver().device_uuids()[torch.cuda.current_device()]
     assert exported.allocations[0].device == here

@@ -72,6 +72,7 @@ class LocalSync:
         self.verified: dict[str, Any] = {}
 
     node_id = ""
+    fd_socket = ""
 
     def check(self) -> None:
         pass

@@ -16,6 +16,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
     Offer,
     RankExports,
+    SegmentHandle,
     TensorPart,
 )
 
@@ -39,7 +40,7 @@ class FakeIpc:
         self.unusable = ""
         self._numbers = itertools.count()
         self._known: dict[int, Allocation] = {}  # by address
-        self._exported: dict[bytes, Tensor] = {}
+        self._exported: dict[bytes | SegmentHandle, Tensor] = {}
 
     def export(
         self,
@@ -77,7 +78,7 @@ class FakeIpc:
             self._known[address] = Allocation(device, handle, storage.nbytes(), number)
         return self._known[address]
 
-    def memory(self, handle: bytes) -> Tensor:
+    def memory(self, handle: bytes | SegmentHandle) -> Tensor:
         return self._exported[handle]
 
 

@@ -200,6 +200,7 @@ class LocalSupervisor:
         self._loop = loop
         self.coordinator = coordinator
         self.node_id = node_id
+        self.fd_socket = ""  # no GPU exports memory
 
     def free_images(self) -> None:
         """Frees what is kept from one sync to the next."""

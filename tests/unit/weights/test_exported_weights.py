@@ -28,6 +28,7 @@ from umbra.runtime.errors import EngineUnhealthy, WeightSyncError
 from umbra.runtime.weights import engine_sync
 from umbra.runtime.weights.sync_calls import SyncEnd, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
@@ -282,6 +283,34 @@ def test_memory_that_does_not_stay_is_closed_before_ranks_go_on(ipc: FakeIpc) ->
 
     assert open_when_read == [0, 0]
     assert len(ipc.opened) == 4
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+@pytest.mark.parametrize("keeps_memory", [True, False])
+def test_what_keeps_a_rank_s_memory_ends_before_the_rank_frees_it(
+    ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch, is_exported: bool, keeps_memory: bool
+) -> None:
+    """Also if the weights went another way."""
+    events: list[str] = []
+
+    def release(exporter: MemoryExporter) -> None:
+        events.append("released")
+
+    monkeypatch.setattr(MemoryExporter, "release", release)
+    tensors = numbered(1)
+    engine = make_engine(ipc, tensors)
+    transport = "auto" if is_exported else "memfd"
+    with local_pool([engine], replace(SMALL, transport=transport)) as supervisor:
+        report = publish(
+            *(supervisor, tensors, 1),
+            export=ipc.export,
+            keeps_memory=keeps_memory,
+            on_read=lambda: events.append("read"),
+        )
+
+    assert report.transport == ("cuda_ipc" if is_exported else "memfd")
+    ended = events[: events.index("read") + 1]
+    assert ended == (["read"] if keeps_memory else ["released", "read"])
 
 
 def test_memory_is_closed_when_weights_come_another_way(ipc: FakeIpc) -> None:

@@ -24,7 +24,11 @@ from umbra.engines.loading.weight_import import Regions, WeightImport
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports, offer_from_wire
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    RankExports,
+    SegmentHandle,
+    offer_from_wire,
+)
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
@@ -139,6 +143,55 @@ def test_malformed_exports_are_refused_on_the_wire(
 
     with pytest.raises(ProtocolError):
         offer_from_wire(msgpack.packb(wire))
+
+
+SEGMENT = SegmentHandle("/tmp/umbra-0/job-node/fds", "ab12", 3)
+
+
+def with_segment(offer: RankExports, segment: object) -> bytes:
+    """The wire form of exports whose allocation consists of chunks."""
+    wire = msgpack.unpackb(offer.to_wire())
+    wire[0][0][1] = segment
+    return msgpack.packb(wire)
+
+
+def test_exports_of_a_segments_chunks_are_the_same_on_the_other_side(ipc: FakeIpc) -> None:
+    offer = ipc.export([(0, torch.randn(6, 2))])
+    assert isinstance(offer, RankExports)
+    chunks = replace(offer.allocations[0], handle=SEGMENT)
+
+    read = offer_from_wire(with_segment(offer, SEGMENT.to_wire()))
+
+    assert read == replace(offer, allocations=(chunks,))
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        [],
+        ["", "ab12", 3],
+        ["/tmp/fds\0", "ab12", 3],
+        ["/" + "x" * 107, "ab12", 3],
+        [b"/tmp/fds", "ab12", 3],
+        ["/tmp/fds", "", 3],
+        ["/tmp/fds", "a b", 3],
+        ["/tmp/fds", "a" * 65, 3],
+        ["/tmp/fds", "ab12", 0],
+        ["/tmp/fds", "ab12", -3],
+        ["/tmp/fds", "ab12", 5],  # of 48 bytes
+        ["/tmp/fds", "ab12", 1 << 60],
+        ["/tmp/fds", "ab12", True],
+        ["/tmp/fds", "ab12", 3, 3],
+    ],
+)
+def test_malformed_handles_of_chunks_are_refused_on_the_wire(
+    ipc: FakeIpc, segment: list[object]
+) -> None:
+    offer = ipc.export([(0, torch.randn(6, 2))])
+    assert isinstance(offer, RankExports)
+
+    with pytest.raises(ProtocolError, match="handle of"):
+        offer_from_wire(with_segment(offer, segment))
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,27 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import HANDLE_NBYTES
 _BUFFER_ID: Final = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
 # Memory of another GPU is mapped for the one whose context is current, if that reaches it directly.
+_POSIX_FD: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ: Final = 1  # CU_MEM_ACCESS_FLAGS_PROT_READ
 
 
 class _Handle(ctypes.Structure):
     """CUipcMemHandle; it is passed by value."""
 
     _fields_ = (("data", ctypes.c_char * HANDLE_NBYTES),)
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 class CudaDriver:
@@ -59,7 +74,7 @@ class CudaDriver:
         return context.value is not None
 
     def address_range(self, pointer: int) -> tuple[int, int]:
-        """First address and bytes of the allocation that contains `pointer`."""
+        """First address and bytes of the allocation, or the chunk, that contains `pointer`."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self._call(
             "cuMemGetAddressRange_v2",
@@ -97,6 +112,76 @@ class CudaDriver:
         """Unmaps what `open` mapped; nothing may be reading it."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
+    # -- chunks: physical memory that is mapped to addresses, as torch's expandable segments are --
+
+    def is_chunk(self, pointer: int) -> bool:
+        """Whether the memory at `pointer` is a chunk, not an allocation that has a handle."""
+        handle = ctypes.c_uint64()
+        status = self._status(
+            "cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(pointer)
+        )
+        if status != 0:  # what this may be is for `export` to find out
+            return False
+        self._call("cuMemRelease", handle)
+        return True
+
+    def export_chunk(self, pointer: int) -> int:
+        """A descriptor of the chunk that contains `pointer`; the caller closes it. It keeps the
+        memory, also after the exporter has freed it."""
+        handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
+        self._call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
+        try:
+            self._call(
+                "cuMemExportToShareableHandle",
+                *(ctypes.byref(fd), handle, ctypes.c_int(_POSIX_FD), ctypes.c_uint64(0)),
+            )
+        finally:
+            self._call("cuMemRelease", handle)
+        return fd.value
+
+    def reserve(self, nbytes: int) -> int:
+        """Addresses without memory; returns the first. `free_addresses` gives them back."""
+        first, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+        self._call(
+            "cuMemAddressReserve",
+            *(ctypes.byref(first), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), zero, zero),
+        )
+        return first.value
+
+    def free_addresses(self, first: int, nbytes: int) -> None:
+        """Gives all that `reserve` returned back; nothing may be mapped to them."""
+        self._call("cuMemAddressFree", ctypes.c_uint64(first), ctypes.c_size_t(nbytes))
+
+    def map_chunk(self, address: int, nbytes: int, fd: int) -> None:
+        """Maps a whole chunk of another process to reserved addresses. The caller may then close
+        the descriptor. The mapping keeps the memory, until `unmap`."""
+        handle = ctypes.c_uint64()
+        self._call(
+            "cuMemImportFromShareableHandle",
+            *(ctypes.byref(handle), ctypes.c_void_p(fd), ctypes.c_int(_POSIX_FD)),
+        )
+        try:
+            start, flags = ctypes.c_size_t(0), ctypes.c_uint64(0)
+            self._call(
+                "cuMemMap",
+                *(ctypes.c_uint64(address), ctypes.c_size_t(nbytes), start, handle, flags),
+            )
+        finally:
+            self._call("cuMemRelease", handle)
+
+    def allow_reading(self, address: int, nbytes: int, device: int) -> None:
+        """Lets GPU `device`, an index of this process, read mapped chunks, also another GPU's."""
+        access = _AccessDesc(_Location(_ON_DEVICE, device), _READ)
+        self._call(
+            "cuMemSetAccess",
+            *(ctypes.c_uint64(address), ctypes.c_size_t(nbytes)),
+            *(ctypes.byref(access), ctypes.c_size_t(1)),
+        )
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Unmaps whole chunks; nothing may be reading them."""
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+
     def _device_uuid(self, idx: int) -> bytes:
         device, uuid = ctypes.c_int(), ctypes.create_string_buffer(UUID_NBYTES)
         self._call("cuDeviceGet", ctypes.byref(device), idx)
@@ -104,12 +189,16 @@ class CudaDriver:
         return uuid.raw
 
     def _call(self, name: str, *arguments: object) -> None:
-        status: int = getattr(self._lib, name)(*arguments)
+        status = self._status(name, *arguments)
         if status != 0:
             text = ctypes.c_char_p()
             self._lib.cuGetErrorName(status, ctypes.byref(text))
             reason = (text.value or b"unknown").decode()
             raise WeightSyncError(f"{name} failed: {reason} ({status})")
+
+    def _status(self, name: str, *arguments: object) -> int:
+        status: int = getattr(self._lib, name)(*arguments)
+        return status
 
 
 @cache

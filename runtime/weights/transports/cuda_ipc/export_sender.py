@@ -26,6 +26,8 @@ class ExportSender:
 
     Args:
         replicas: what this rank has, too, of others' shards.
+        release: ends what keeps exported memory that the rank may free; `export` then exports it
+            again.
         keeps_memory: they also stay there until the next sync, so that engines may keep it open.
     """
 
@@ -33,11 +35,18 @@ class ExportSender:
     network_nbytes = 0
 
     def __init__(
-        self, shards: RankShards, replicas: RankShards, export: Export, *, keeps_memory: bool
+        self,
+        shards: RankShards,
+        replicas: RankShards,
+        export: Export,
+        release: Callable[[], None],
+        *,
+        keeps_memory: bool,
     ) -> None:
         self._shards = shards
         self._replicas = replicas
         self._export = export
+        self._release = release
         self._keeps_memory = keeps_memory
         self._exported: Offer = ""
         self._offer: Offer = ""
@@ -82,5 +91,11 @@ class ExportSender:
         finally:
             progress.close()
 
+    def leave(self) -> None:
+        """Called when nobody reads the tensors any more, before the rank may free their memory.
+        Idempotent."""
+        if not self._keeps_memory:
+            self._release()
+
     def close(self) -> None:
-        """Does nothing: handles are only numbers."""
+        self._release()

@@ -4,26 +4,37 @@ A rank exports the allocations that contain its tensors, and a process that open
 Both keep what they have over syncs: the rank the handles, as long as the allocations exist, and the
 other process the mappings, as long as the rank exports the same memory. Nothing counts readers: the
 sync itself determines when all have read.
+
+Memory of torch's expandable segments has descriptors instead of a handle
+(`umbra.runtime.weights.transports.cuda_ipc.segment_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.transports.byte_views import dtype_name
 from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
+from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun, find_runs, locate
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
     Offer,
     RankExports,
+    SegmentHandle,
     TensorPart,
 )
+from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
+    deposit_chunks,
+    map_chunks,
+    unmap_chunks,
+)
+from umbra.runtime.weights.transports.shared_memory.deposited_fds import DepositedFds
 
 
 class Opener(Protocol):
@@ -54,11 +65,32 @@ class Opener(Protocol):
         ...
 
 
-class MemoryExporter:
-    """Exports tensors of this process. Keeps the handles of their allocations for the next time."""
+class _Exported(NamedTuple):
+    """A run of memory, and what others open it with."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, Allocation] = {}  # by first address
+    run: MemoryRun
+    allocation: Allocation
+    deposit: DepositedFds | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others can still open it, if the run exists."""
+        return self.deposit is None or self.deposit.is_kept
+
+
+class MemoryExporter:
+    """Exports tensors of this process. Keeps the handles of their allocations for the next time.
+
+    Owns the deposits of memory in expandable segments, until `release` or the next export of other
+    memory. While there is one, memory that this process frees is not given back to the GPU.
+
+    Args:
+        fd_socket: of the descriptor server of this node, which gets those deposits.
+    """
+
+    def __init__(self, fd_socket: str) -> None:
+        self._fd_socket = fd_socket
+        self._known: dict[int, _Exported] = {}  # by first address
         self._views: Sequence[tuple[object, ...]] = ()
         self._exports = RankExports((), ())
 
@@ -70,15 +102,22 @@ class MemoryExporter:
         Returns the same object as before if they are where they were. Work queued on their GPUs is
         done by then. The tensors must keep their memory and contents until the sync is over.
         """
-        for _, tensor in (*tensors, *replicas):
-            if not tensor.is_cuda:
-                return f"its tensors are in {tensor.device.type} memory, not on a GPU"
-            if tensor.is_conj() or tensor.is_neg():
-                return "one of its tensors is a view that negates or conjugates"
-        try:
-            return self._export(tensors, replicas)
-        except WeightSyncError as error:
-            return f"its memory cannot be exported: {error}"
+        problem = _find_problem([tensor for _, tensor in (*tensors, *replicas)])
+        if not problem:
+            try:
+                return self._export(tensors, replicas)
+            except UmbraError as error:
+                problem = f"its memory cannot be exported: {error}"
+        self.release()
+        return problem
+
+    def release(self) -> None:
+        """Ends all deposits; the next `export` makes new ones. Idempotent."""
+        deposited = {base: each for base, each in self._known.items() if each.deposit is not None}
+        for base in deposited:
+            del self._known[base]
+            self._views = ()
+        _end_deposits(deposited.values())
 
     def _export(
         self, tensors: Sequence[tuple[int, Tensor]], replicas: Sequence[tuple[int, Tensor]]
@@ -94,40 +133,80 @@ class MemoryExporter:
         if not is_same:
             parts = self._export_views(held, devices)
             sent, rest = parts[: len(tensors)], parts[len(tensors) :]
-            self._exports = RankExports(tuple(self._known.values()), tuple(sent), tuple(rest))
+            allocations = tuple(each.allocation for each in self._known.values())
+            self._exports = RankExports(allocations, tuple(sent), tuple(rest))
             self._views = views
         return self._exports
 
     def _still_exist(self) -> bool:
-        """Whether no known allocation was freed; another one may have its address."""
+        """Whether no known memory was freed, and others can open all of it. Other memory may have
+        its address."""
         find = cuda_driver().buffer_id
-        return all(find(base) == known.buffer_id for base, known in self._known.items())
+        return all(
+            known.is_open
+            and all(find(address) == number for address, number in known.run.numbered())
+            for known in self._known.values()
+        )
 
     def _export_views(
         self, tensors: Sequence[tuple[int, Tensor]], devices: Sequence[int]
     ) -> list[TensorPart]:
         """Their parts, in the same order."""
         known, self._known, self._views = self._known, {}, ()
-        numbers: dict[int, int] = {}  # by first address
         parts: dict[int, TensorPart] = {}
-        for device in devices:
-            driver = cuda_driver()
-            uuid = driver.device_uuids()[device]
-            with _context_of(device):
-                for idx, (offset, tensor) in enumerate(tensors):
-                    if tensor.device.index != device:
-                        continue
-                    pointer = tensor.data_ptr()
-                    base, nbytes = driver.address_range(pointer)
-                    if base not in numbers:
-                        numbers[base] = len(numbers)
-                        buffer_id, found = driver.buffer_id(base), known.get(base)
-                        if found is None or found.buffer_id != buffer_id:
-                            handle = driver.export(base)
-                            found = Allocation(uuid, handle, nbytes, buffer_id)
-                        self._known[base] = found
-                    parts[idx] = _part(offset, tensor, numbers[base], pointer - base)
+        try:
+            for device in devices:
+                on_device = [
+                    (idx, tensor.data_ptr(), _span_nbytes(tensor))
+                    for idx, (_, tensor) in enumerate(tensors)
+                    if tensor.device.index == device
+                ]
+                num_before = len(self._known)
+                with _context_of(device):
+                    runs = find_runs(cuda_driver(), [span for _, *span in on_device])
+                    for run in runs:
+                        found = known.get(run.base)
+                        if found is None or found.run != run or not found.is_open:
+                            found = self._export_run(run, device)
+                        self._known[run.base] = found
+                for idx, pointer, nbytes in on_device:
+                    number, start = locate(runs, pointer, nbytes)
+                    parts[idx] = _part(*tensors[idx], num_before + number, start)
+        finally:
+            kept = {id(each) for each in self._known.values()}
+            _end_deposits(each for each in known.values() if id(each) not in kept)
         return [parts[idx] for idx in range(len(tensors))]
+
+    def _export_run(self, run: MemoryRun, device: int) -> _Exported:
+        driver = cuda_driver()
+        uuid, buffer_id = driver.device_uuids()[device], run.buffer_ids[0]
+        if not run.is_segment:
+            handle = driver.export(run.base)
+            return _Exported(run, Allocation(uuid, handle, run.nbytes, buffer_id), None)
+        segment, deposit = deposit_chunks(driver, run, self._fd_socket)
+        return _Exported(run, Allocation(uuid, segment, run.nbytes, buffer_id), deposit)
+
+
+def _find_problem(tensors: Sequence[Tensor]) -> str:
+    """Why tensors are nothing to export, or ""."""
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            return f"its tensors are in {tensor.device.type} memory, not on a GPU"
+        if tensor.is_conj() or tensor.is_neg():
+            return "one of its tensors is a view that negates or conjugates"
+    return ""
+
+
+def _end_deposits(exported: Iterable[_Exported]) -> None:
+    for each in exported:
+        if each.deposit is not None:
+            each.deposit.close()
+
+
+def _span_nbytes(tensor: Tensor) -> int:
+    """Bytes from its first to its last."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
 
 
 def _part(offset: int, tensor: Tensor, allocation: int, start: int) -> TensorPart:
@@ -150,8 +229,12 @@ class CudaOpener:
             _check_visible(allocation.device)
             self._device = torch.cuda.current_device()
             with _context_of(self._device):
-                pointer = cuda_driver().open(allocation.handle)
-                memory = _memory_at(pointer, allocation.nbytes, self._device)
+                pointer = _map(allocation, self._device)
+                try:
+                    memory = _memory_at(pointer, allocation.nbytes, self._device)
+                except BaseException:
+                    _unmap(allocation, pointer)
+                    raise
             self._opened[allocation] = pointer, memory
         return self._opened[allocation][1]
 
@@ -169,10 +252,24 @@ class CudaOpener:
         with _context_of(self._device):
             torch.cuda.synchronize()
             for allocation in others:
-                cuda_driver().close(self._opened.pop(allocation)[0])
+                _unmap(allocation, self._opened.pop(allocation)[0])
 
     def close(self) -> None:
         self.keep(())
+
+
+def _map(allocation: Allocation, device: int) -> int:
+    """Maps an allocation for a GPU of this process; returns its address."""
+    if isinstance(allocation.handle, SegmentHandle):
+        return map_chunks(cuda_driver(), allocation.handle, allocation.nbytes, device)
+    return cuda_driver().open(allocation.handle)
+
+
+def _unmap(allocation: Allocation, pointer: int) -> None:
+    if isinstance(allocation.handle, SegmentHandle):
+        unmap_chunks(cuda_driver(), pointer, allocation.nbytes)
+    else:
+        cuda_driver().close(pointer)
 
 
 def _memory_at(pointer: int, nbytes: int, device: int) -> Tensor:

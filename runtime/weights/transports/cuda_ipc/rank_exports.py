@@ -23,9 +23,46 @@ UUID_NBYTES: Final = 16
 HANDLE_NBYTES: Final = 64  # a CUDA IPC memory handle
 _MAX_PROBLEM_LEN: Final = 500
 _MAX_BUFFER_ID: Final = (1 << 64) - 1
+_MAX_SOCKET_PATH_NBYTES: Final = 107
+_MAX_NAME_LEN: Final = 64
+_MAX_CHUNKS: Final = 1 << 20
 _NUM_KEPT: Final = 64
 # Exports that were read and are kept, for the ranks of a node and more than one pool. With fewer, a
 # supervisor of many ranks reads them all again in each sync.
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHandle:
+    """Physical chunks of torch's expandable segments, adjacent in the exporter's address space.
+
+    Attributes:
+        fd_socket: path of the descriptor server at which their descriptors are deposited.
+        name: of the deposit. No two deposits have the same.
+        num_chunks: all of the same size; one descriptor each, in order.
+    """
+
+    fd_socket: str
+    name: str
+    num_chunks: int
+
+    def to_wire(self) -> list[Any]:
+        return [self.fd_socket, self.name, self.num_chunks]
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        match raw:
+            case [str(fd_socket), str(name), int(num_chunks)] if (
+                0 < len(fd_socket.encode(errors="replace")) <= _MAX_SOCKET_PATH_NBYTES
+                and "\0" not in fd_socket
+                and 0 < len(name) <= _MAX_NAME_LEN
+                and name.isascii()
+                and name.isalnum()
+                and type(num_chunks) is int
+                and 1 <= num_chunks <= _MAX_CHUNKS
+            ):
+                return cls(fd_socket, name, num_chunks)
+            case _:
+                raise ProtocolError(f"not a handle of GPU memory: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +71,31 @@ class Allocation:
 
     Attributes:
         device: the GPU's UUID; its index may differ between processes.
-        handle: CUDA's handle, valid while the exporter lives and keeps the memory.
+        handle: CUDA's handle, valid while the exporter lives and keeps the memory; or that of
+            chunks, which share `nbytes` evenly.
         buffer_id: the driver's number, which no other allocation of the exporter ever gets. Memory
-            that was freed and allocated again may have the same handle.
+            that was freed and allocated again may have the same handle. The first chunk's number,
+            if there are chunks.
     """
 
     device: bytes
-    handle: bytes
+    handle: bytes | SegmentHandle
     nbytes: int
     buffer_id: int
 
     def to_wire(self) -> list[Any]:
-        return [self.device, self.handle, self.nbytes, self.buffer_id]
+        handle = self.handle if isinstance(self.handle, bytes) else self.handle.to_wire()
+        return [self.device, handle, self.nbytes, self.buffer_id]
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        match raw:
-            case [bytes(device), bytes(handle), int(nbytes), int(buffer_id)] if (
+        match cast("Any", raw):
+            case [bytes(device), handle, int(nbytes), int(buffer_id)] if (
                 len(device) == UUID_NBYTES
-                and len(handle) == HANDLE_NBYTES
                 and 0 < nbytes <= MAX_IMAGE_NBYTES
                 and 0 <= buffer_id <= _MAX_BUFFER_ID
             ):
-                return cls(device, handle, nbytes, buffer_id)
+                return cls(device, _read_handle(handle, nbytes), nbytes, buffer_id)
             case _:
                 raise ProtocolError(f"not an allocation of a GPU: {brief(raw)}")
 
@@ -191,6 +230,15 @@ def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
             allocation = exported.allocations[part.allocation]
             first.setdefault((rank, allocation.device), allocation)
     return list(first.values())
+
+
+def _read_handle(raw: object, nbytes: int) -> bytes | SegmentHandle:
+    if isinstance(raw, bytes) and len(raw) == HANDLE_NBYTES:
+        return raw
+    handle = SegmentHandle.from_wire(raw)
+    if nbytes % handle.num_chunks:
+        raise ProtocolError(f"not a handle of {nbytes} bytes: it has {handle.num_chunks} chunks")
+    return handle
 
 
 def _numbers(raw: object, least: int) -> tuple[int, ...]:

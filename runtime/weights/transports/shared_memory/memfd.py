@@ -4,32 +4,50 @@ The supervisor creates the memory and serves its descriptors; ranks and engines 
 and map it. Only the socket has an entry in a file system, so the memory is freed when the last
 process closes it or dies.
 
-    client                       server
-      | -- "image" (1 packet) ----> |   peer's uid must be the server's (SO_PEERCRED)
-      | <- "ok" + SCM_RIGHTS fd --- |   or a text with the reason of a refusal
+    client                           server
+      | -- "get NAME" (1 packet) ----> |   peer's uid must be the server's (SO_PEERCRED)
+      | <- "ok" + SCM_RIGHTS fd ------ |   or a text with the reason of a refusal
+
+A rank also deposits descriptors of its own, which engines receive in portions
+(`umbra.runtime.weights.transports.shared_memory.deposited_fds`). The connection owns them.
+
+    rank                             server
+      | -- "keep NAME" + fds ------> |   once for each portion
+      | <- "ok" -------------------- |   or a refusal, and the server closes all of this connection
+      | -- end of the connection --> |   also when the rank dies: the server closes them
+    engine
+      | -- "kept IDX NAME" --------> |   one connection for each portion
+      | <- "ok" + fds from IDX on -- |
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import fcntl
 import logging
 import mmap
 import os
+import resource
 import socket
 import struct
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
-_MAX_PACKET_NBYTES: Final = 512
+MAX_FDS: Final = 253
+"""Descriptors in one packet; Linux allows no more (SCM_MAX_FD)."""
+MAX_PACKET_NBYTES: Final = 512
 _ANSWER_TIMEOUT_S: Final = 5.0
 # A client that connects and sends nothing is dropped after this; longer lets it pin a descriptor.
 _BACKLOG: Final = 128
+_MAX_DEPOSITED_SHARE: Final = 0.5
+# Of the descriptors that the server's process may open. With more, deposits could take those that
+# it needs for connections and logs; with less, large models are refused that would fit.
 
 
 def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
@@ -84,6 +102,39 @@ def unmap(memory: mmap.mmap) -> None:
         memory.close()
 
 
+class Packet(NamedTuple):
+    """One packet of a client or of its server.
+
+    Attributes:
+        text: empty at the end of the connection.
+        fds: that came along; whoever receives the packet closes them.
+        is_cut: it was too long, or this process may not open all of its descriptors.
+    """
+
+    text: bytes
+    fds: list[int]
+    is_cut: bool
+
+
+def receive_packet(peer: socket.socket, max_fds: int) -> Packet:
+    """The next packet, with close-on-exec descriptors. Raises OSError as `socket.recvmsg`.
+
+    In Python 3.11, `socket.recv_fds` ignores its flags: a program that this process starts would
+    have the descriptors, too.
+    """
+    received = array.array("i")
+    text, ancillary, flags, _ = peer.recvmsg(
+        MAX_PACKET_NBYTES,
+        socket.CMSG_LEN(max_fds * received.itemsize),
+        socket.MSG_CMSG_CLOEXEC,
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+    is_cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+    return Packet(text, received.tolist(), is_cut)
+
+
 @contextmanager
 def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]:
     """Requests a descriptor from the server at `socket_path`, open within the block. Blocks.
@@ -97,10 +148,8 @@ def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]
         client.settimeout(timeout_s)
         try:
             client.connect(socket_path)
-            client.send(name.encode())
-            answer, fds, _, _ = socket.recv_fds(
-                client, _MAX_PACKET_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            client.send(f"get {name}".encode())
+            answer, fds, _ = receive_packet(client, 1)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no descriptor for {name!r} from {socket_path} within {timeout_s:.3g} s"
@@ -122,7 +171,8 @@ def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]
 class FdServer:
     """Serves descriptors by name. They may be offered and withdrawn at any time.
 
-    Does not own the descriptors.
+    Does not own those that are offered. Owns those that clients deposit, each client's as long as
+    that stays connected.
 
     Args:
         socket_path: at which processes of this node reach it.
@@ -131,6 +181,12 @@ class FdServer:
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
         self._fds: dict[str, int] = {}
+        self._deposits: dict[str, list[int]] = {}
+
+    @property
+    def num_deposited(self) -> int:
+        """Descriptors that clients have deposited."""
+        return sum(map(len, self._deposits.values()))
 
     def offer(self, fds: Mapping[str, int]) -> None:
         self._fds.update(fds)
@@ -148,29 +204,109 @@ class FdServer:
                 clients.create_task(self._serve_client(client))
 
     async def _serve_client(self, client: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        received: list[int] = []
         with client:
             client.setblocking(False)
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                    request = await loop.sock_recv(client, _MAX_PACKET_NBYTES)
-                self._answer(client, request)
+                    packet = await _receive(client, received)
+                verb, _, rest = packet.text.decode(errors="replace").partition(" ")
+                if not _is_of_this_user(client):
+                    client.send(b"another user's descriptors are not served")
+                elif verb == "keep":
+                    await self._keep(client, rest, packet, received)
+                elif verb == "kept":
+                    self._send_deposited(client, rest)
+                else:
+                    self._send_offered(client, verb, rest)
             except (OSError, TimeoutError) as error:
                 logger.warning("dropped a descriptor client: %s", error or "no request in time")
+            finally:
+                for fd in received:
+                    os.close(fd)
 
-    def _answer(self, client: socket.socket, request: bytes) -> None:
-        credentials = client.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-        )
-        _, uid, _ = struct.unpack("3i", credentials)
-        fd = self._fds.get(request.decode(errors="replace"))
-        if uid != os.getuid():
-            logger.warning("refused a descriptor to uid %d", uid)
-            client.send(b"another user's descriptors are not served")
-        elif fd is None:
+    async def _keep(
+        self, client: socket.socket, name: str, packet: Packet, received: list[int]
+    ) -> None:
+        """Serves what the client has deposited and still deposits, until it disconnects."""
+        request = packet.text
+        try:
+            while packet.text:
+                problem = self._find_problem(name, received, packet, request)
+                if problem:
+                    client.send(problem.encode())
+                    return
+                self._deposits[name] = received
+                client.send(b"ok")
+                packet = await _receive(client, received)
+        finally:
+            if self._deposits.get(name) is received:
+                del self._deposits[name]
+
+    def _find_problem(self, name: str, received: list[int], packet: Packet, request: bytes) -> str:
+        """Why a packet of a deposit is refused, or "".
+
+        Args:
+            received: all descriptors of this client, with those of the packet.
+            request: of the client's first packet.
+        """
+        if packet.is_cut:
+            return "the descriptors did not arrive: the server may not open that many"
+        if not name or not packet.fds or packet.text != request:
+            return "a deposit is one or more descriptors under one name"
+        if name in self._fds or self._deposits.get(name, received) is not received:
+            return "the name is in use"
+        others = self.num_deposited - len(self._deposits.get(name, ()))
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if others + len(received) > limit * _MAX_DEPOSITED_SHARE:
+            return (
+                f"{others + len(received)} would be deposited, more than half of the {limit} files "
+                "that the server may open: raise the hard limit of open files (ulimit -Hn)"
+            )
+        return ""
+
+    def _send_offered(self, client: socket.socket, verb: str, name: str) -> None:
+        fd = self._fds.get(name)
+        if verb != "get" or fd is None:
             client.send(b"no descriptor of that name")
         else:
             socket.send_fds(client, [b"ok"], [fd])
+
+    def _send_deposited(self, client: socket.socket, wanted: str) -> None:
+        idx, _, name = wanted.partition(" ")
+        first = int(idx) if idx.isdecimal() and len(idx) < 10 else 0
+        fds = self._deposits.get(name, [])[first : first + MAX_FDS]
+        if fds:
+            socket.send_fds(client, [b"ok"], fds)
+        else:
+            client.send(b"no deposited descriptors of that name")
+
+
+async def _receive(client: socket.socket, received: list[int]) -> Packet:
+    """The next packet. Its descriptors are also appended to `received`, whose owner closes them."""
+    while True:
+        await _readable(client)
+        with suppress(BlockingIOError):
+            packet = receive_packet(client, MAX_FDS)
+            received.extend(packet.fds)
+            return packet
+
+
+async def _readable(client: socket.socket) -> None:
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(client, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(client)
+
+
+def _is_of_this_user(client: socket.socket) -> bool:
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        logger.warning("refused a descriptor to uid %d", uid)
+    return uid == os.getuid()
 
 
 @asynccontextmanager

@@ -1,0 +1,112 @@
+"""Memory of torch's expandable segments, in the rank and in a process that opens it.
+
+The driver has no handle for such memory, but a descriptor for each of its physical chunks. The
+rank deposits them with the descriptor server of its node, and others receive them there:
+
+    rank                        server                        engine
+      | -- fds of all chunks -----> | <- request, a portion each -- |
+      |    (closed in the rank)     | -- fds ---------------------> |   maps them side by side,
+      | -- end of the connection -> |   closes them                 |   closes them
+
+A descriptor keeps the memory, as a mapping does. Memory that the rank has freed is the GPU's again
+when the deposit has ended and all mappings are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from contextlib import suppress
+from typing import Final, Protocol
+
+from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
+from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import SegmentHandle
+from umbra.runtime.weights.transports.shared_memory.deposited_fds import (
+    DepositedFds,
+    received_deposit,
+)
+from umbra.runtime.weights.transports.shared_memory.memfd import MAX_FDS
+
+_DEPOSIT_TIMEOUT_S: Final = 5.0
+_RECEIVE_TIMEOUT_S: Final = 10.0
+# For all portions of one run. A portion of 253 takes 24 ms to receive and map on an H100.
+_NUM_DEPOSITED_AT_ONCE: Final = 64
+# Descriptors that a rank has open at a time. With more, the ranks of a node together exceed the
+# common limit of descriptors in flight, 1,024 for a user; with fewer, there are more round trips.
+
+
+class ChunkDriver(Protocol):
+    """What this needs of `CudaDriver`, which describes it."""
+
+    def export_chunk(self, pointer: int) -> int: ...
+    def reserve(self, nbytes: int) -> int: ...
+    def free_addresses(self, first: int, nbytes: int) -> None: ...
+    def map_chunk(self, address: int, nbytes: int, fd: int) -> None: ...
+    def allow_reading(self, address: int, nbytes: int, device: int) -> None: ...
+    def unmap(self, address: int, nbytes: int) -> None: ...
+
+
+def deposit_chunks(
+    driver: ChunkDriver, run: MemoryRun, fd_socket: str
+) -> tuple[SegmentHandle, DepositedFds]:
+    """Deposits all chunks of a run under a name that no other deposit has. The caller owns the
+    deposit.
+
+    Raises:
+        ConnectionLost, DeadlineExceeded: the server is not there or does not answer.
+        WeightSyncError: the driver or the server refuses.
+    """
+    handle = SegmentHandle(fd_socket, secrets.token_hex(16), len(run.buffer_ids))
+    deposit = DepositedFds(fd_socket, handle.name, _DEPOSIT_TIMEOUT_S)
+    try:
+        addresses = [address for address, _ in run.numbered()]
+        for first in range(0, len(addresses), _NUM_DEPOSITED_AT_ONCE):
+            fds: list[int] = []
+            try:
+                for address in addresses[first : first + _NUM_DEPOSITED_AT_ONCE]:
+                    fds.append(driver.export_chunk(address))
+                deposit.add(fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+    except BaseException:
+        deposit.close()
+        raise
+    return handle, deposit
+
+
+def map_chunks(driver: ChunkDriver, handle: SegmentHandle, nbytes: int, device: int) -> int:
+    """Maps all chunks side by side for GPU `device` to read; returns the first address.
+
+    Raises:
+        WeightSyncError: they cannot be received in time or mapped; nothing is left mapped then.
+    """
+    base, mapped_nbytes = driver.reserve(nbytes), 0
+    try:
+        chunk_nbytes = nbytes // handle.num_chunks
+        deadline = time.monotonic() + _RECEIVE_TIMEOUT_S
+        for first in range(0, handle.num_chunks, MAX_FDS):
+            num_fds = min(MAX_FDS, handle.num_chunks - first)
+            left_s = max(0.001, deadline - time.monotonic())
+            with received_deposit(handle.fd_socket, handle.name, first, num_fds, left_s) as fds:
+                for fd in fds:
+                    driver.map_chunk(base + mapped_nbytes, chunk_nbytes, fd)
+                    mapped_nbytes += chunk_nbytes
+        driver.allow_reading(base, nbytes, device)
+    except BaseException as error:
+        with suppress(WeightSyncError):  # the first error is the one to raise
+            if mapped_nbytes:
+                driver.unmap(base, mapped_nbytes)
+            driver.free_addresses(base, nbytes)
+        if isinstance(error, ConnectionLost | DeadlineExceeded):
+            raise WeightSyncError(f"cannot receive the rank's memory: {error}") from error
+        raise
+    return base
+
+
+def unmap_chunks(driver: ChunkDriver, base: int, nbytes: int) -> None:
+    """Unmaps what `map_chunks` has mapped; nothing may be reading it."""
+    driver.unmap(base, nbytes)
+    driver.free_addresses(base, nbytes)

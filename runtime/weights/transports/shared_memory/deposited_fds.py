@@ -1,0 +1,137 @@
+"""Descriptors that a process leaves with the descriptor server of its node, for others to receive.
+
+The server keeps them as long as the depositor's connection is open, so nothing has to be cleaned up
+when the depositor dies. `umbra.runtime.weights.transports.shared_memory.memfd` has the protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+
+from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
+from umbra.runtime.weights.transports.shared_memory.memfd import (
+    MAX_FDS,
+    MAX_PACKET_NBYTES,
+    receive_packet,
+)
+
+
+class DepositedFds:
+    """A deposit under one name. Owns the connection, with which it ends. Calls block.
+
+    Args:
+        socket_path: of the server.
+        name: not in use at the server.
+        timeout_s: for the connection and for each answer.
+
+    Raises:
+        ConnectionLost: no server listens there.
+        DeadlineExceeded: it does not accept in time.
+    """
+
+    def __init__(self, socket_path: str, name: str, timeout_s: float) -> None:
+        self._path = socket_path
+        self._name = name
+        self._timeout_s = timeout_s
+        self._client = _connect(socket_path, timeout_s)
+
+    def add(self, fds: Sequence[int]) -> None:
+        """Passes at most `MAX_FDS` descriptors, which the caller may then close.
+
+        Raises:
+            ConnectionLost: the server has disconnected, or too many descriptors are on their way.
+            DeadlineExceeded: no answer in time.
+            WeightSyncError: the server refuses them, and has closed the whole deposit.
+        """
+        with _errors_of(self._path, self._timeout_s):
+            socket.send_fds(self._client, [f"keep {self._name}".encode()], fds)
+            answer = self._client.recv(MAX_PACKET_NBYTES)
+        if not answer:
+            raise ConnectionLost(f"the descriptor server at {self._path} closed the connection")
+        if answer != b"ok":
+            reason = answer.decode(errors="replace")
+            raise WeightSyncError(f"cannot deposit {len(fds)} descriptors: {reason}")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the server still has the connection; another one may have taken its place."""
+        try:
+            self._client.settimeout(0.0)
+            return bool(self._client.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            self._client.settimeout(self._timeout_s)
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Ends the deposit, and returns when the server has closed its descriptors, or after the
+        time for an answer. Idempotent."""
+        with suppress(OSError):
+            self._client.shutdown(socket.SHUT_WR)  # a child that was forked may have it open, too
+            self._client.recv(MAX_PACKET_NBYTES)  # the server disconnects last
+        self._client.close()
+
+
+@contextmanager
+def received_deposit(
+    socket_path: str, name: str, first_idx: int, num_fds: int, timeout_s: float
+) -> Generator[list[int]]:
+    """Requests `num_fds` descriptors of a deposit, at most `MAX_FDS`; open within the block.
+
+    Args:
+        first_idx: of the first one, in the order in which they were deposited.
+
+    Raises:
+        ConnectionLost: no server listens there, or it disconnected.
+        DeadlineExceeded: no answer in time.
+        WeightSyncError: the deposit has ended or is smaller, or this process may not open as many
+            files.
+    """
+    fds: list[int] = []
+    try:
+        with _errors_of(socket_path, timeout_s), _connect(socket_path, timeout_s) as client:
+            client.send(f"kept {first_idx} {name}".encode())
+            answer, fds, is_cut = receive_packet(client, MAX_FDS)
+        if not answer:
+            raise ConnectionLost(f"the descriptor server at {socket_path} closed without an answer")
+        if answer != b"ok":
+            raise WeightSyncError(f"{answer.decode(errors='replace')}: {name!r}")
+        if is_cut:
+            raise WeightSyncError(
+                f"{len(fds)} of {num_fds} descriptors arrived: this process may not open more "
+                "files (ulimit -n)"
+            )
+        if len(fds) < num_fds:
+            raise WeightSyncError(f"a deposit lacks {num_fds - len(fds)} descriptors: {name!r}")
+        yield fds[:num_fds]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _connect(socket_path: str, timeout_s: float) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.settimeout(timeout_s)
+    try:
+        with _errors_of(socket_path, timeout_s):
+            client.connect(socket_path)
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+@contextmanager
+def _errors_of(socket_path: str, timeout_s: float) -> Generator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no answer of the descriptor server at {socket_path} within {timeout_s:.3g} s"
+        ) from None
+    except OSError as error:
+        raise ConnectionLost(f"no descriptor server at {socket_path}: {error}") from error

@@ -1,0 +1,260 @@
+"""Descriptors that a process leaves with the server of its node, and others receive there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.errors import ConnectionLost, WeightSyncError
+from umbra.runtime.weights.transports.shared_memory import memfd
+from umbra.runtime.weights.transports.shared_memory.deposited_fds import (
+    DepositedFds,
+    received_deposit,
+)
+from umbra.runtime.weights.transports.shared_memory.memfd import MAX_FDS, FdServer, serve_fds
+
+LIMIT_S = 5.0
+
+
+@contextmanager
+def numbered_fds(num: int) -> Generator[list[int]]:
+    """Descriptors of files of which each has its index as its size."""
+    fds = [os.memfd_create(f"{idx}", os.MFD_CLOEXEC) for idx in range(num)]
+    try:
+        for idx, fd in enumerate(fds):
+            os.ftruncate(fd, idx)
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def sizes_at(path: str, name: str, num: int) -> list[int]:
+    """Sizes of the files of a deposit, received in portions."""
+    sizes: list[int] = []
+    for first in range(0, num, MAX_FDS):
+        portion = min(MAX_FDS, num - first)
+        with received_deposit(path, name, first, portion, LIMIT_S) as fds:
+            assert not any(os.get_inheritable(fd) for fd in fds)
+            sizes += [os.fstat(fd).st_size for fd in fds]
+    return sizes
+
+
+def with_server(path: str, work: Callable[[FdServer], Awaitable[None]]) -> None:
+    async def body() -> None:
+        async with serve_fds(path, {"offered": 0}) as server, asyncio.timeout(20.0):
+            await work(server)
+
+    asyncio.run(body())
+
+
+def deposit(path: str, name: str, *portions: Sequence[int]) -> DepositedFds:
+    made = DepositedFds(path, name, LIMIT_S)
+    try:
+        for fds in portions:
+            made.add(fds)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_arrive_in_order_over_several_portions(tmp_path: Path) -> None:
+    path, num = str(tmp_path / "fds"), 2 * MAX_FDS + 100
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(num) as fds:
+            portions = [fds[idx : idx + 150] for idx in range(0, num, 150)]
+            kept = await asyncio.to_thread(deposit, path, "chunks", *portions)
+        assert server.num_deposited == num
+        for _ in range(2):
+            assert await asyncio.to_thread(sizes_at, path, "chunks", num) == list(range(num))
+        await asyncio.to_thread(kept.close)
+
+    with_server(path, work)
+
+
+def test_a_deposit_ends_with_its_connection(tmp_path: Path) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(4) as fds:
+            kept, other = [
+                await asyncio.to_thread(deposit, path, name, fds) for name in ("chunks", "others")
+            ]
+        num_before = num_open()
+        assert kept.is_kept
+
+        await asyncio.to_thread(kept.close)
+
+        assert num_open() == num_before - 6  # four, and both ends of the connection
+        assert not kept.is_kept
+        with pytest.raises(WeightSyncError, match="no deposited descriptors of that name"):
+            await asyncio.to_thread(sizes_at, path, "chunks", 4)
+        assert await asyncio.to_thread(sizes_at, path, "others", 4) == [0, 1, 2, 3]
+        kept.close()
+        await asyncio.to_thread(other.close)
+        assert server.num_deposited == 0
+
+    with_server(path, work)
+
+
+def test_deposits_end_with_the_server_and_the_depositor_notices(tmp_path: Path) -> None:
+    path, kept = str(tmp_path / "fds"), list[DepositedFds]()
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(3) as fds:
+            kept.append(await asyncio.to_thread(deposit, path, "chunks", fds))
+        assert kept[0].is_kept
+
+    with_server(path, work)
+
+    assert not kept[0].is_kept
+    with numbered_fds(1) as fds, pytest.raises(ConnectionLost):
+        kept[0].add(fds)
+    kept[0].close()
+
+
+@pytest.mark.parametrize("name", ["chunks", "offered"])
+def test_a_name_that_is_in_use_is_refused(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(3) as fds:
+            kept = await asyncio.to_thread(deposit, path, "chunks", fds)
+            with pytest.raises(WeightSyncError, match="the name is in use"):
+                await asyncio.to_thread(deposit, path, name, fds[:1])
+        assert await asyncio.to_thread(sizes_at, path, "chunks", 3) == [0, 1, 2]
+        await asyncio.to_thread(kept.close)
+
+    with_server(path, work)
+
+
+def test_a_deposit_that_is_smaller_than_expected_is_no_deposit(tmp_path: Path) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(3) as fds:
+            kept = await asyncio.to_thread(deposit, path, "chunks", fds)
+        num_before = num_open()
+        with pytest.raises(WeightSyncError, match="lacks 2 descriptors"):
+            await asyncio.to_thread(sizes_at, path, "chunks", 5)
+        assert num_open() == num_before
+        await asyncio.to_thread(kept.close)
+
+    with_server(path, work)
+
+
+@contextmanager
+def soft_limit(num: int) -> Generator[None]:
+    """Of the files that this process may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def limit_with_room_for(num: int) -> int:
+    """A limit with which this process may open so many files."""
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = (number for number in itertools.count() if number not in used)
+    return next(itertools.islice(free, num, None))
+
+
+def test_a_server_that_may_not_open_more_files_refuses_and_closes_all(tmp_path: Path) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(100) as fds:
+            kept = await asyncio.to_thread(deposit, path, "chunks", fds[:1])
+            with (
+                soft_limit(limit_with_room_for(20)),
+                pytest.raises(WeightSyncError, match="may not open that many"),
+            ):
+                await asyncio.to_thread(kept.add, fds)
+        await asyncio.to_thread(kept.close)
+        assert server.num_deposited == 0
+
+    with_server(path, work)
+
+
+def test_deposits_leave_half_of_its_descriptors_to_the_server(tmp_path: Path) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        limit = 2 * max(map(int, os.listdir("/proc/self/fd"))) + 400
+        with numbered_fds(1) as fds, soft_limit(limit):
+            kept = await asyncio.to_thread(deposit, path, "chunks", fds * 100)
+            too_many = [fds * 100] * (limit // 200)
+            with pytest.raises(WeightSyncError, match=f"more than half of the {limit} files"):
+                await asyncio.to_thread(deposit, path, "others", *too_many)
+            assert server.num_deposited == 100
+        await asyncio.to_thread(kept.close)
+
+    with_server(path, work)
+
+
+def test_only_a_depositor_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memfd, "_ANSWER_TIMEOUT_S", 0.05)
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(2) as fds, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            kept = await asyncio.to_thread(deposit, path, "chunks", fds)
+            silent.settimeout(LIMIT_S)
+            silent.connect(path)
+            assert await asyncio.to_thread(silent.recv, 1) == b""
+        assert kept.is_kept
+        assert await asyncio.to_thread(sizes_at, path, "chunks", 2) == [0, 1]
+        await asyncio.to_thread(kept.close)
+
+    with_server(path, work)
+
+
+@pytest.mark.parametrize("request_", [b"keep ", b"keep x", b"get offered2", b"chunks", b"kept x y"])
+def test_descriptors_of_a_malformed_request_are_closed(tmp_path: Path, request_: bytes) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(3) as fds, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.settimeout(LIMIT_S)
+            client.connect(path)
+            num_before = num_open()
+            socket.send_fds(client, [request_], [] if request_ == b"keep x" else fds)
+            assert await asyncio.to_thread(client.recv, 100) not in (b"", b"ok")
+            assert await asyncio.to_thread(client.recv, 100) == b""
+            assert num_open() <= num_before
+        assert server.num_deposited == 0
+
+    with_server(path, work)
+
+
+def test_a_connection_has_one_name(tmp_path: Path) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(3) as fds, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.settimeout(LIMIT_S)
+            client.connect(path)
+            socket.send_fds(client, [b"keep one"], fds)
+            assert await asyncio.to_thread(client.recv, 100) == b"ok"
+            socket.send_fds(client, [b"keep two"], fds)
+            assert b"under one name" in await asyncio.to_thread(client.recv, 100)
+            assert await asyncio.to_thread(client.recv, 100) == b""
+        assert server.num_deposited == 0
+
+    with_server(path, work)
