@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -303,7 +303,8 @@ def _form(parameter: Any) -> tuple[object, ...]:
     # Layerwise reload leaves wrapped loaders on its metadata, also where there were none before.
     loader = inspect.unwrap(getattr(parameter, "weight_loader", _default_loader))
     has_loader = loader is not _default_loader
-    return parameter.dtype, tuple(parameter.shape), parameter.stride(), has_loader
+    kind = cast("type[object]", type(parameter))  # vLLM's own ones have loaders as methods
+    return kind, parameter.dtype, tuple(parameter.shape), parameter.stride(), has_loader
 
 
 def _plain(name: str) -> str:
