@@ -13,6 +13,7 @@ from torch import Tensor
 from umbra.engines.loading.weight_import import Regions
 from umbra.engines.loading.weight_source import BlockCopy, wanted_names
 from umbra.runtime.weights.checksums.checksum import CastValues, sum_all, to_checksums
+from umbra.runtime.weights.checksums.gpu_sums import numbers_on
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
@@ -138,8 +139,8 @@ class ExportedWeights:
             device = self._sums.device
             contents = [term.content for term in terms]
             sums = sum_all([CastValues(each.values.to(device), each.dtype) for each in contents])
-            signs = torch.tensor([term.sign for term in terms], device=sums.device)
-            regions = torch.tensor([term.region for term in terms], device=sums.device)
+            signs = numbers_on(sums.device, [term.sign for term in terms])
+            regions = numbers_on(sums.device, [term.region for term in terms])
             self._sums.index_add_(0, regions, sums * signs)
 
     def _dtype_on_wire(self, idx: int) -> torch.dtype:

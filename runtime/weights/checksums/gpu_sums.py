@@ -47,7 +47,7 @@ def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
     device = parts[0][0].device
     with torch.cuda.device(device):
         add_sums = add_by_kernel if _can_run_kernel(device) else add_by_torch
-        sums = torch.tensor([v.numel() * dtype.itemsize for v, dtype in parts], device=device)
+        sums = numbers_on(device, [v.numel() * dtype.itemsize for v, dtype in parts])
         words: dict[int, Tensor] = {}
         floats: dict[int, Tensor] = {}
         copied_nbytes = 0
@@ -67,6 +67,15 @@ def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
             if units:
                 add_sums(units, sums)
         return sums
+
+
+def numbers_on(device: torch.device, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """The same as an int64 tensor, without a wait for what a GPU is doing, such as the copies whose
+    results are to be summed."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def add_by_kernel(parts: Mapping[int, Tensor], sums: Tensor) -> None:
@@ -90,9 +99,9 @@ def add_by_kernel(parts: Mapping[int, Tensor], sums: Tensor) -> None:
         num_tiles.append(-(-units.numel() // tile_units))
         first_tile += num_tiles[-1]
     part_of_tile = torch.arange(len(table), device=sums.device).repeat_interleave(
-        torch.tensor(num_tiles, device=sums.device), output_size=first_tile
+        numbers_on(sums.device, num_tiles), output_size=first_tile
     )
-    on_gpu = torch.tensor(table, device=sums.device)
+    on_gpu = numbers_on(sums.device, table)
     kernel[(first_tile,)](
         *(on_gpu, part_of_tile, sums),
         UNITS_PER_WORD=units_per_word,
