@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Generator, Sequence
 from datetime import timedelta
@@ -23,7 +22,12 @@ import msgpack
 import torch
 import torch.distributed
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment, secret_file, without_rank
+from umbra.runtime.cluster.environment import (
+    TorchrunEnvironment,
+    secret_file,
+    socket_root,
+    without_rank,
+)
 from umbra.runtime.cluster.job_nodes import (
     JobNode,
     check_several_nodes,
@@ -32,7 +36,7 @@ from umbra.runtime.cluster.job_nodes import (
     meet_nodes,
     own_address,
 )
-from umbra.runtime.cluster.socket_dir import FD_SOCKET
+from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
@@ -88,8 +92,9 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
 @contextlib.contextmanager
 def _descriptor_server() -> Generator[str]:
     """Serves descriptors within the block, as a supervisor does; the path of its socket."""
-    with tempfile.TemporaryDirectory(prefix="umbra-doctor-") as folder, LoopThread("fds") as loop:
-        path = f"{folder}/{FD_SOCKET}"
+    job, node = f"doctor-ipc-{os.getpid()}", socket.gethostname()
+    with SocketDir.create(job, node, socket_root()) as folder, LoopThread("fds") as loop:
+        path = str(folder.path / FD_SOCKET)
         served = serve_fds(path)
         loop.run(served.__aenter__())
         try:

@@ -1,7 +1,7 @@
 """The copies of a plan, which are carried out once for each version in the same memory.
 
 first version        copy after copy
-second, and later    a CUDA graph of all copies, in branches that run side by side
+second, and later    a CUDA graph of all copies, in branches that run side by side, on one GPU
 
 A copy of the graph begins while the one before in another branch ends, and the CPU launches all of
 them at once. Copies from host memory are always made one after the other: each waits for its part.
@@ -30,7 +30,8 @@ class RepeatedCopies:
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies
         devices = {tensor.device for copy in copies for tensor in (copy.values, copy.target)}
-        self._is_on_gpu = {device.type for device in devices} == {"cuda"}
+        # A graph has one GPU's copies: those of another would be made once, while it is recorded.
+        self._is_on_gpu = [device.type for device in devices] == ["cuda"]
         self._was_made = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -65,12 +66,14 @@ def _graph_of(copies: Sequence[BlockCopy]) -> torch.cuda.CUDAGraph:
         try:
             for stream in others:
                 stream.wait_stream(first)
-            for number, stream in enumerate((first, *others)):
-                with torch.cuda.stream(stream):
-                    for copy in copies[number::_NUM_BRANCHES]:
-                        copy.carry_out()
-            for stream in others:
-                first.wait_stream(stream)
+            try:
+                for number, stream in enumerate((first, *others)):
+                    with torch.cuda.stream(stream):
+                        for copy in copies[number::_NUM_BRANCHES]:
+                            copy.carry_out()
+            finally:  # the end of a capture with open branches would replace the copies' error
+                for stream in others:
+                    first.wait_stream(stream)
         finally:
             graph.capture_end()
     return graph

@@ -7,13 +7,14 @@ import itertools
 import os
 import resource
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from umbra.runtime.errors import ConnectionLost, WeightSyncError
+from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.transports.shared_memory import memfd
 from umbra.runtime.weights.transports.shared_memory.deposited_fds import (
     DepositedFds,
@@ -175,6 +176,13 @@ def limit_with_room_for(num: int) -> int:
     return next(itertools.islice(free, num, None))
 
 
+def next_fd() -> int:
+    """The number that the next descriptor gets: a limit with which this process may open none."""
+    fd = os.dup(0)
+    os.close(fd)
+    return fd
+
+
 def test_a_server_that_may_not_open_more_files_refuses_and_closes_all(tmp_path: Path) -> None:
     path = str(tmp_path / "fds")
 
@@ -208,7 +216,82 @@ def test_deposits_leave_half_of_its_descriptors_to_the_server(tmp_path: Path) ->
     with_server(path, work)
 
 
-def test_only_a_depositor_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_deposits_count_as_files_of_the_server(tmp_path: Path) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        limit = 2 * max(map(int, os.listdir("/proc/self/fd"))) + 200
+        with numbered_fds(1) as fds, soft_limit(limit):
+            made = [
+                await asyncio.to_thread(deposit, path, f"{idx}", fds) for idx in range(limit // 4)
+            ]
+            with pytest.raises(WeightSyncError, match=f"more than half of the {limit} files"):
+                await asyncio.to_thread(deposit, path, "one more", fds)
+            assert server.num_deposited == limit // 4
+        for each in made:
+            await asyncio.to_thread(each.close)
+
+    with_server(path, work)
+
+
+def test_a_server_that_may_not_open_more_files_accepts_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "fds")
+
+    async def work(server: FdServer) -> None:
+        with numbered_fds(1) as fds, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.settimeout(LIMIT_S)
+            with soft_limit(next_fd()):
+                client.connect(path)
+                while "cannot accept a descriptor client" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            socket.send_fds(client, [b"keep chunks"], fds)
+            assert await asyncio.to_thread(client.recv, 100) == b"ok"
+
+    with_server(path, work)
+
+
+def test_a_client_that_may_not_open_more_files_has_an_error_of_the_connection(
+    tmp_path: Path,
+) -> None:
+    with soft_limit(next_fd()), pytest.raises(ConnectionLost, match="Too many open"):
+        DepositedFds(str(tmp_path / "fds"), "chunks", LIMIT_S)
+
+
+def test_a_deposit_whose_answer_came_too_late_ends_with_its_server(tmp_path: Path) -> None:
+    path, was_closed_first = str(tmp_path / "fds"), list[bool]()
+    is_late, is_closed = threading.Event(), threading.Event()
+
+    def answer_late(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            client.recv(100)
+            is_late.wait(LIMIT_S)
+            client.send(b"ok")
+            assert client.recv(100) == b""
+            was_closed_first.append(is_closed.wait(0.1))
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, numbered_fds(1) as fds:
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=answer_late, args=(listener,))
+        server.start()
+        kept = DepositedFds(path, "chunks", 0.5)
+        with pytest.raises(DeadlineExceeded):
+            kept.add(fds)
+        is_late.set()
+
+        kept.close()
+
+        is_closed.set()
+        server.join()
+    assert was_closed_first == [False]
+
+
+def test_only_a_depositor_may_be_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(memfd, "_ANSWER_TIMEOUT_S", 0.05)
     path = str(tmp_path / "fds")
 
@@ -218,6 +301,7 @@ def test_only_a_depositor_may_be_silent(tmp_path: Path, monkeypatch: pytest.Monk
             silent.settimeout(LIMIT_S)
             silent.connect(path)
             assert await asyncio.to_thread(silent.recv, 1) == b""
+        assert "dropped a descriptor client: no request in time" in caplog.text
         assert kept.is_kept
         assert await asyncio.to_thread(sizes_at, path, "chunks", 2) == [0, 1]
         await asyncio.to_thread(kept.close)

@@ -72,7 +72,8 @@ class DepositedFds:
         time for an answer. Idempotent."""
         with suppress(OSError):
             self._client.shutdown(socket.SHUT_WR)  # a child that was forked may have it open, too
-            self._client.recv(MAX_PACKET_NBYTES)  # the server disconnects last
+            while self._client.recv(MAX_PACKET_NBYTES):  # an answer that `add` did not wait for
+                pass  # the server disconnects last
         self._client.close()
 
 
@@ -114,14 +115,14 @@ def received_deposit(
 
 
 def _connect(socket_path: str, timeout_s: float) -> socket.socket:
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client.settimeout(timeout_s)
-    try:
-        with _errors_of(socket_path, timeout_s):
+    with _errors_of(socket_path, timeout_s):
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            client.settimeout(timeout_s)
             client.connect(socket_path)
-    except BaseException:
-        client.close()
-        raise
+        except BaseException:
+            client.close()
+            raise
     return client
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import fcntl
 import logging
 import mmap
@@ -45,6 +46,9 @@ MAX_PACKET_NBYTES: Final = 512
 _ANSWER_TIMEOUT_S: Final = 5.0
 # A client that connects and sends nothing is dropped after this; longer lets it pin a descriptor.
 _BACKLOG: Final = 128
+_ACCEPT_PAUSE_S: Final = 0.1
+# Before the server accepts again, when it may open no more files. Clients wait longer with a longer
+# one; with a shorter one, a server whose files are all in use fills its log.
 _MAX_DEPOSITED_SHARE: Final = 0.5
 # Of the descriptors that the server's process may open. With more, deposits could take those that
 # it needs for connections and logs; with less, large models are refused that would fit.
@@ -200,8 +204,15 @@ class FdServer:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as clients:
             while True:
-                client, _ = await loop.sock_accept(listener)
-                clients.create_task(self._serve_client(client))
+                try:
+                    client, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    logger.warning("cannot accept a descriptor client: %s", error)
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)  # there is no event for a free descriptor
+                else:
+                    clients.create_task(self._serve_client(client))
 
     async def _serve_client(self, client: socket.socket) -> None:
         received: list[int] = []
@@ -220,7 +231,9 @@ class FdServer:
                 else:
                     self._send_offered(client, verb, rest)
             except (OSError, TimeoutError) as error:
-                logger.warning("dropped a descriptor client: %s", error or "no request in time")
+                logger.warning(
+                    "dropped a descriptor client: %s", str(error) or "no request in time"
+                )
             finally:
                 for fd in received:
                     os.close(fd)
@@ -256,12 +269,13 @@ class FdServer:
             return "a deposit is one or more descriptors under one name"
         if name in self._fds or self._deposits.get(name, received) is not received:
             return "the name is in use"
-        others = self.num_deposited - len(self._deposits.get(name, ()))
+        others = [fds for fds in self._deposits.values() if fds is not received]
+        num_files = sum(len(fds) + 1 for fds in (*others, received))  # a connection is one, too
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if others + len(received) > limit * _MAX_DEPOSITED_SHARE:
+        if num_files > limit * _MAX_DEPOSITED_SHARE:
             return (
-                f"{others + len(received)} would be deposited, more than half of the {limit} files "
-                "that the server may open: raise the hard limit of open files (ulimit -Hn)"
+                f"deposits would take {num_files}, more than half of the {limit} files that the "
+                "server may open: raise the hard limit of open files (ulimit -Hn)"
             )
         return ""
 
