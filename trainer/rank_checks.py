@@ -43,7 +43,7 @@ from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter, probe_import
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.node_checks import NotApplicable, listen
 from umbra.trainer.world import pick_device, usable_gpus

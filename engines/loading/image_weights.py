@@ -18,9 +18,9 @@ from umbra.engines.loading.weight_source import BlockCopy, wanted_names
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.fd_client import received_fd
 from umbra.runtime.weights.transports.shared_memory.gpu_copies import GpuCopies
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage, MappedImage
-from umbra.runtime.weights.transports.shared_memory.memfd import received_fd
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0

@@ -28,7 +28,7 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 
 logger = logging.getLogger(__name__)
 

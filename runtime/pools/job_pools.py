@@ -20,7 +20,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer, serve_fds
 
 if TYPE_CHECKING:
     from umbra.runtime.pools.engine_pool import EnginePool

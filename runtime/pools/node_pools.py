@@ -29,7 +29,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
 )
 from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 

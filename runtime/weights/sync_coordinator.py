@@ -37,9 +37,9 @@ from umbra.runtime.weights.transports.base import LayoutOrder, RankOffer, Transp
 from umbra.runtime.weights.transports.cuda_ipc.export_plan import ExportPlan
 from umbra.runtime.weights.transports.nccl.link_plan import LinkPlan
 from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder, LinkProgress
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory
 from umbra.runtime.weights.transports.shared_memory.image_plan import ImagePlan
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
 )
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
 
 

@@ -43,7 +43,7 @@ from umbra.runtime.weights.sync_calls import (
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, probe_import
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _LIMIT_S = 100.0

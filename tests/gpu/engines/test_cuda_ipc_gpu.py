@@ -40,7 +40,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     RankExports,
     SegmentHandle,
 )
-from umbra.runtime.weights.transports.shared_memory.memfd import MAX_FDS
+from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
 from umbra.trainer.world import usable_gpus
 
 pytestmark = [

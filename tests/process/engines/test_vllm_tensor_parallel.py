@@ -27,7 +27,7 @@ from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process import descendants
 from umbra.runtime.session import Session
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 
 pytestmark = [
     needs_vllm,

@@ -25,8 +25,8 @@ from umbra.runtime.weights.sync_calls import (
     SyncReport,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEADLINE_S = 20.0

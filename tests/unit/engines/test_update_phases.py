@@ -22,12 +22,10 @@ from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.fd_client import received_fd
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
-from umbra.runtime.weights.transports.shared_memory.memfd import (
-    map_memory,
-    received_fd,
-    serve_fds,
-)
+from umbra.runtime.weights.transports.shared_memory.memfd import map_memory
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 NO_TENSORS = Manifest.layout([]).to_wire()

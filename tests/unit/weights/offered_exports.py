@@ -13,9 +13,7 @@ from torch import Tensor
 
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
-from umbra.runtime.weights.transports.shared_memory.memfd import (
-    serve_fds,
-)
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd, SyncProgress
 
 NUM_RANKS, NUM_ENGINES = 2, 2

@@ -21,7 +21,7 @@ from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
     map_chunks,
     unmap_chunks,
 )
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer, serve_fds
 
 CHUNK = 100
 

@@ -34,7 +34,7 @@ from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
     map_chunks,
     unmap_chunks,
 )
-from umbra.runtime.weights.transports.shared_memory.deposited_fds import DepositedFds
+from umbra.runtime.weights.transports.shared_memory.fd_client import DepositedFds, close_deposits
 
 
 class Opener(Protocol):
@@ -198,9 +198,7 @@ def _find_problem(tensors: Sequence[Tensor]) -> str:
 
 
 def _end_deposits(exported: Iterable[_Exported]) -> None:
-    for each in exported:
-        if each.deposit is not None:
-            each.deposit.close()
+    close_deposits([each.deposit for each in exported if each.deposit is not None])
 
 
 def _span_nbytes(tensor: Tensor) -> int:

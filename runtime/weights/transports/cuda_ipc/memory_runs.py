@@ -69,12 +69,8 @@ def find_runs(memory: MemoryMap, spans: Iterable[Sequence[int]]) -> list[MemoryR
     for base in sorted(pieces):
         nbytes, number, is_chunk = pieces[base]
         last = runs[-1] if runs else None
-        if (
-            last is not None
-            and (is_chunk, nbytes) == (last.is_segment, last.piece_nbytes)
-            and is_chunk
-            and base == last.base + last.nbytes
-        ):
+        is_next = last is not None and base == last.base + last.nbytes
+        if last and is_next and is_chunk and last.is_segment and nbytes == last.piece_nbytes:
             runs[-1] = last._replace(buffer_ids=(*last.buffer_ids, number))
         else:
             runs.append(MemoryRun(base, nbytes, (number,), is_chunk))

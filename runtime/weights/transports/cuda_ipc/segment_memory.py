@@ -23,11 +23,8 @@ from typing import Final, Protocol
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import SegmentHandle
-from umbra.runtime.weights.transports.shared_memory.deposited_fds import (
-    DepositedFds,
-    received_deposit,
-)
-from umbra.runtime.weights.transports.shared_memory.memfd import MAX_FDS
+from umbra.runtime.weights.transports.shared_memory.fd_client import DepositedFds, received_deposit
+from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
 
 _DEPOSIT_TIMEOUT_S: Final = 5.0
 _RECEIVE_TIMEOUT_S: Final = 10.0

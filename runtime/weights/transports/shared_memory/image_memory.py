@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, create_memory
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
+from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
 from umbra.runtime.weights.transports.shared_memory.pages import free_pages
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.transports.shared_memory.memfd import map_memory, received_fd, unmap
+from umbra.runtime.weights.transports.shared_memory.fd_client import received_fd
+from umbra.runtime.weights.transports.shared_memory.memfd import map_memory, unmap
 from umbra.runtime.weights.transports.shared_memory.pages import populate_mapping
 
 if TYPE_CHECKING:

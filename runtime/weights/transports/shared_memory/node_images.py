@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 _LOOK_INTERVAL_S: Final = 0.25

@@ -28,12 +28,8 @@ from typing import Any, Final, Self
 
 from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.transports.shared_memory import futex
-from umbra.runtime.weights.transports.shared_memory.memfd import (
-    create_memory,
-    map_memory,
-    received_fd,
-    unmap,
-)
+from umbra.runtime.weights.transports.shared_memory.fd_client import received_fd
+from umbra.runtime.weights.transports.shared_memory.memfd import create_memory, map_memory, unmap
 
 _WORD_NBYTES: Final = 4
 _STRIDE: Final = 16  # words: each one has a cache line of its own

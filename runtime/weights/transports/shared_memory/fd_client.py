@@ -1,22 +1,62 @@
-"""Descriptors that a process leaves with the descriptor server of its node, for others to receive.
+"""Receives descriptors from the server of a node, and leaves some there for others to receive.
 
-The server keeps them as long as the depositor's connection is open, so nothing has to be cleaned up
-when the depositor dies. `umbra.runtime.weights.transports.shared_memory.memfd` has the protocol.
+The server keeps a deposit as long as the connection is open, so nothing has to be cleaned up when
+the depositor dies. `umbra.runtime.weights.transports.shared_memory.fd_server` has the protocol.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Final
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.transports.shared_memory.memfd import (
+from umbra.runtime.weights.transports.shared_memory.fd_server import (
     MAX_FDS,
     MAX_PACKET_NBYTES,
     receive_packet,
 )
+
+_CLOSE_TIMEOUT_S: Final = 5.0
+# A stopped supervisor holds up a rank for so long; with less, a busy one may keep memory that the
+# rank wants to free.
+
+
+@contextmanager
+def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]:
+    """Requests an offered descriptor from the server at `socket_path`, open within the block.
+    Blocks.
+
+    Raises:
+        ConnectionLost: no server listens there, or it disconnected.
+        DeadlineExceeded: no answer in time.
+        WeightSyncError: the server has no such name or refuses.
+    """
+    with _received(socket_path, f"get {name}", 1, timeout_s) as (fd,):
+        yield fd
+
+
+@contextmanager
+def received_deposit(
+    socket_path: str, name: str, first_idx: int, num_fds: int, timeout_s: float
+) -> Generator[list[int]]:
+    """Requests `num_fds` descriptors of a deposit, at most `MAX_FDS`; open within the block.
+    Blocks.
+
+    Args:
+        first_idx: of the first one, in the order in which they were deposited.
+
+    Raises:
+        ConnectionLost: no server listens there, or it disconnected.
+        DeadlineExceeded: no answer in time.
+        WeightSyncError: the deposit has ended or is smaller, or this process may not open as many
+            files.
+    """
+    with _received(socket_path, f"kept {first_idx} {name}", num_fds, timeout_s) as fds:
+        yield fds
 
 
 class DepositedFds:
@@ -67,47 +107,51 @@ class DepositedFds:
         except OSError:
             return False
 
-    def close(self) -> None:
-        """Ends the deposit, and returns when the server has closed its descriptors, or after the
-        time for an answer. Idempotent."""
+    def end(self) -> None:
+        """Does not wait until the server has closed its descriptors. Idempotent."""
         with suppress(OSError):
             self._client.shutdown(socket.SHUT_WR)  # a child that was forked may have it open, too
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Ends the deposit, and waits `timeout_s` for the server to close its descriptors.
+        Idempotent."""
+        self.end()
+        with suppress(OSError):
+            self._client.settimeout(timeout_s)
             while self._client.recv(MAX_PACKET_NBYTES):  # an answer that `add` did not wait for
                 pass  # the server disconnects last
         self._client.close()
 
 
+def close_deposits(deposits: Sequence[DepositedFds]) -> None:
+    """Closes all of them within the time for one."""
+    for deposit in deposits:
+        deposit.end()
+    deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+    for deposit in deposits:
+        deposit.close(max(0.001, deadline - time.monotonic()))
+
+
 @contextmanager
-def received_deposit(
-    socket_path: str, name: str, first_idx: int, num_fds: int, timeout_s: float
+def _received(
+    socket_path: str, request: str, num_fds: int, timeout_s: float
 ) -> Generator[list[int]]:
-    """Requests `num_fds` descriptors of a deposit, at most `MAX_FDS`; open within the block.
-
-    Args:
-        first_idx: of the first one, in the order in which they were deposited.
-
-    Raises:
-        ConnectionLost: no server listens there, or it disconnected.
-        DeadlineExceeded: no answer in time.
-        WeightSyncError: the deposit has ended or is smaller, or this process may not open as many
-            files.
-    """
     fds: list[int] = []
     try:
         with _errors_of(socket_path, timeout_s), _connect(socket_path, timeout_s) as client:
-            client.send(f"kept {first_idx} {name}".encode())
+            client.send(request.encode())
             answer, fds, is_cut = receive_packet(client, MAX_FDS)
         if not answer:
             raise ConnectionLost(f"the descriptor server at {socket_path} closed without an answer")
         if answer != b"ok":
-            raise WeightSyncError(f"{answer.decode(errors='replace')}: {name!r}")
+            raise WeightSyncError(f"{request!r}: {answer.decode(errors='replace')}")
         if is_cut:
             raise WeightSyncError(
                 f"{len(fds)} of {num_fds} descriptors arrived: this process may not open more "
                 "files (ulimit -n)"
             )
         if len(fds) < num_fds:
-            raise WeightSyncError(f"a deposit lacks {num_fds - len(fds)} descriptors: {name!r}")
+            raise WeightSyncError(f"{request!r}: {num_fds - len(fds)} descriptors are missing")
         yield fds[:num_fds]
     finally:
         for fd in fds:

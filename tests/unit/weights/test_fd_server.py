@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.transports.shared_memory import memfd
-from umbra.runtime.weights.transports.shared_memory.deposited_fds import (
+from umbra.runtime.weights.transports.shared_memory import fd_client, fd_server
+from umbra.runtime.weights.transports.shared_memory.fd_client import (
     DepositedFds,
+    close_deposits,
     received_deposit,
 )
-from umbra.runtime.weights.transports.shared_memory.memfd import MAX_FDS, FdServer, serve_fds
+from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS, FdServer, serve_fds
 
 LIMIT_S = 5.0
 
@@ -150,12 +152,28 @@ def test_a_deposit_that_is_smaller_than_expected_is_no_deposit(tmp_path: Path) -
         with numbered_fds(3) as fds:
             kept = await asyncio.to_thread(deposit, path, "chunks", fds)
         num_before = num_open()
-        with pytest.raises(WeightSyncError, match="lacks 2 descriptors"):
+        with pytest.raises(WeightSyncError, match="2 descriptors are missing"):
             await asyncio.to_thread(sizes_at, path, "chunks", 5)
         assert num_open() == num_before
         await asyncio.to_thread(kept.close)
 
     with_server(path, work)
+
+
+def test_a_server_that_does_not_answer_holds_up_all_deposits_for_the_time_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fd_client, "_CLOSE_TIMEOUT_S", 0.5)
+    path = str(tmp_path / "fds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        deposits = [DepositedFds(path, f"chunks-{idx}", 5.0) for idx in range(6)]
+        began = time.monotonic()
+
+        close_deposits(deposits)
+
+        assert 0.4 < time.monotonic() - began < 1.5  # one after the other takes 3 s
 
 
 @contextmanager
@@ -292,7 +310,7 @@ def test_a_deposit_whose_answer_came_too_late_ends_with_its_server(tmp_path: Pat
 def test_only_a_depositor_may_be_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memfd, "_ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fd_server, "_ANSWER_TIMEOUT_S", 0.05)
     path = str(tmp_path / "fds")
 
     async def work(server: FdServer) -> None:

@@ -1,0 +1,270 @@
+"""Serves descriptors to the processes of a node, over a Unix socket.
+
+The supervisor offers descriptors of shared memory, which ranks and engines request by name:
+
+    client                           server
+      | -- "get NAME" (1 packet) ----> |   peer's uid must be the server's (SO_PEERCRED)
+      | <- "ok" + SCM_RIGHTS fd ------ |   or a text with the reason of a refusal
+
+A rank also deposits descriptors of its own, which engines receive in portions. The connection owns
+them:
+
+    rank                             server
+      | -- "keep NAME" + fds ------> |   once for each portion
+      | <- "ok" -------------------- |   or a refusal, and the server closes all of this connection
+      | -- end of the connection --> |   also when the rank dies: the server closes them
+    engine
+      | -- "kept IDX NAME" --------> |   one connection for each portion
+      | <- "ok" + fds from IDX on -- |
+
+Clients are in `umbra.runtime.weights.transports.shared_memory.fd_client`.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import struct
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+MAX_FDS: Final = 253
+"""Descriptors in one packet; Linux allows no more (SCM_MAX_FD)."""
+MAX_PACKET_NBYTES: Final = 512
+_ANSWER_TIMEOUT_S: Final = 5.0
+# A client that connects and sends nothing is dropped after this; longer lets it pin a descriptor.
+_BACKLOG: Final = 128
+_ACCEPT_PAUSE_S: Final = 0.1
+# Before the server accepts again, when it may open no more files. Clients wait longer with a longer
+# one; with a shorter one, a server whose files are all in use fills its log.
+_MAX_DEPOSITED_SHARE: Final = 0.5
+# Of the descriptors that the server's process may open. With more, deposits could take those that
+# it needs for connections and logs; with less, large models are refused that would fit.
+
+
+class Packet(NamedTuple):
+    """One packet of a client or of its server.
+
+    Attributes:
+        text: empty at the end of the connection.
+        fds: that came along; whoever receives the packet closes them.
+        is_cut: it was too long, or this process may not open all of its descriptors.
+    """
+
+    text: bytes
+    fds: list[int]
+    is_cut: bool
+
+
+def receive_packet(peer: socket.socket, max_fds: int) -> Packet:
+    """The next packet, with close-on-exec descriptors. Raises OSError as `socket.recvmsg`.
+
+    In Python 3.11, `socket.recv_fds` ignores its flags: a program that this process starts would
+    have the descriptors, too.
+    """
+    received = array.array("i")
+    text, ancillary, flags, _ = peer.recvmsg(
+        MAX_PACKET_NBYTES,
+        socket.CMSG_LEN(max_fds * received.itemsize),
+        socket.MSG_CMSG_CLOEXEC,
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+    is_cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+    return Packet(text, received.tolist(), is_cut)
+
+
+class FdServer:
+    """Serves descriptors by name. They may be offered and withdrawn at any time.
+
+    Does not own those that are offered. Owns those that clients deposit, each client's as long as
+    that stays connected.
+
+    Args:
+        socket_path: at which processes of this node reach it.
+    """
+
+    def __init__(self, socket_path: str) -> None:
+        self.socket_path = socket_path
+        self._fds: dict[str, int] = {}
+        self._deposits: dict[str, list[int]] = {}
+
+    @property
+    def num_deposited(self) -> int:
+        """Descriptors that clients have deposited."""
+        return sum(map(len, self._deposits.values()))
+
+    def offer(self, fds: Mapping[str, int]) -> None:
+        self._fds.update(fds)
+
+    def withdraw(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._fds.pop(name, None)
+
+    async def run(self, listener: socket.socket) -> None:
+        """Accepts until cancelled. A client that misbehaves is dropped; the server continues."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as clients:
+            while True:
+                try:
+                    client, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    logger.warning("cannot accept a descriptor client: %s", error)
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)  # there is no event for a free descriptor
+                else:
+                    clients.create_task(self._serve_client(client))
+
+    async def _serve_client(self, client: socket.socket) -> None:
+        received: list[int] = []
+        with client:
+            client.setblocking(False)
+            try:
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    packet = await _receive(client, received)
+                verb, _, rest = packet.text.decode(errors="replace").partition(" ")
+                if not _is_of_this_user(client):
+                    client.send(b"another user's descriptors are not served")
+                elif verb == "keep":
+                    await self._keep(client, rest, packet, received)
+                elif verb == "kept":
+                    self._send_deposited(client, rest)
+                else:
+                    self._send_offered(client, verb, rest)
+            except (OSError, TimeoutError) as error:
+                logger.warning(
+                    "dropped a descriptor client: %s", str(error) or "no request in time"
+                )
+            finally:
+                for fd in received:
+                    os.close(fd)
+
+    async def _keep(
+        self, client: socket.socket, name: str, packet: Packet, received: list[int]
+    ) -> None:
+        """Serves what the client has deposited and still deposits, until it disconnects."""
+        request = packet.text
+        try:
+            while packet.text:
+                problem = self._find_problem(name, received, packet, request)
+                if problem:
+                    client.send(problem.encode())
+                    return
+                self._deposits[name] = received
+                client.send(b"ok")
+                packet = await _receive(client, received)
+        finally:
+            if self._deposits.get(name) is received:
+                del self._deposits[name]
+
+    def _find_problem(self, name: str, received: list[int], packet: Packet, request: bytes) -> str:
+        """Why a packet of a deposit is refused, or "".
+
+        Args:
+            received: all descriptors of this client, with those of the packet.
+            request: of the client's first packet.
+        """
+        if packet.is_cut:
+            return "the descriptors did not arrive: the server may not open that many"
+        if not name or not packet.fds or packet.text != request:
+            return "a deposit is one or more descriptors under one name"
+        if name in self._fds or self._deposits.get(name, received) is not received:
+            return "the name is in use"
+        others = [fds for fds in self._deposits.values() if fds is not received]
+        num_files = sum(len(fds) + 1 for fds in (*others, received))  # a connection is one, too
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if num_files > limit * _MAX_DEPOSITED_SHARE:
+            return (
+                f"deposits would take {num_files}, more than half of the {limit} files that the "
+                "server may open: raise the hard limit of open files (ulimit -Hn)"
+            )
+        return ""
+
+    def _send_offered(self, client: socket.socket, verb: str, name: str) -> None:
+        fd = self._fds.get(name)
+        if verb != "get" or fd is None:
+            client.send(b"no descriptor of that name")
+        else:
+            socket.send_fds(client, [b"ok"], [fd])
+
+    def _send_deposited(self, client: socket.socket, wanted: str) -> None:
+        idx, _, name = wanted.partition(" ")
+        fds: list[int] = []
+        if idx.isdecimal() and len(idx) < 10:
+            fds = self._deposits.get(name, [])[int(idx) :][:MAX_FDS]
+        if fds:
+            socket.send_fds(client, [b"ok"], fds)
+        else:
+            client.send(b"no deposited descriptors of that name")
+
+
+async def _receive(client: socket.socket, received: list[int]) -> Packet:
+    """The next packet. Its descriptors are also appended to `received`, whose owner closes them."""
+    while True:
+        await _readable(client)
+        with suppress(BlockingIOError):
+            packet = receive_packet(client, MAX_FDS)
+            received.extend(packet.fds)
+            return packet
+
+
+async def _readable(client: socket.socket) -> None:
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(client, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(client)
+
+
+def _is_of_this_user(client: socket.socket) -> bool:
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        logger.warning("refused a descriptor to uid %d", uid)
+    return uid == os.getuid()
+
+
+@asynccontextmanager
+async def serve_fds(
+    socket_path: str, fds: Mapping[str, int] | None = None
+) -> AsyncGenerator[FdServer]:
+    """Serves descriptors at `socket_path` (mode 0600) inside the block; removes it afterwards."""
+    server = FdServer(socket_path)
+    server.offer(fds or {})
+    with _listen(socket_path) as listener:
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(server.run(listener))
+                try:
+                    yield server
+                finally:
+                    task.cancel()
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(socket_path)
+
+
+def _listen(socket_path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.setblocking(False)
+        # Linux derives the mode of a bound Unix socket from the descriptor's, less the umask. So
+        # others can never connect, not even for a moment, unlike with a chmod after bind.
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(socket_path)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
