@@ -72,10 +72,9 @@ def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
 def numbers_on(device: torch.device, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     """The same as an int64 tensor, without a wait for what a GPU is doing, such as the copies whose
     results are to be summed."""
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
-    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
-    return pinned.to(device, non_blocking=True)
+    is_on_gpu = device.type != "cpu"
+    at_host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=is_on_gpu)
+    return at_host.to(device, non_blocking=True)
 
 
 def add_by_kernel(parts: Mapping[int, Tensor], sums: Tensor) -> None:
