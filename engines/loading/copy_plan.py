@@ -163,7 +163,7 @@ class CopyPlan:
             if staged is not None:
                 staged.finish()
             else:
-                prepared.make(source.wait)
+                prepared.carry_out(source.wait)
             for step in self._steps:
                 if step.piece is None:
                     source.wait(step.idx)

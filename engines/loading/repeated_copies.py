@@ -31,22 +31,22 @@ class RepeatedCopies:
         self.copies = copies
         devices = {tensor.device for copy in copies for tensor in (copy.values, copy.target)}
         # A graph has one GPU's copies: those of another would be made once, while it is recorded.
-        self._is_on_gpu = [device.type for device in devices] == ["cuda"]
-        self._was_made = False
+        self._is_on_one_gpu = [device.type for device in devices] == ["cuda"]
+        self._was_carried_out = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def make(self, wait: Callable[[int], None] | None = None) -> None:
+    def carry_out(self, wait: Callable[[int], None] | None = None) -> None:
         """Carries all of them out. Those on a GPU may still be in progress afterwards.
 
         Args:
             wait: returns when the blocks of an entry may be read.
         """
-        if not (self._is_on_gpu and self._was_made):
+        if not (self._is_on_one_gpu and self._was_carried_out):
             for copy in self.copies:
                 if wait is not None:
                     wait(copy.idx)
                 copy.carry_out()
-            self._was_made = True
+            self._was_carried_out = True
             return
         if wait is not None:
             for copy in self.copies:
@@ -67,9 +67,9 @@ def _graph_of(copies: Sequence[BlockCopy]) -> torch.cuda.CUDAGraph:
             for stream in others:
                 stream.wait_stream(first)
             try:
-                for number, stream in enumerate((first, *others)):
+                for branch, stream in enumerate((first, *others)):
                     with torch.cuda.stream(stream):
-                        for copy in copies[number::_NUM_BRANCHES]:
+                        for copy in copies[branch::_NUM_BRANCHES]:
                             copy.carry_out()
             finally:  # the end of a capture with open branches would replace the copies' error
                 for stream in others:

@@ -67,13 +67,13 @@ class StagedCopies:
     def begin(self) -> None:
         """Begins to read a version. On the CPU it is done afterwards."""
         if self._stream is None or self._done is None:
-            self._to_spare.make()
+            self._to_spare.carry_out()
             return
         # The last version may still be on its way from the spare memory to the parameters.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                self._to_spare.make()
+                self._to_spare.carry_out()
                 self._done.record()
         except BaseException:
             self._stream.synchronize()
@@ -84,7 +84,7 @@ class StagedCopies:
         """Gives the targets what was read; copies may still be in progress when it returns."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
-        self._to_targets.make()
+        self._to_targets.carry_out()
 
 
 def _viewed(memory: Tensor, target: Tensor) -> Tensor:

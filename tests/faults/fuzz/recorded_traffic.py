@@ -28,8 +28,8 @@ from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
+    ChunksHandle,
     RankExports,
-    SegmentHandle,
     TensorPart,
 )
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -106,7 +106,7 @@ def _publish_weights(session: Session) -> None:
     exports = RankExports(
         allocations=(
             Allocation(b"\1" * 16, b"\2" * 64, 1 << 20, 7),
-            Allocation(b"\1" * 16, SegmentHandle("/tmp/fds", "3" * 32, 8), 1 << 24, 8),
+            Allocation(b"\1" * 16, ChunksHandle("/tmp/fds", "3" * 32, 8), 1 << 24, 8),
         ),
         parts=(
             TensorPart(0, 0, 512, "float32", (20, 30), (30, 1)),

@@ -37,8 +37,8 @@ from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import (
 )
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
+    ChunksHandle,
     RankExports,
-    SegmentHandle,
 )
 from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
 from umbra.trainer.world import usable_gpus
@@ -392,7 +392,7 @@ def test_expandable_segments_bring_every_version_bit_for_bit(tmp_path: Path) -> 
         ranks[0].call("make", "mixed", 0, None)
         run_async(body)
     engine.close()
-    assert all(isinstance(each.handle, SegmentHandle) for each in opened), opened
+    assert all(isinstance(each.handle, ChunksHandle) for each in opened), opened
     assert num_opened[:4] == [num_opened[0]] * 4
     assert num_opened[3] < num_opened[4] < num_opened[5] < num_opened[6]
     assert len(set(opened)) == len(opened)

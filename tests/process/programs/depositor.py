@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from umbra.runtime.weights.transports.shared_memory.fd_client import DepositedFds
+from umbra.runtime.weights.transports.shared_memory.fd_client import FdDeposit
 from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
 
 
 def main() -> None:
     path, name, num = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    deposit = DepositedFds(path, name, 5.0)
+    deposit = FdDeposit(path, name, 5.0)
     for first in range(0, num, MAX_FDS):
         fds: list[int] = []
         for idx in range(first, min(first + MAX_FDS, num)):

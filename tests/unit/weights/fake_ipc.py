@@ -14,9 +14,9 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     HANDLE_NBYTES,
     UUID_NBYTES,
     Allocation,
+    ChunksHandle,
     Offer,
     RankExports,
-    SegmentHandle,
     TensorPart,
 )
 
@@ -40,7 +40,7 @@ class FakeIpc:
         self.unusable = ""
         self._numbers = itertools.count()
         self._known: dict[int, Allocation] = {}  # by address
-        self._exported: dict[bytes | SegmentHandle, Tensor] = {}
+        self._exported: dict[bytes | ChunksHandle, Tensor] = {}
 
     def export(
         self,
@@ -78,7 +78,7 @@ class FakeIpc:
             self._known[address] = Allocation(device, handle, storage.nbytes(), number)
         return self._known[address]
 
-    def memory(self, handle: bytes | SegmentHandle) -> Tensor:
+    def memory(self, handle: bytes | ChunksHandle) -> Tensor:
         return self._exported[handle]
 
 

@@ -18,7 +18,7 @@ import pytest
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.transports.shared_memory import fd_client, fd_server
 from umbra.runtime.weights.transports.shared_memory.fd_client import (
-    DepositedFds,
+    FdDeposit,
     close_deposits,
     received_deposit,
 )
@@ -59,8 +59,8 @@ def with_server(path: str, work: Callable[[FdServer], Awaitable[None]]) -> None:
     asyncio.run(body())
 
 
-def deposit(path: str, name: str, *portions: Sequence[int]) -> DepositedFds:
-    made = DepositedFds(path, name, LIMIT_S)
+def deposit(path: str, name: str, *portions: Sequence[int]) -> FdDeposit:
+    made = FdDeposit(path, name, LIMIT_S)
     try:
         for fds in portions:
             made.add(fds)
@@ -115,7 +115,7 @@ def test_a_deposit_ends_with_its_connection(tmp_path: Path) -> None:
 
 
 def test_deposits_end_with_the_server_and_the_depositor_notices(tmp_path: Path) -> None:
-    path, kept = str(tmp_path / "fds"), list[DepositedFds]()
+    path, kept = str(tmp_path / "fds"), list[FdDeposit]()
 
     async def work(server: FdServer) -> None:
         with numbered_fds(3) as fds:
@@ -168,7 +168,7 @@ def test_a_server_that_does_not_answer_holds_up_all_deposits_for_the_time_of_one
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen()
-        deposits = [DepositedFds(path, f"chunks-{idx}", 5.0) for idx in range(6)]
+        deposits = [FdDeposit(path, f"chunks-{idx}", 5.0) for idx in range(6)]
         began = time.monotonic()
 
         close_deposits(deposits)
@@ -274,7 +274,7 @@ def test_a_client_that_may_not_open_more_files_has_an_error_of_the_connection(
     tmp_path: Path,
 ) -> None:
     with soft_limit(next_fd()), pytest.raises(ConnectionLost, match="Too many open"):
-        DepositedFds(str(tmp_path / "fds"), "chunks", LIMIT_S)
+        FdDeposit(str(tmp_path / "fds"), "chunks", LIMIT_S)
 
 
 def test_a_deposit_whose_answer_came_too_late_ends_with_its_server(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_deposit_whose_answer_came_too_late_ends_with_its_server(tmp_path: Pat
         listener.listen()
         server = threading.Thread(target=answer_late, args=(listener,))
         server.start()
-        kept = DepositedFds(path, "chunks", 0.5)
+        kept = FdDeposit(path, "chunks", 0.5)
         with pytest.raises(DeadlineExceeded):
             kept.add(fds)
         is_late.set()
@@ -327,7 +327,7 @@ def test_only_a_depositor_may_be_silent(
     with_server(path, work)
 
 
-@pytest.mark.parametrize("request_", [b"keep ", b"keep x", b"get offered2", b"chunks", b"kept x y"])
+@pytest.mark.parametrize("request_", [b"keep ", b"keep x", b"get no", b"chunks", b"fetch x y"])
 def test_descriptors_of_a_malformed_request_are_closed(tmp_path: Path, request_: bytes) -> None:
     path = str(tmp_path / "fds")
 

@@ -15,7 +15,7 @@ import pytest
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc import segment_memory
 from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun, find_runs, locate
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import SegmentHandle
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import ChunksHandle
 from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
     deposit_chunks,
     map_chunks,
@@ -65,7 +65,7 @@ def test_adjacent_chunks_that_hold_tensors_are_one_run() -> None:
         (1, 50),
         (2, 20),
     ]
-    assert list(runs[0].numbered()) == [(100, 101), (200, 201), (300, 301)]
+    assert list(runs[0].chunks()) == [(100, 101), (200, 201), (300, 301)]
 
 
 def test_allocations_and_chunks_of_other_sizes_are_runs_of_their_own() -> None:
@@ -74,7 +74,7 @@ def test_allocations_and_chunks_of_other_sizes_are_runs_of_their_own() -> None:
 
     runs = find_runs(FakeMemory(pieces), spans)
 
-    assert [(run.base, run.nbytes, run.is_segment) for run in runs] == [
+    assert [(run.base, run.nbytes, run.is_chunked) for run in runs] == [
         (0, 200, True),
         (200, 20, True),
         (220, 80, False),
@@ -152,12 +152,12 @@ def test_chunks_are_mapped_side_by_side_in_order(tmp_path: Path, num_chunks: int
     def work(server: FdServer, path: str) -> None:
         run, driver = run_of(num_chunks), FakeDriver()
         handle, deposit = deposit_chunks(driver, run, path)
-        assert handle == SegmentHandle(path, handle.name, num_chunks)
+        assert handle == ChunksHandle(path, handle.name, num_chunks)
         assert server.num_deposited == num_chunks
 
         base = map_chunks(driver, handle, run.nbytes, 3)
 
-        assert list(driver.mapped.values()) == [address for address, _ in run.numbered()]
+        assert list(driver.mapped.values()) == [address for address, _ in run.chunks()]
         assert sorted(driver.mapped) == [base + idx * CHUNK for idx in range(num_chunks)]
         assert driver.readable == [(base, run.nbytes, 3)]
         unmap_chunks(driver, base, run.nbytes)
@@ -213,7 +213,7 @@ def test_a_deposit_that_has_ended_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_sync(tmp_path: Path) -> None:
-    driver, handle = FakeDriver(), SegmentHandle(str(tmp_path / "none"), "ab", 2)
+    driver, handle = FakeDriver(), ChunksHandle(str(tmp_path / "none"), "ab", 2)
 
     with pytest.raises(WeightSyncError, match="cannot receive the rank's memory"):
         map_chunks(driver, handle, 2 * CHUNK, 0)

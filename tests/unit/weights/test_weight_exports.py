@@ -25,8 +25,8 @@ from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
 from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    ChunksHandle,
     RankExports,
-    SegmentHandle,
     offer_from_wire,
 )
 from umbra.runtime.weights.weight_receiver import WeightReceiver
@@ -145,7 +145,7 @@ def test_malformed_exports_are_refused_on_the_wire(
         offer_from_wire(msgpack.packb(wire))
 
 
-SEGMENT = SegmentHandle("/tmp/umbra-0/job-node/fds", "ab12", 3)
+SEGMENT = ChunksHandle("/tmp/umbra-0/job-node/fds", "ab12", 3)
 
 
 def with_segment(offer: RankExports, segment: object) -> bytes:

@@ -24,9 +24,9 @@ from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
 from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun, find_runs, locate
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
+    ChunksHandle,
     Offer,
     RankExports,
-    SegmentHandle,
     TensorPart,
 )
 from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
@@ -34,7 +34,7 @@ from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
     map_chunks,
     unmap_chunks,
 )
-from umbra.runtime.weights.transports.shared_memory.fd_client import DepositedFds, close_deposits
+from umbra.runtime.weights.transports.shared_memory.fd_client import FdDeposit, close_deposits
 
 
 class Opener(Protocol):
@@ -70,7 +70,7 @@ class _Exported(NamedTuple):
 
     run: MemoryRun
     allocation: Allocation
-    deposit: DepositedFds | None
+    deposit: FdDeposit | None
 
     @property
     def is_open(self) -> bool:
@@ -143,8 +143,7 @@ class MemoryExporter:
         its address."""
         find = cuda_driver().buffer_id
         return all(
-            known.is_open
-            and all(find(address) == number for address, number in known.run.numbered())
+            known.is_open and all(find(address) == number for address, number in known.run.chunks())
             for known in self._known.values()
         )
 
@@ -180,7 +179,7 @@ class MemoryExporter:
     def _export_run(self, run: MemoryRun, device: int) -> _Exported:
         driver = cuda_driver()
         uuid, buffer_id = driver.device_uuids()[device], run.buffer_ids[0]
-        if not run.is_segment:
+        if not run.is_chunked:
             handle = driver.export(run.base)
             return _Exported(run, Allocation(uuid, handle, run.nbytes, buffer_id), None)
         segment, deposit = deposit_chunks(driver, run, self._fd_socket)
@@ -258,13 +257,13 @@ class CudaOpener:
 
 def _map(allocation: Allocation, device: int) -> int:
     """Maps an allocation for a GPU of this process; returns its address."""
-    if isinstance(allocation.handle, SegmentHandle):
+    if isinstance(allocation.handle, ChunksHandle):
         return map_chunks(cuda_driver(), allocation.handle, allocation.nbytes, device)
     return cuda_driver().open(allocation.handle)
 
 
 def _unmap(allocation: Allocation, pointer: int) -> None:
-    if isinstance(allocation.handle, SegmentHandle):
+    if isinstance(allocation.handle, ChunksHandle):
         unmap_chunks(cuda_driver(), pointer, allocation.nbytes)
     else:
         cuda_driver().close(pointer)

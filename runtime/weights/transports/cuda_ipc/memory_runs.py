@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from umbra.runtime.errors import WeightSyncError
 
 
-class MemoryMap(Protocol):
+class AddressDriver(Protocol):
     """What this needs of `CudaDriver`."""
 
     def address_range(self, pointer: int) -> tuple[int, int]: ...
@@ -33,25 +33,25 @@ class MemoryRun(NamedTuple):
         base: first address.
         piece_nbytes: of each chunk; of the allocation, if it is one.
         buffer_ids: the driver's numbers, one for each chunk.
-        is_segment: it consists of chunks.
+        is_chunked: it consists of chunks.
     """
 
     base: int
     piece_nbytes: int
     buffer_ids: tuple[int, ...]
-    is_segment: bool
+    is_chunked: bool
 
     @property
     def nbytes(self) -> int:
         return self.piece_nbytes * len(self.buffer_ids)
 
-    def numbered(self) -> Iterator[tuple[int, int]]:
+    def chunks(self) -> Iterator[tuple[int, int]]:
         """The first address of each chunk, with its number."""
         for idx, number in enumerate(self.buffer_ids):
             yield self.base + idx * self.piece_nbytes, number
 
 
-def find_runs(memory: MemoryMap, spans: Iterable[Sequence[int]]) -> list[MemoryRun]:
+def find_runs(memory: AddressDriver, spans: Iterable[Sequence[int]]) -> list[MemoryRun]:
     """The runs that hold `spans` of addresses (first address, bytes), by address.
 
     Raises:
@@ -70,7 +70,7 @@ def find_runs(memory: MemoryMap, spans: Iterable[Sequence[int]]) -> list[MemoryR
         nbytes, number, is_chunk = pieces[base]
         last = runs[-1] if runs else None
         is_next = last is not None and base == last.base + last.nbytes
-        if last and is_next and is_chunk and last.is_segment and nbytes == last.piece_nbytes:
+        if last and is_next and is_chunk and last.is_chunked and nbytes == last.piece_nbytes:
             runs[-1] = last._replace(buffer_ids=(*last.buffer_ids, number))
         else:
             runs.append(MemoryRun(base, nbytes, (number,), is_chunk))

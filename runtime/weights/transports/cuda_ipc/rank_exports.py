@@ -32,7 +32,7 @@ _NUM_KEPT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentHandle:
+class ChunksHandle:
     """Physical chunks of torch's expandable segments, adjacent in the exporter's address space.
 
     Attributes:
@@ -79,7 +79,7 @@ class Allocation:
     """
 
     device: bytes
-    handle: bytes | SegmentHandle
+    handle: bytes | ChunksHandle
     nbytes: int
     buffer_id: int
 
@@ -232,10 +232,10 @@ def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
     return list(first.values())
 
 
-def _read_handle(raw: object, nbytes: int) -> bytes | SegmentHandle:
+def _read_handle(raw: object, nbytes: int) -> bytes | ChunksHandle:
     if isinstance(raw, bytes) and len(raw) == HANDLE_NBYTES:
         return raw
-    handle = SegmentHandle.from_wire(raw)
+    handle = ChunksHandle.from_wire(raw)
     if nbytes % handle.num_chunks:
         raise ProtocolError(f"not a handle of {nbytes} bytes: it has {handle.num_chunks} chunks")
     return handle

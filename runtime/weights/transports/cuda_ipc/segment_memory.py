@@ -22,8 +22,8 @@ from typing import Final, Protocol
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import SegmentHandle
-from umbra.runtime.weights.transports.shared_memory.fd_client import DepositedFds, received_deposit
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import ChunksHandle
+from umbra.runtime.weights.transports.shared_memory.fd_client import FdDeposit, received_deposit
 from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
 
 _DEPOSIT_TIMEOUT_S: Final = 5.0
@@ -47,7 +47,7 @@ class ChunkDriver(Protocol):
 
 def deposit_chunks(
     driver: ChunkDriver, run: MemoryRun, fd_socket: str
-) -> tuple[SegmentHandle, DepositedFds]:
+) -> tuple[ChunksHandle, FdDeposit]:
     """Deposits all chunks of a run under a name that no other deposit has. The caller owns the
     deposit.
 
@@ -55,10 +55,10 @@ def deposit_chunks(
         ConnectionLost, DeadlineExceeded: the server is not there or does not answer.
         WeightSyncError: the driver or the server refuses.
     """
-    handle = SegmentHandle(fd_socket, secrets.token_hex(16), len(run.buffer_ids))
-    deposit = DepositedFds(fd_socket, handle.name, _DEPOSIT_TIMEOUT_S)
+    handle = ChunksHandle(fd_socket, secrets.token_hex(16), len(run.buffer_ids))
+    deposit = FdDeposit(fd_socket, handle.name, _DEPOSIT_TIMEOUT_S)
     try:
-        addresses = [address for address, _ in run.numbered()]
+        addresses = [address for address, _ in run.chunks()]
         for first in range(0, len(addresses), _NUM_DEPOSITED_AT_ONCE):
             fds: list[int] = []
             try:
@@ -74,7 +74,7 @@ def deposit_chunks(
     return handle, deposit
 
 
-def map_chunks(driver: ChunkDriver, handle: SegmentHandle, nbytes: int, device: int) -> int:
+def map_chunks(driver: ChunkDriver, handle: ChunksHandle, nbytes: int, device: int) -> int:
     """Maps all chunks side by side for GPU `device` to read; returns the first address.
 
     Raises:

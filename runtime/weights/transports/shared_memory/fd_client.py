@@ -1,7 +1,8 @@
 """Receives descriptors from the server of a node, and leaves some there for others to receive.
 
-The server keeps a deposit as long as the connection is open, so nothing has to be cleaned up when
-the depositor dies. `umbra.runtime.weights.transports.shared_memory.fd_server` has the protocol.
+The server keeps a deposit as long as the connection is open, in the depositor or in a child that it
+has forked, so nothing has to be cleaned up when they die. The protocol is in
+`umbra.runtime.weights.transports.shared_memory.fd_server`.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def received_deposit(
         WeightSyncError: the deposit has ended or is smaller, or this process may not open as many
             files.
     """
-    with _received(socket_path, f"kept {first_idx} {name}", num_fds, timeout_s) as fds:
+    with _received(socket_path, f"fetch {first_idx} {name}", num_fds, timeout_s) as fds:
         yield fds
 
 
-class DepositedFds:
+class FdDeposit:
     """A deposit under one name. Owns the connection, with which it ends. Calls block.
 
     Args:
@@ -123,7 +124,7 @@ class DepositedFds:
         self._client.close()
 
 
-def close_deposits(deposits: Sequence[DepositedFds]) -> None:
+def close_deposits(deposits: Sequence[FdDeposit]) -> None:
     """Closes all of them within the time for one."""
     for deposit in deposits:
         deposit.end()

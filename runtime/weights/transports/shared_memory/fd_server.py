@@ -12,9 +12,10 @@ them:
     rank                             server
       | -- "keep NAME" + fds ------> |   once for each portion
       | <- "ok" -------------------- |   or a refusal, and the server closes all of this connection
-      | -- end of the connection --> |   also when the rank dies: the server closes them
+      | -- end of the connection --> |   also when the rank dies, and no child has it open, too:
+      |                              |   the server closes them
     engine
-      | -- "kept IDX NAME" --------> |   one connection for each portion
+      | -- "fetch IDX NAME" -------> |   one connection for each portion
       | <- "ok" + fds from IDX on -- |
 
 Clients are in `umbra.runtime.weights.transports.shared_memory.fd_client`.
@@ -55,7 +56,7 @@ class Packet(NamedTuple):
 
     Attributes:
         text: empty at the end of the connection.
-        fds: that came along; whoever receives the packet closes them.
+        fds: that came along; the receiver owns them.
         is_cut: it was too long, or this process may not open all of its descriptors.
     """
 
@@ -137,7 +138,7 @@ class FdServer:
                     client.send(b"another user's descriptors are not served")
                 elif verb == "keep":
                     await self._keep(client, rest, packet, received)
-                elif verb == "kept":
+                elif verb == "fetch":
                     self._send_deposited(client, rest)
                 else:
                     self._send_offered(client, verb, rest)
