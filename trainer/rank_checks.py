@@ -7,6 +7,7 @@ rank                              child
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -40,7 +41,6 @@ from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter, probe_import
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
@@ -68,13 +68,9 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
         NotApplicable: the run would not do that.
     """
     tensors = [(gpu, _tensor_on(config, gpu)) for gpu in gpus]
-    with _descriptor_server() as fd_socket:
-        exporter = MemoryExporter(fd_socket)
-        try:
-            exports = exporter.export(tensors)
-            problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
-        finally:
-            exporter.release()
+    job, node = f"doctor-ipc-{os.getpid()}", socket.gethostname()
+    with SocketDir.create(job, node, socket_root()) as folder:
+        problem = asyncio.run(_find_problem(tensors, str(folder.path / FD_SOCKET)))
     names = f"GPU {', '.join(map(str, gpus))}"
     if problem and config.pool.transport == "auto":
         raise NotApplicable(
@@ -89,18 +85,20 @@ def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
     return f"another process can read memory of {names}"
 
 
-@contextlib.contextmanager
-def _descriptor_server() -> Generator[str]:
-    """Serves descriptors within the block, as a supervisor does; the path of its socket."""
-    job, node = f"doctor-ipc-{os.getpid()}", socket.gethostname()
-    with SocketDir.create(job, node, socket_root()) as folder, LoopThread("fds") as loop:
-        path = str(folder.path / FD_SOCKET)
-        served = serve_fds(path)
-        loop.run(served.__aenter__())
+async def _find_problem(tensors: Sequence[tuple[int, torch.Tensor]], fd_socket: str) -> str:
+    """Why another process cannot read these tensors, or "". Serves descriptors meanwhile, as a
+    supervisor does."""
+
+    def export_and_read() -> str:
+        exporter = MemoryExporter(fd_socket)
         try:
-            yield path
+            exports = exporter.export(tensors)
+            return _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
         finally:
-            loop.run(served.__aexit__(None, None, None))
+            exporter.release()
+
+    async with serve_fds(fd_socket):
+        return await asyncio.to_thread(export_and_read)
 
 
 def _read_elsewhere(exports: RankExports) -> str:

@@ -98,12 +98,14 @@ class FdDeposit:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the server still has the connection; another one may have taken its place."""
+        """Whether the server still has the connection. One that was started again has not."""
         try:
             self._client.settimeout(0.0)
-            return bool(self._client.recv(1, socket.MSG_PEEK))
+            try:
+                return bool(self._client.recv(1, socket.MSG_PEEK))
+            finally:
+                self._client.settimeout(self._timeout_s)
         except BlockingIOError:
-            self._client.settimeout(self._timeout_s)
             return True
         except OSError:
             return False
@@ -118,7 +120,7 @@ class FdDeposit:
         Idempotent."""
         self.end()
         with suppress(OSError):
-            self._client.settimeout(timeout_s)
+            self._client.settimeout(timeout_s)  # of each answer; there is at most one
             while self._client.recv(MAX_PACKET_NBYTES):  # an answer that `add` did not wait for
                 pass  # the server disconnects last
         self._client.close()
