@@ -10,7 +10,7 @@ Methods are those of `engine_protocol.Engine`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
@@ -179,13 +179,15 @@ class EngineShell(Generic[_Core]):
             await self.abort(None)  # nothing is left, whatever the core's pause did
 
     async def resume(self) -> None:
-        await self._changes.make(self._resume, span("resume"))
+        await self._changes.make(self._resume)
 
     async def _resume(self) -> None:
-        self._gate.resume()
-        self._drain_is_over.set()
-        if self._core.is_paused:
-            await self._core.resume()
+        await self._wake(["kv_cache"])
+        with span("resume"):
+            self._gate.resume()
+            self._drain_is_over.set()
+            if self._core.is_paused:
+                await self._core.resume()
 
     # -- memory --------------------------------------------------------------------------
 
@@ -202,14 +204,14 @@ class EngineShell(Generic[_Core]):
         await self._core.sleep(level)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        sleeping = self._gate.wake(tags)
-        if sleeping:
-            names = ", ".join(sorted(sleeping))
-            await self._changes.make(lambda: self._wake_core(sleeping), span("wake", tags=names))
+        await self._changes.make(lambda: self._wake(tags))
 
-    async def _wake_core(self, tags: Collection[Tag]) -> None:
-        await self._core.wake(sorted(tags, reverse=True))
-        self._gate.woken()
+    async def _wake(self, tags: Sequence[Tag]) -> None:
+        sleeping = sorted(self._gate.wake(tags), reverse=True)
+        if sleeping:
+            with span("wake", tags=", ".join(sleeping)):
+                await self._core.wake(sleeping)
+            self._gate.woken()
 
     # -- weights -------------------------------------------------------------------------
 
@@ -237,16 +239,17 @@ class EngineShell(Generic[_Core]):
         version, self._next_version = self._next_version, None
         if version is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
+        return {"nbytes": await self._changes.make(lambda: self._load(version))}
+
+    async def _load(self, version: int) -> int:
+        await self._wake(["weights"])
         self._gate.begin_update(version, is_idle=not self._requests.ids)
         self._can_commit = False
-        loading = span("load weights", version=version)
-        return {"nbytes": await self._changes.make(self._load, loading)}
-
-    async def _load(self) -> int:
-        if not self._core.is_paused:
-            await self._pause_core(keep=True)
-        self._requests.begin_update()
-        nbytes = await self._weights.load()
+        with span("load weights", version=version):
+            if not self._core.is_paused:
+                await self._pause_core(keep=True)
+            self._requests.begin_update()
+            nbytes = await self._weights.load()
         self._can_commit = True
         return nbytes
 
@@ -264,8 +267,12 @@ class EngineShell(Generic[_Core]):
     async def commit_update(self) -> None:
         self._check_updating()
         self._check_loaded()
+        await self._changes.make(self._commit_update)
+
+    async def _commit_update(self) -> None:
         self._requests.commit_update(self._gate.commit_update())
         await self._weights.end()
+        await self._resume()
 
     async def abort_update(self) -> None:
         self._weights.stop()

@@ -160,6 +160,7 @@ class GpuShortages:
 
     def woke(self) -> None:
         self._num_at_wake = 0
+        self._has_failed_to_wake = False
 
     async def failed_to_wake(self) -> None:
         """Must be called before the engine is killed, while it still holds its share."""

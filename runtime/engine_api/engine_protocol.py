@@ -59,7 +59,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Continues generating under the version held."""
+        """Takes memory for the KV cache if that sleeps, and generates under the version held."""
         ...
 
     async def sleep(self, level: SleepLevel) -> None:
@@ -83,10 +83,11 @@ class Engine(Protocol):
         ...
 
     async def load(self) -> dict[str, int]:
-        """Loads every bucket as soon as all ranks have filled it; returns {"nbytes": bytes loaded},
-        which are those of all tensors if nothing is missing.
+        """Takes memory for the weights if they sleep, and loads every bucket as soon as all ranks
+        have filled it.
 
-        When it returns, the model has the weights. From the call on, the weights have no version
+        Returns {"nbytes": bytes loaded}, which are those of all tensors if nothing is missing. When
+        it returns, the model has the weights. From the call on, the weights have no version
         until `commit_update`. It may be called once per update. Raises WeightSyncError when the
         sync is aborted, with weights half written; `abort_update` follows.
         """
@@ -101,7 +102,7 @@ class Engine(Protocol):
         ...
 
     async def commit_update(self) -> None:
-        """The weights are those of the version given to `begin_update`."""
+        """The weights are those of the version given to `begin_update`: resumes under it."""
         ...
 
     async def abort_update(self) -> None:

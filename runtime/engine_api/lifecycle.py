@@ -26,8 +26,9 @@ refused before an engine sees it.
   2), touched (UPDATING) or invalidated (Invalidate), and when the engine dies. SERVING always has
   one.
 - Weights and KV cache wake together or one after the other, so PAUSED and PENDING_WEIGHTS record
-  which parts are `awake`. There Wake is legal for the other parts; an update needs the weights
-  awake, Resume needs both. In hybrid mode: Wake(weights), update, Wake(kv_cache), Resume.
+  which parts are `awake`. There Wake is legal for the other parts.
+- An update wakes the weights if they sleep, and Resume the KV cache. In hybrid mode an engine takes
+  its memory in this way: Sleep, then BeginUpdate in ASLEEP, CommitUpdate, Resume.
 - An engine restarted while the trainer trains must free its memory too, so PENDING_WEIGHTS may
   Sleep; it then wakes to PENDING_WEIGHTS, whatever the level.
 - An engine that loads its weights itself (a judge) starts SERVING in every incarnation. No update
@@ -72,7 +73,7 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """The weights of `version` are about to overwrite its own."""
+    """It takes memory for its weights if they sleep, and those of `version` overwrite them."""
 
     version: int
 
@@ -96,7 +97,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """It generates, under the version it holds."""
+    """It takes memory for its KV cache if that sleeps, and generates under the version it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,9 @@ class EngineLifecycle:
                 return replace(self, state=EngineState.PAUSED)
             case Resume():
                 self._require(event, EngineState.PAUSED)
-                self._require_awake(event, ALL_TAGS)
-                return replace(self, state=EngineState.SERVING)
+                if "weights" not in self.awake:
+                    raise IllegalTransition("Resume is not allowed while the weights sleep")
+                return replace(self, state=EngineState.SERVING, awake=ALL_TAGS)
             case BeginUpdate() | CommitUpdate() | AbortUpdate():
                 return self._update(event)
             case Sleep() | Wake() | Woken():
@@ -197,10 +199,13 @@ class EngineLifecycle:
 
     def _update(self, event: BeginUpdate | CommitUpdate | AbortUpdate) -> EngineLifecycle:
         if isinstance(event, BeginUpdate):
-            self._require(event, EngineState.PENDING_WEIGHTS, EngineState.PAUSED)
-            self._require_awake(event, frozenset({"weights"}))
-            return replace(
-                self, state=EngineState.UPDATING, version=None, updating_to=event.version
+            self._require(
+                event, EngineState.PENDING_WEIGHTS, EngineState.PAUSED, EngineState.ASLEEP
+            )
+            return EngineLifecycle(
+                state=EngineState.UPDATING,
+                updating_to=event.version,
+                awake=self.awake | frozenset[Tag]({"weights"}),
             )
         self._require(event, EngineState.UPDATING)
         if isinstance(event, AbortUpdate):
@@ -260,13 +265,6 @@ class EngineLifecycle:
             raise IllegalTransition(
                 f"{type(event).__name__} is not allowed in state {self}, only in "
                 f"{', '.join(allowed)}"
-            )
-
-    def _require_awake(self, event: Event, tags: frozenset[Tag]) -> None:
-        if not tags <= self.awake:
-            raise IllegalTransition(
-                f"{type(event).__name__} is not allowed in state {self}: it needs "
-                f"{_names(tags)} awake, but {_names(self.awake)} is"
             )
 
     def __str__(self) -> str:

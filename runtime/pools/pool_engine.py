@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Set
+from contextlib import asynccontextmanager
 from typing import Any, Final, cast
 
 from umbra.runtime.actor.remote_actor import ActorProcess
@@ -170,8 +171,9 @@ class PoolEngine:
         if self.state == EngineState.SERVING:
             return
         self.lifecycle.apply(Resume())  # refuses before the engine is asked
-        await self._request("resume", timeout_s=timeout_s)
-        self.apply(Resume())
+        async with self._allocating(ALL_TAGS):
+            await self._request("resume", timeout_s=timeout_s)
+            self.apply(Resume())
 
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """PAUSED or PENDING_WEIGHTS → ASLEEP."""
@@ -186,15 +188,10 @@ class PoolEngine:
         asleep = frozenset(tags) - self.lifecycle.awake
         if not asleep:
             return
-        self.apply(Wake(asleep))
-        try:
+        async with self._allocating(asleep):
+            self.apply(Wake(asleep))
             await self._request("wake", sorted(asleep), timeout_s=timeout_s)
-        except EngineUnhealthy:
-            await self.actor.failed_to_wake()
-            raise
-        self.apply(Woken())
-        if self.lifecycle.awake == ALL_TAGS:
-            self.actor.woke()
+            self.apply(Woken())
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         """Why it cannot open the ranks' memory, or ""."""
@@ -204,16 +201,15 @@ class PoolEngine:
     async def begin_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
-        """Sends it the layout to come; its weights stay as they are until `touch`."""
+        """Sends it the layout to come; its weights stay as they are until `load`."""
         await self._request("begin_update", version, manifest, buckets, timeout_s=timeout_s)
 
-    def touch(self, version: int) -> None:
-        """→ UPDATING: from here on its weights have no version."""
-        self.apply(BeginUpdate(version))
-
-    async def load(self, timeout_s: float) -> dict[str, Any]:
-        """Returns once the engine's model has the weights."""
-        loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
+    async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """→ UPDATING: from here on its weights have no version. Returns once the engine's model has
+        them."""
+        async with self._allocating({"weights"}):
+            self.apply(BeginUpdate(version))
+            loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
         return loaded
 
     async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
@@ -224,9 +220,11 @@ class PoolEngine:
         return [str(text) for text in cast("list[Any]", answer)]
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
-        """UPDATING → PAUSED(version)."""
-        await self._request("commit_update", timeout_s=timeout_s)
-        self.apply(CommitUpdate(version))
+        """UPDATING → PAUSED(version) → SERVING(version)."""
+        async with self._allocating({"kv_cache"}):
+            await self._request("commit_update", timeout_s=timeout_s)
+            self.apply(CommitUpdate(version))
+            self.apply(Resume())
 
     async def abort_update(self, timeout_s: float) -> None:
         """Ends the update; UPDATING → PENDING_WEIGHTS."""
@@ -241,6 +239,20 @@ class PoolEngine:
         except EngineUnhealthy:
             return None
         return int(stats["running"]), int(stats["waiting"])
+
+    @asynccontextmanager
+    async def _allocating(self, tags: Set[Tag]) -> AsyncGenerator[None]:
+        """Reports whether the engine got memory for those of `tags` that sleep now."""
+        if tags <= self.lifecycle.awake:
+            yield
+            return
+        try:
+            yield
+        except EngineUnhealthy:
+            await self.actor.failed_to_wake()
+            raise
+        if self.lifecycle.awake == ALL_TAGS:
+            self.actor.woke()
 
     async def _request(self, method: str, *args: object, timeout_s: float) -> Any:
         """A request that is in the trace: these come one after the other."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Tag
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, brief
 from umbra.runtime.weights.sync_events import (
     Action,
@@ -26,13 +26,11 @@ from umbra.runtime.weights.sync_events import (
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
-    EngineResumed,
     EngineReverted,
     EngineVerified,
     Event,
     Load,
     Prepare,
-    ResumeEngine,
     Revert,
     Verify,
 )
@@ -42,7 +40,7 @@ from umbra.runtime.weights.transports.base import Layout, TransferProgress, Tran
 logger = logging.getLogger(__name__)
 
 _SETTLE_TIMEOUT_S: Final = 10.0
-# Limit of each call after the decision (commit, resume, revert), whatever is left of the lease: a
+# Limit of each call after the decision (commit, revert), whatever is left of the lease: a
 # short one kills engines that were only slow, a long one delays the next sync. Also how much longer
 # than the lease a load may take to notice that the sync was aborted.
 _ABORTED_LIMIT_S: Final = 40.0
@@ -62,11 +60,12 @@ _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 class SyncEngine(Protocol):
     """An engine as the supervisor sees it. Calls raise `UmbraError` if they fail.
 
-    `begin_update` does not change the weights. `touch` announces, before `load`, that they will
-    have no version (lifecycle BeginUpdate). `load` returns when the model has the weights, and
-    fails soon after the sync is aborted. `verify_update` compares checksums, changes nothing, and
-    returns what differs. `abort_update` ends the update; the lifecycle loses the version only if it
-    was touched. `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
+    `begin_update` does not change the weights. `load` takes memory for them if they sleep, returns
+    when the model has the new ones, and fails soon after the sync is aborted. As soon as it is
+    called the weights have no version (lifecycle BeginUpdate). `verify_update` compares checksums,
+    changes nothing, and returns what differs. After `commit_update` the engine serves.
+    `abort_update` ends the update; the lifecycle loses the version only if `load` was called.
+    `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
     """
 
     @property
@@ -80,13 +79,11 @@ class SyncEngine(Protocol):
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
     async def pause(self, mode: str, timeout_s: float) -> None: ...
-    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None: ...
     async def resume(self, timeout_s: float) -> None: ...
     async def begin_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None: ...
-    def touch(self, version: int) -> None: ...
-    async def load(self, timeout_s: float) -> Mapping[str, Any]: ...
+    async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]: ...
     async def verify_update(
         self, regions: list[list[int | None]], timeout_s: float
     ) -> list[str]: ...
@@ -263,13 +260,10 @@ class EngineSync:
             case Commit():
                 await engine.commit_update(self._transaction.version, timeout_s)
                 return EngineCommitted(engine.name)
-            case ResumeEngine():
-                await self._resume(timeout_s)
-                return EngineResumed(engine.name)
             case Revert():
                 await engine.abort_update(timeout_s)
                 if self._was_serving and not request.is_touched:
-                    await self._resume(timeout_s)
+                    await engine.resume(timeout_s)
                 return EngineReverted(engine.name)
             case _:
                 raise AssertionError(f"{request} is not for an engine")
@@ -287,15 +281,13 @@ class EngineSync:
             await engine.pause(self._pause_mode, timeout_s)
         finally:
             self._is_draining = False
-        await engine.wake(["weights"], timeout_s)
         self.prepared_at = time.monotonic()
 
     async def _load(self, timeout: asyncio.Timeout) -> Event:
-        engine = self._engine
-        engine.touch(self._transaction.version)
+        engine, version = self._engine, self._transaction.version
         begun_at = time.monotonic()
         with self._watching(timeout):
-            loaded = await engine.load(self._lease.left_s + _SETTLE_TIMEOUT_S)
+            loaded = await engine.load(version, self._lease.left_s + _SETTLE_TIMEOUT_S)
         self.load_s = time.monotonic() - begun_at
         return EngineLoaded(engine.name, _loaded_nbytes(loaded))
 
@@ -359,10 +351,6 @@ class EngineSync:
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
                     await self._was_aborted.wait()
         return self._image.progress.is_aborted
-
-    async def _resume(self, timeout_s: float) -> None:
-        await self._engine.wake(["kv_cache"], timeout_s)
-        await self._engine.resume(timeout_s)
 
     def _check_incarnation(self) -> None:
         engine = self._engine

@@ -53,7 +53,7 @@ class RankReleased:
 
 @dataclass(frozen=True, slots=True)
 class EnginePrepared:
-    """The engine is paused, its weights have memory, and it accepts the layout."""
+    """The engine is paused, and accepts the layout."""
 
     engine: str
 
@@ -76,11 +76,8 @@ class EngineVerified:
 
 @dataclass(frozen=True, slots=True)
 class EngineCommitted:
-    engine: str
+    """The engine serves the new version."""
 
-
-@dataclass(frozen=True, slots=True)
-class EngineResumed:
     engine: str
 
 
@@ -131,7 +128,6 @@ Event = (
     | EngineLoaded
     | EngineVerified
     | EngineCommitted
-    | EngineResumed
     | EngineReverted
     | EngineFailed
     | EngineCutOff
@@ -167,7 +163,7 @@ class GrantFilled:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load all buckets. From here on the engine's weights have no version."""
+    """Wake the weights, and load all buckets. From here on the engine's weights have no version."""
 
     engine: str
 
@@ -186,11 +182,6 @@ class CommitVersion:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeEngine:
     engine: str
 
 
@@ -239,7 +230,6 @@ Action = (
     | Verify
     | CommitVersion
     | Commit
-    | ResumeEngine
     | Revert
     | Discard
     | FailRanks

@@ -38,7 +38,6 @@ from umbra.runtime.weights.sync_events import (
     RankJoined,
     RankReleased,
     Report,
-    ResumeEngine,
     Revert,
     Verify,
 )
@@ -182,7 +181,7 @@ class SyncRun:
                 self._opening = self._tasks.create_task(
                     self._open(action), name=f"open:{self.sync_id}"
                 )
-            case Prepare() | Load() | Verify() | Commit() | ResumeEngine() | Revert():
+            case Prepare() | Load() | Verify() | Commit() | Revert():
                 self._engine_syncs[action.engine].request(action)
             case GrantBegin():
                 self._grant("begin")

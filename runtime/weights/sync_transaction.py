@@ -5,7 +5,7 @@ actions.
 
     GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all done────┐
                                                                                    v
-    CLOSED <──all resumed── COMMITTING <──all verified, ranks released── VERIFYING <──┘
+    CLOSED <──all serve── COMMITTING <──all verified, ranks released── VERIFYING <────┘
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
     COMMITTING ──no engine left──> CLOSED
@@ -42,7 +42,6 @@ from umbra.runtime.weights.sync_events import (
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
-    EngineResumed,
     EngineReverted,
     EngineVerified,
     Event,
@@ -58,7 +57,6 @@ from umbra.runtime.weights.sync_events import (
     RankJoined,
     RankReleased,
     Report,
-    ResumeEngine,
     Revert,
     Verify,
 )
@@ -83,7 +81,6 @@ class Stage(StrEnum):
     LOADED = "loaded"
     VERIFYING = "verifying"
     VERIFIED = "verified"
-    COMMITTED = "committed"
     DONE = "done"
 
 
@@ -154,7 +151,6 @@ class SyncTransaction:
                 | EngineLoaded()
                 | EngineVerified()
                 | EngineCommitted()
-                | EngineResumed()
                 | EngineReverted()
             ):
                 return self._on_progress(event) if event.engine in self._engines else []
@@ -229,12 +225,7 @@ class SyncTransaction:
 
     def _on_progress(
         self,
-        event: EnginePrepared
-        | EngineLoaded
-        | EngineVerified
-        | EngineCommitted
-        | EngineResumed
-        | EngineReverted,
+        event: EnginePrepared | EngineLoaded | EngineVerified | EngineCommitted | EngineReverted,
     ) -> list[Action]:
         engine = event.engine
         match event:
@@ -254,10 +245,7 @@ class SyncTransaction:
                 if self.phase == Phase.TRANSFERRING:
                     self._engines[engine] = Stage.LOADING
                     return [Load(engine), *self._advance()]
-            case EngineCommitted():
-                self._engines[engine] = Stage.COMMITTED
-                return [ResumeEngine(engine)]
-            case EngineResumed() | EngineReverted():
+            case EngineCommitted() | EngineReverted():
                 self._engines[engine] = Stage.DONE
             case _:
                 assert_never(event)

@@ -21,7 +21,6 @@ from umbra.runtime.engine_api.lifecycle import (
     EngineState,
     Pause,
     Resume,
-    Tag,
 )
 from umbra.runtime.pools.job_images import JobImages
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -123,9 +122,6 @@ class _Engine:
         if self.lifecycle.state == EngineState.SERVING:
             self.lifecycle = self.lifecycle.apply(Pause())
 
-    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
-        pass
-
     async def resume(self, timeout_s: float) -> None:
         self.lifecycle = self.lifecycle.apply(Resume())
 
@@ -135,10 +131,8 @@ class _Engine:
         arguments = (version, manifest, buckets)
         await self._handle.call("begin_update", *arguments, timeout_s=timeout_s)
 
-    def touch(self, version: int) -> None:
+    async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
         self.lifecycle = self.lifecycle.apply(BeginUpdate(version))
-
-    async def load(self, timeout_s: float) -> dict[str, Any]:
         loaded: dict[str, Any] = await self._handle.call("load", timeout_s=timeout_s)
         return loaded
 
@@ -150,7 +144,7 @@ class _Engine:
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._handle.call("commit_update", timeout_s=timeout_s)
-        self.lifecycle = self.lifecycle.apply(CommitUpdate(version))
+        self.lifecycle = self.lifecycle.apply(CommitUpdate(version)).apply(Resume())
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._handle.call("abort_update", timeout_s=timeout_s)

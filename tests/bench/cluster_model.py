@@ -14,10 +14,10 @@ from typing import Final
 
 from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 
-_SYNC_CALLS: Final = (1, 3, 1, 1, 5)
+_SYNC_CALLS: Final = (1, 3, 1, 1, 3)
 """Calls in a sync for each engine, one after the other, between which the lead waits for all: the
-image of its node; pause or wake, begin_update and load; verify_update, as in a sync with checksums;
-commit_update; wake and resume, and the three calls of the rank, which are taken to cost as much."""
+image of its node; begin_update, pause and load; verify_update, as in a sync with checksums;
+commit_update; the three calls of the rank, which are taken to cost as much."""
 _WATCHES_PER_S: Final = 10.0  # `_WATCH_INTERVAL_S` of engine_sync.py
 _REPORTS_PER_S: Final = 4.0
 """`_REPORT_INTERVAL_S` of link_sender.py, the calls of a rank; as often comes the state of a node's

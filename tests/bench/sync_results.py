@@ -1,8 +1,8 @@
 """The numbers of a case, from the files of its ranks and from the trace of its run.
 
 The supervisor's report has the four phases of a sync: prepare, transfer, verify, commit. The first
-one ends with the engine's pause and the wake of its weights, the last one with the wake of its KV
-cache and its resumption. The trace has each of these requests alone.
+one ends with the engine's pause, the second one begins with the wake of its weights, and in the
+last one its KV cache wakes and it resumes. The trace has each of these alone, on one clock.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from sync_case import ENGINE, SyncCase
+from sync_case import ENGINE, POOL, SyncCase
 
 from umbra.runtime.tracing.spans import TraceEvent
 from umbra.runtime.tracing.trace_files import LEAD, TraceFiles
 
-_LAST_WAKE: Final = "wake of the KV cache"
+_SYNC_TRACK: Final = f"weight sync of {POOL}"
+_TRANSFER: Final = "transferring"
+_WAKE: Final = "wake weights"
+_LAST_WAKE: Final = "wake kv_cache"
 
 
 def case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
@@ -26,18 +29,20 @@ def case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
 
     Returns:
         `sync_s` is `publish_s` without the engine's pause, wakes and resumption.
-        `paused_to_committed_s` is the sum of `transfer_s`, `verify_s` and `commit_s`. `prepare_s`
-        is the time before it without the pause and the wake of the weights.
-        `load_s` is the engine's part of the transfer by the supervisor's clock, `engine_load_s` by
-        its own. `checksums` has the same of syncs with checksums. `token_gap_s` is the longest time
-        between two tokens of one request around a sync, `usual_token_gap_s` the median at other
-        times. `extra_gpu_nbytes` is by how much the use of each GPU grew from before the first sync
-        to after the fifth one that follows it.
+        `paused_to_committed_s` is the sum of `transfer_s` and `verify_s`. It begins when the
+        engine's weights are awake, or if they did not sleep with the call that loads, and it ends
+        when the supervisor commits the version to the pool. `prepare_s` is the time before it
+        without the pause, `commit_s` that after it without the wake of the KV cache and the
+        resumption, mostly a message to the engine and its answer. `engine_load_s` is the engine's
+        part of the transfer. `checksums` has the same of syncs with checksums. `token_gap_s` is the
+        longest time between two tokens of one request around a sync, `usual_token_gap_s` the median
+        at other times. `extra_gpu_nbytes` is by how much the use of each GPU grew from before the
+        first sync to after the fifth one that follows it.
     """
     facts = json.loads((folder / "facts.json").read_text())
-    requests = request_seconds(folder / "run")
+    spans = sync_spans(folder / "run")
     syncs = {
-        version: sync_timings(report, requests[version])
+        version: sync_timings(report, spans[version])
         for version, report in enumerate(facts["syncs"], start=1)
     }
     first = syncs.pop(1)
@@ -71,48 +76,62 @@ def _reference(case: SyncCase, path: Path) -> dict[str, Any]:
     return facts
 
 
-def request_seconds(run_dir: Path) -> dict[int, dict[str, float]]:
-    """By version, the seconds of each request to the engine, and of its own `load weights`."""
+class Span(NamedTuple):
+    """By the wall clock, in seconds."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+def sync_spans(run_dir: Path) -> dict[int, dict[str, Span]]:
+    """By version, what the engine and the supervisor did in its sync, by name."""
     files = TraceFiles(run_dir)
-    requests = [
-        event for _, event in files.events(process="supervisor") if event.track == ENGINE
-    ] + [event for _, event in files.events(process=ENGINE) if event.name == "load weights"]
-    requests.sort(key=lambda event: event.start_ns)
+    events = [
+        (event.name, event)
+        for _, event in files.events(process="supervisor")
+        if event.track in (ENGINE, _SYNC_TRACK) and event.name in ("pause", "load", _TRANSFER)
+    ]
+    for _, event in files.events(process=ENGINE):
+        name = f"wake {event.args['tags']}" if event.name == "wake" else event.name
+        if name in (_WAKE, _LAST_WAKE, "load weights", "resume"):
+            events.append((name, event))
     syncs = [event for _, event in files.events(process=LEAD) if event.name == "sync"]
-    return {int(sync.args["version"]): _seconds_within(sync, requests) for sync in syncs}
+    return {int(sync.args["version"]): _spans_within(sync, events) for sync in syncs}
 
 
-def _seconds_within(sync: TraceEvent, requests: Sequence[TraceEvent]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for event in requests:
-        if sync.start_ns <= event.start_ns < sync.start_ns + sync.duration_ns:
-            is_last_wake = event.name == "wake" and "commit_update" in seconds
-            seconds[_LAST_WAKE if is_last_wake else event.name] = event.duration_ns / 1e9
-    return seconds
+def _spans_within(sync: TraceEvent, events: Sequence[tuple[str, TraceEvent]]) -> dict[str, Span]:
+    return {
+        name: Span(event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9)
+        for name, event in events
+        if sync.start_ns <= event.start_ns < sync.start_ns + sync.duration_ns
+    }
 
 
-def sync_timings(report: Mapping[str, Any], requests: Mapping[str, float]) -> dict[str, float]:
+def sync_timings(report: Mapping[str, Any], spans: Mapping[str, Span]) -> dict[str, float]:
     """The parts of one sync.
 
     Args:
         report: the fields of its `SyncReport`, and `publish_s`.
-        requests: seconds by their name; those that the sync did not need are missing.
+        spans: by their name; those that the sync did not need are missing.
     """
     pause_s, wake_s, last_wake_s, resume_s = (
-        requests.get(name, 0.0) for name in ("pause", "wake", _LAST_WAKE, "resume")
+        spans[name].duration_s if name in spans else 0.0
+        for name in ("pause", _WAKE, _LAST_WAKE, "resume")
     )
-    phases = {
-        "transfer_s": report["transfer_s"],
-        "verify_s": report["verify_s"],
-        "commit_s": report["resume_s"] - last_wake_s - resume_s,
-    }
+    ready_s = spans[_WAKE].end_s if _WAKE in spans else spans["load"].start_s
+    transfer_s = spans[_TRANSFER].end_s - ready_s
     return {
         "sync_s": report["publish_s"] - pause_s - wake_s - last_wake_s - resume_s,
-        "paused_to_committed_s": sum(phases.values()),
-        "prepare_s": report["prepare_s"] - pause_s - wake_s,
-        **phases,
-        "load_s": report["engines"][ENGINE]["load_s"],
-        "engine_load_s": requests["load weights"],
+        "paused_to_committed_s": transfer_s + report["verify_s"],
+        "prepare_s": report["prepare_s"] - pause_s,
+        "transfer_s": transfer_s,
+        "verify_s": report["verify_s"],
+        "commit_s": report["resume_s"] - last_wake_s - resume_s,
+        "engine_load_s": spans["load weights"].duration_s,
         "publish_s": report["publish_s"],
         "pause_s": pause_s,
         "wake_s": wake_s,

@@ -140,7 +140,7 @@ def test_the_parts_of_a_sync_to_a_pool_make_up_the_whole(
     kinds = [result, *([result["checksums"]] if "checksums" in result else [])]
     assert [kind["num_syncs"] for kind in kinds] == ([2, 1] if "--checksums" in options else [3])
     for kind in kinds:
-        assert 0 < kind["engine_load_s"] < kind["load_s"] < kind["transfer_s"]
+        assert 0 < kind["engine_load_s"] < kind["transfer_s"]
         assert 0 < kind["paused_to_committed_s"] < kind["sync_s"] < kind["publish_s"]
         assert min(kind["prepare_s"], kind["commit_s"], kind["resume_s"]) > 0
     assert result["verify_s"] == 0

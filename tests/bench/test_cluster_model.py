@@ -48,8 +48,8 @@ def test_a_small_job_takes_what_one_node_takes() -> None:
     assert facts["join_s"] == pytest.approx(0.003)
     assert facts["start_s"] == pytest.approx(0.5 + 0.003 + 2.01)
     assert facts["recovery_s"] == pytest.approx(8.0 + 0.0014 + facts["start_s"])
-    assert facts["sync_s"] == pytest.approx(0.001 + 11 * 0.0014)
-    assert facts["sync_mb"] == pytest.approx(0.0355)
+    assert facts["sync_s"] == pytest.approx(0.001 + 9 * 0.0014)
+    assert facts["sync_mb"] == pytest.approx(0.0345)
 
 
 def test_a_large_job_takes_the_work_of_the_lead() -> None:

@@ -29,7 +29,6 @@ from umbra.runtime.engine_api.lifecycle import (
     EngineState,
     Pause,
     Resume,
-    Tag,
 )
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.sync_calls import (
@@ -118,9 +117,6 @@ class EngineInPool:
             await self._engine.pause("abort")
             self.lifecycle = self.lifecycle.apply(Pause())
 
-    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
-        pass
-
     async def resume(self, timeout_s: float) -> None:
         await self._engine.resume()
         self.lifecycle = self.lifecycle.apply(Resume())
@@ -130,10 +126,8 @@ class EngineInPool:
     ) -> None:
         await self._engine.begin_update(version, manifest, buckets)
 
-    def touch(self, version: int) -> None:
+    async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]:
         self.lifecycle = self.lifecycle.apply(BeginUpdate(version))
-
-    async def load(self, timeout_s: float) -> Mapping[str, Any]:
         return await self._engine.load()
 
     async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
@@ -141,7 +135,7 @@ class EngineInPool:
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._engine.commit_update()
-        self.lifecycle = self.lifecycle.apply(CommitUpdate(version))
+        self.lifecycle = self.lifecycle.apply(CommitUpdate(version)).apply(Resume())
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._engine.abort_update()

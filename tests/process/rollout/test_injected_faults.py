@@ -304,12 +304,16 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
         max_restarts=len(calls),
     )  # fmt: skip
 
-    step = 0
+    pool, step = umbra_session.pool("policy"), 0
     while live.processes()["policy-0"]["incarnation"] <= len(calls):
         assert step < 4 * len(calls), injected(tmp_path, "policy-0")
         live.publish(step)  # a successor whose start the sleep overtook starts now
+        pool.pause("keep")
+        pool.resume()
         assert_whole(live.next_batch(step), undisturbed(step))
-        umbra_session.pool("policy").sleep(2)
+        pool.sleep(2)
+        if step % 2:
+            pool.wake(["weights", "kv_cache"])
         step += 1
 
     assert injected(tmp_path, "policy-0") == [f"error ({call})" for call in calls]

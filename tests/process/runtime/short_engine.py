@@ -38,13 +38,14 @@ class ShortEngine(EchoEngine):
         self._fails_to_wake = incarnation in at_wake
         self._exits = exits
 
-    async def wake(self, tags: Sequence[Tag]) -> None:
-        if self._fails_to_wake and self._exits:
+    async def _wake(self, tags: Sequence[Tag]) -> None:
+        is_first = self._fails_to_wake and not self._gate.awake.issuperset(tags)
+        if is_first and self._exits:
             print("[torch_memory_saver.cpp] CUresult error: 2 (out of memory)", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
-        if self._fails_to_wake:
+        if is_first:
             raise EngineError(
                 "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"
             )
-        await super().wake(tags)
+        await super()._wake(tags)

@@ -58,9 +58,10 @@ class SlowEngine(EchoEngine):
         await asyncio.sleep(self._end_s)
         await super().__aexit__(kind, error, trace)
 
-    async def wake(self, tags: Sequence[Tag]) -> None:
-        await asyncio.sleep(self._wake_s)
-        await super().wake(tags)
+    async def _wake(self, tags: Sequence[Tag]) -> None:
+        if not self._gate.awake.issuperset(tags):
+            await asyncio.sleep(self._wake_s)
+        await super()._wake(tags)
 
     async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         await asyncio.sleep(self._update_s)

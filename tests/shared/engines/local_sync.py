@@ -108,7 +108,6 @@ class LocalSync:
             self._call(self._engine.abort_update())
         else:
             self._call(self._engine.commit_update())
-            self._call(self._engine.resume())
         return SyncReport(
             version=0,
             transport="memfd",

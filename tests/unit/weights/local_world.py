@@ -30,9 +30,6 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
     Sleep,
     SleepLevel,
-    Tag,
-    Wake,
-    Woken,
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.loop_thread import LoopThread
@@ -112,13 +109,6 @@ class ThreadEngine:
             self.apply(Pause())
             await self._request(f"pause {mode}")
 
-    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
-        wanted: frozenset[Tag] = frozenset(tags) - self.lifecycle.awake
-        if wanted:
-            self.apply(Wake(wanted))
-            await self._request(f"wake {'+'.join(sorted(wanted))}")
-            self.apply(Woken())
-
     async def resume(self, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:
             return
@@ -133,10 +123,8 @@ class ThreadEngine:
         await self._request("begin_update")
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
-    def touch(self, version: int) -> None:
+    async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
         self.apply(BeginUpdate(version))
-
-    async def load(self, timeout_s: float) -> dict[str, Any]:
         await self._request("load")
         await asyncio.sleep(self.load_takes_s)
         nbytes = await asyncio.to_thread(self._receiver.load)
@@ -154,6 +142,7 @@ class ThreadEngine:
         await self._request("commit_update")
         self._receiver.end()
         self.apply(CommitUpdate(version))
+        self.apply(Resume())
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._request("abort_update")

@@ -36,9 +36,9 @@ class Seeing(ThreadEngine):
         self.saw_at_commit: list[str] = []
         self.is_reaped_at_once = True
 
-    async def load(self, timeout_s: float) -> dict[str, Any]:
+    async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
         self.saw.append(self._look())
-        return await super().load(timeout_s)
+        return await super().load(version, timeout_s)
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         self.saw_at_commit.append(self._look())
