@@ -201,7 +201,7 @@ class VllmCore(AdapterCore):
         if sleeping:
             await self.call(self._llm.wake_up(sleeping))
             self._asleep.difference_update(sleeping)
-            self.is_paused = bool(await self.call(self._llm.is_sleeping()))
+            self.is_paused = bool(self._asleep)
 
     async def reset_prefix_cache(self) -> None:
         await self.call(self._llm.reset_prefix_cache())

@@ -33,7 +33,7 @@ def test_a_run_with_a_killed_engine_has_a_timeline_of_all_processes(folder: Path
             for name in ("step", "sync", "wait for the batch", "train", "optimizer")
         ),
         *(("rank-1", name) for name in ("step", "checkpoint")),
-        *(("supervisor", name) for name in ("start", "transferring", "load", "resume")),
+        *(("supervisor", name) for name in ("start", "transferring", "load", "commit_update")),
         *(("policy-0", name) for name in ("load weights", "verify", "resume")),
         *(("rollouts", name) for name in ("group", "batch")),
         ("worker-0", "reward"),
