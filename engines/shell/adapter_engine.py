@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from umbra.engines.shell.adapter_settings import AdapterSettings
+from umbra.engines.shell.adapter_updates import AdapterUpdates
 from umbra.engines.shell.engine_core import AdapterCore
 from umbra.engines.shell.engine_shell import EngineShell
-from umbra.engines.shell.image_updates import ImageUpdates
 from umbra.engines.shell.polled_requests import PolledRequests
 from umbra.engines.shell.warm_up import warm_up
 from umbra.runtime.engine_api.hub_snapshot import local_model
@@ -31,7 +31,7 @@ class AdapterEngine(EngineShell[AdapterCore]):
         super().__init__(
             core,
             PolledRequests(core, max_num_seqs=max_num_seqs, tick_ms=tick_ms),
-            ImageUpdates(core),
+            AdapterUpdates(core),
             max_context_len=max_context_len,
             load_weights=load_weights,
         )

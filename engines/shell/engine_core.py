@@ -2,7 +2,7 @@
 
     Core            states: every engine
     └ PolledCore    requests whose tokens are taken once a tick (`PolledRequests`)
-      └ AdapterCore   weights that the engine loads from a description (`ImageUpdates`)
+      └ AdapterCore   weights that the engine loads from a description (`AdapterUpdates`)
 
 docs/write-an-engine.md explains them method by method.
 """

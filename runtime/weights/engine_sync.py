@@ -93,7 +93,7 @@ class SyncEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedImage:
+class OpenedSync:
     """The part of a sync that the coordinator provides once the layout is known.
 
     Attributes:
@@ -158,7 +158,7 @@ class EngineSync:
         engine: SyncEngine,
         number: int,
         *,
-        image: OpenedImage,
+        opened: OpenedSync,
         transaction: SyncTransaction,
         lease: Lease,
         feed: Callable[[Event], None],
@@ -170,7 +170,7 @@ class EngineSync:
         self._engine = engine
         self.incarnation = engine.incarnation
         self._was_serving = engine.lifecycle.state == EngineState.SERVING
-        self._image = image
+        self._opened = opened
         self._transaction = transaction
         self._lease = lease
         self._feed = feed
@@ -202,7 +202,7 @@ class EngineSync:
         is_same = engine.incarnation == self.incarnation
         if is_same and engine.lifecycle.state != EngineState.DEAD:
             engine.kill(f"weight sync: {reason}")
-        self._image.progress.dismiss(self.number)  # killed first: it reads no bucket any more
+        self._opened.progress.dismiss(self.number)  # killed first: it reads no bucket any more
 
     async def run(self) -> None:
         """Makes the requests in order until `Close` or a failure."""
@@ -226,7 +226,7 @@ class EngineSync:
             if isinstance(request, Prepare) and self._drain_was_ended:
                 return  # the revert that follows resumes the engine
             reason = f"no answer or no progress within {timeout_s:.3g} s"
-            if self._image.progress.is_aborted:
+            if self._opened.progress.is_aborted:
                 reason = "it did not stop in time after the sync was aborted"
             elif timeout_s != _SETTLE_TIMEOUT_S:
                 reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
@@ -271,10 +271,10 @@ class EngineSync:
     async def _prepare(self, timeout_s: float) -> None:
         assert self._transaction.manifest is not None
         engine, version = self._engine, self._transaction.version
-        buckets = self._image.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
+        buckets = self._opened.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
         await engine.begin_update(version, manifest, buckets, timeout_s)  # may still generate
-        if self._image.progress.is_aborted or self._is_cut_off():
+        if self._opened.progress.is_aborted or self._is_cut_off():
             raise WeightSyncError("the sync ended for the engine before it was paused")
         self._is_draining = self._pause_mode == "drain"
         try:
@@ -295,8 +295,8 @@ class EngineSync:
     def _watching(self, timeout: asyncio.Timeout) -> Generator[None]:
         """Resets a load's timeout whenever it makes progress; sets none while it waits for
         others."""
-        loop, num_buckets = asyncio.get_running_loop(), self._image.layout.num_buckets
-        progress, num_seen = self._image.progress, 0
+        loop, num_buckets = asyncio.get_running_loop(), self._opened.layout.num_buckets
+        progress, num_seen = self._opened.progress, 0
         timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
@@ -326,7 +326,7 @@ class EngineSync:
                 timer.cancel()
 
     def _is_cut_off(self) -> bool:
-        progress = self._image.progress
+        progress = self._opened.progress
         return progress.is_cut_off(self.number) and not progress.is_aborted
 
     def _leave(self) -> None:
@@ -345,12 +345,12 @@ class EngineSync:
         if not isinstance(request, Prepare | Load):
             return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD
-        reads_rank = self._image.connects and isinstance(request, Load)
-        if is_alive and (reads_rank or self._image.transport == "cuda_ipc"):
+        reads_rank = self._opened.connects and isinstance(request, Load)
+        if is_alive and (reads_rank or self._opened.transport == "cuda_ipc"):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
                     await self._was_aborted.wait()
-        return self._image.progress.is_aborted
+        return self._opened.progress.is_aborted
 
     def _check_incarnation(self) -> None:
         engine = self._engine

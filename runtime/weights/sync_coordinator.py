@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.engine_sync import OpenedImage, SyncEngine
+from umbra.runtime.weights.engine_sync import OpenedSync, SyncEngine
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
 from umbra.runtime.weights.sync_calls import (
     SyncAbort,
@@ -253,9 +253,9 @@ class SyncCoordinator:
         return await self._transports.choose(offers, self._able_engines(), timeout_s)
 
     @asynccontextmanager
-    async def open_image(
+    async def open_sync(
         self, version: int, action: Open, plan: TransportPlan, timeout_s: float
-    ) -> AsyncGenerator[OpenedImage]:
+    ) -> AsyncGenerator[OpenedSync]:
         """Chooses the engines: the next wave of those that can take part and lack `version`.
 
         Raises:
@@ -277,7 +277,7 @@ class SyncCoordinator:
         if plan.name != "memfd":
             await self._memory.free()
         async with plan.lay_out(order) as layout:
-            yield OpenedImage(
+            yield OpenedSync(
                 engines={number: chosen[number] for number in layout.engine_details},
                 transport=plan.name,
                 bucket_nbytes=bucket_nbytes,

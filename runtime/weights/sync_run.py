@@ -16,7 +16,7 @@ from typing import Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.tracing.spans import past_span
-from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedImage
+from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedSync
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_events import (
     Aborted,
@@ -57,9 +57,9 @@ class SyncHost(Protocol):
     async def choose_transport(
         self, offers: Sequence[RankOffer], timeout_s: float
     ) -> TransportPlan: ...
-    def open_image(
+    def open_sync(
         self, version: int, action: Open, plan: TransportPlan, timeout_s: float
-    ) -> AbstractAsyncContextManager[OpenedImage]: ...
+    ) -> AbstractAsyncContextManager[OpenedSync]: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
     def on_discarded(self, engine: str, incarnation: int) -> None: ...
@@ -71,7 +71,7 @@ class SyncRun:
     def __init__(self, sync_id: str, version: int, host: SyncHost, require_engine: bool) -> None:
         self.sync_id = sync_id
         self.transaction = SyncTransaction(version, require_engine)
-        self.opened: OpenedImage | None = None
+        self.opened: OpenedSync | None = None
         self.begun_at = time.monotonic()
         self.started = asyncio.Event()
         self.over = asyncio.Event()
@@ -210,14 +210,14 @@ class SyncRun:
         """Runs until it is cancelled, at the end of the sync."""
         try:
             plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
-            image = self._host.open_image(self.version, action, plan, self._lease.left_s / 2)
-            async with image as opened:
+            opening = self._host.open_sync(self.version, action, plan, self._lease.left_s / 2)
+            async with opening as opened:
                 self._start_engines(opened, plan)
                 await asyncio.get_running_loop().create_future()
         except UmbraError as error:
             self.feed(Aborted(str(error)))
 
-    def _start_engines(self, opened: OpenedImage, plan: TransportPlan) -> None:
+    def _start_engines(self, opened: OpenedSync, plan: TransportPlan) -> None:
         assert self._tasks is not None
         if self.transaction.phase != Phase.OPENING:
             return  # aborted meanwhile
@@ -226,7 +226,7 @@ class SyncRun:
             engine_sync = self._engine_syncs[engine.name] = EngineSync(
                 engine,
                 number,
-                image=opened,
+                opened=opened,
                 transaction=self.transaction,
                 lease=self._lease,
                 feed=self.feed,

@@ -23,7 +23,7 @@ from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImag
 _T = TypeVar("_T")
 
 
-class ImageUpdates(WeightUpdates):
+class AdapterUpdates(WeightUpdates):
     """Owns the engine process's mapping of the image, and the thread that checks it."""
 
     def __init__(self, core: AdapterCore) -> None:
