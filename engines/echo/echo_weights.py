@@ -121,7 +121,7 @@ class EchoUpdates(WeightUpdates):
 
     def _open_source(self) -> ImageSource:
         if self._source is None:
-            raise WeightSyncError("no update is in progress; begin_update comes first")
+            raise WeightSyncError("no update is in progress; prepare_update comes first")
         return self._source
 
 

@@ -167,9 +167,11 @@ class FaultyEngine:
         self._may_fail("probe_import")
         return await self._inner.probe_import(allocations)
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        self._may_fail("begin_update")
-        await self._inner.begin_update(version, manifest, buckets)
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
+        self._may_fail("prepare_update")
+        await self._inner.prepare_update(version, manifest, buckets)
 
     async def load(self) -> dict[str, int]:
         self._may_fail("load")

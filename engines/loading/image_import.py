@@ -24,7 +24,7 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class ImageImport:
-    """One update; the arguments are those of begin_update. Owns the engine's side of the sync.
+    """One update; the arguments are those of prepare_update. Owns the engine's side of the sync.
 
     Raises:
         ConnectionLost, DeadlineExceeded, WeightSyncError: the supervisor does not pass the memory.

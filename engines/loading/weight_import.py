@@ -21,7 +21,7 @@ Regions = list[list[int]]
 
 
 class WeightImport:
-    """One update; the arguments are those of begin_update."""
+    """One update; the arguments are those of prepare_update."""
 
     def __init__(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")

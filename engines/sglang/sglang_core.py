@@ -392,7 +392,7 @@ class SglangCore(AdapterCore):
         """Makes every worker carry out an action on the model, and returns their reports."""
         with ReportFile() as file:
             payload = self._payload(details | {"action": action, "report": file.address})
-            await self._begin_update()
+            await self._prepare_update()
             success, message = await self.call(
                 self._frontend.update_weights_from_tensor(
                     self.library.UpdateWeightsFromTensorReqInput(
@@ -419,7 +419,7 @@ class SglangCore(AdapterCore):
         payload: bytes = serializer.serialize([(pack_order(order), nothing)])
         return payload
 
-    async def _begin_update(self) -> None:
+    async def _prepare_update(self) -> None:
         """Announces an update, which SGLang requires from 0.5.23 on."""
         if self.library.BeginWeightUpdateReqInput is not None:
             request = self.library.BeginWeightUpdateReqInput()

@@ -86,7 +86,7 @@ class AdapterUpdates(WeightUpdates):
 
     def _open_update(self) -> WeightImport | ImageImport:
         if self._update is None:
-            raise WeightSyncError("no update is in progress; begin_update comes first")
+            raise WeightSyncError("no update is in progress; prepare_update comes first")
         return self._update
 
     async def _in_thread(self, job: Callable[[], _T]) -> _T:

@@ -218,15 +218,17 @@ class EngineShell(Generic[_Core]):
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return await self._changes.make(lambda: self._core.probe_import(allocations))
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
         """Requests are added, and the update may be left, while it is being prepared."""
-        await self._changes.make(lambda: self._begin_update(version, manifest, buckets))
+        await self._changes.make(lambda: self._prepare_update(version, manifest, buckets))
         while self._next_version == version:
             if await self._changes.make(self._weights.is_prepared):
                 return
             await asyncio.sleep(_PREPARED_INTERVAL_S)
 
-    async def _begin_update(
+    async def _prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None:
         self._next_version = None
@@ -238,7 +240,7 @@ class EngineShell(Generic[_Core]):
         """Frozen requests keep their KV cache, so they continue with keys of the older weights."""
         version, self._next_version = self._next_version, None
         if version is None:
-            raise WeightSyncError("no update is in progress; begin_update comes first")
+            raise WeightSyncError("no update is in progress; prepare_update comes first")
         return {"nbytes": await self._changes.make(lambda: self._load(version))}
 
     async def _load(self, version: int) -> int:
@@ -289,7 +291,7 @@ class EngineShell(Generic[_Core]):
 
     def _check_updating(self) -> None:
         if self._gate.state != EngineState.UPDATING:
-            raise WeightSyncError("no update is in progress; begin_update comes first")
+            raise WeightSyncError("no update is in progress; prepare_update comes first")
 
     # -- health --------------------------------------------------------------------------
 

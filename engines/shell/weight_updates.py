@@ -13,7 +13,7 @@ class WeightUpdates(Protocol):
     """
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        """Prepares for one version; arguments and errors as in `Engine.begin_update`."""
+        """Prepares for one version; arguments and errors as in `Engine.prepare_update`."""
         ...
 
     async def is_prepared(self) -> bool:

@@ -77,7 +77,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
         """Prepares for the weights of `version`, and changes nothing else. Allowed in any state but
         during an update; a sleep discards the preparation."""
         ...
@@ -102,7 +104,7 @@ class Engine(Protocol):
         ...
 
     async def commit_update(self) -> None:
-        """The weights are those of the version given to `begin_update`: resumes under it."""
+        """The weights are those of the version given to `prepare_update`: resumes under it."""
         ...
 
     async def abort_update(self) -> None:

@@ -198,11 +198,11 @@ class PoolEngine:
         problem: str = await self._request("probe_import", allocations, timeout_s=timeout_s)
         return problem
 
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         """Sends it the layout to come; its weights stay as they are until `load`."""
-        await self._request("begin_update", version, manifest, buckets, timeout_s=timeout_s)
+        await self._request("prepare_update", version, manifest, buckets, timeout_s=timeout_s)
 
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
         """→ UPDATING: from here on its weights have no version. Returns once the engine's model has

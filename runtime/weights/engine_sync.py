@@ -60,10 +60,10 @@ _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 class SyncEngine(Protocol):
     """An engine as the supervisor sees it. Calls raise `UmbraError` if they fail.
 
-    `begin_update` does not change the weights. `load` takes memory for them if they sleep, returns
-    when the model has the new ones, and fails soon after the sync is aborted. As soon as it is
-    called the weights have no version (lifecycle BeginUpdate). `verify_update` compares checksums,
-    changes nothing, and returns what differs. After `commit_update` the engine serves.
+    `prepare_update` does not change the weights. `load` takes memory for them if they sleep,
+    returns when the model has the new ones, and fails soon after the sync is aborted. As soon as it
+    is called the weights have no version (lifecycle BeginUpdate). `verify_update` compares
+    checksums, changes nothing, and returns what differs. After `commit_update` the engine serves.
     `abort_update` ends the update; the lifecycle loses the version only if `load` was called.
     `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
     """
@@ -80,7 +80,7 @@ class SyncEngine(Protocol):
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
     async def pause(self, mode: str, timeout_s: float) -> None: ...
     async def resume(self, timeout_s: float) -> None: ...
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None: ...
     async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]: ...
@@ -115,7 +115,7 @@ class OpenedSync:
         return self.layout.progress
 
     def describe(self, engine: int, timeout_s: float) -> dict[str, Any]:
-        """The buckets of begin_update."""
+        """The buckets of prepare_update."""
         details = self.layout.engine_details[engine]
         return {
             "transport": self.transport,
@@ -273,7 +273,7 @@ class EngineSync:
         engine, version = self._engine, self._transaction.version
         buckets = self._opened.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
-        await engine.begin_update(version, manifest, buckets, timeout_s)  # may still generate
+        await engine.prepare_update(version, manifest, buckets, timeout_s)  # may still generate
         if self._opened.progress.is_aborted or self._is_cut_off():
             raise WeightSyncError("the sync ended for the engine before it was paused")
         self._is_draining = self._pause_mode == "drain"

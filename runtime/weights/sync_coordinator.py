@@ -1,7 +1,7 @@
 """The supervisor's side of weight syncs: one coordinator per pool.
 
-    rank 0 ──sync_begin──┐                                     ┌── begin_update ──> engine a
-    rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── begin_update ──> engine b
+    rank 0 ──sync_begin──┐                                     ┌── prepare_update ──> engine a
+    rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── prepare_update ──> engine b
 
 Ranks make the `sync_*` calls, see `sync_calls`. Torch-free.
 """

@@ -67,7 +67,7 @@ class WeightReceiver:
         """Prepares for one version; aborts an update that was open.
 
         Args:
-            manifest: the wire form from begin_update.
+            manifest: the wire form from prepare_update.
             buckets: {"transport": name, "bucket_nbytes": int} from there, and the details of the
                 transport's layout, with "engine" and "timeout_s" in their "progress".
 
@@ -166,5 +166,5 @@ class WeightReceiver:
 
     def _open_update(self) -> Receiver:
         if self._update is None:
-            raise WeightSyncError("no update is in progress; begin_update comes first")
+            raise WeightSyncError("no update is in progress; prepare_update comes first")
         return self._update

@@ -125,11 +125,11 @@ class _Engine:
     async def resume(self, timeout_s: float) -> None:
         self.lifecycle = self.lifecycle.apply(Resume())
 
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
         arguments = (version, manifest, buckets)
-        await self._handle.call("begin_update", *arguments, timeout_s=timeout_s)
+        await self._handle.call("prepare_update", *arguments, timeout_s=timeout_s)
 
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
         self.lifecycle = self.lifecycle.apply(BeginUpdate(version))

@@ -16,7 +16,7 @@ from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 
 _SYNC_CALLS: Final = (1, 3, 1, 1, 3)
 """Calls in a sync for each engine, one after the other, between which the lead waits for all: the
-image of its node; begin_update, pause and load; verify_update, as in a sync with checksums;
+image of its node; prepare_update, pause and load; verify_update, as in a sync with checksums;
 commit_update; the three calls of the rank, which are taken to cost as much."""
 _WATCHES_PER_S: Final = 10.0  # `_WATCH_INTERVAL_S` of engine_sync.py
 _REPORTS_PER_S: Final = 4.0

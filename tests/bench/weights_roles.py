@@ -98,7 +98,7 @@ class BenchEngine:
         problem: str = await self._run(probe_import, allocations)
         return problem
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: dict[str, Any]) -> None:
+    async def prepare_update(self, version: int, manifest: bytes, buckets: dict[str, Any]) -> None:
         await self._run(self._receiver.begin, manifest, buckets)
 
     async def load(self) -> dict[str, int]:

@@ -51,7 +51,9 @@ class FarEngine:
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return "it is on another node"
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
         await asyncio.to_thread(self.call, "begin", manifest, buckets)
 
     async def load(self) -> dict[str, int]:

@@ -54,7 +54,7 @@ class UpdatedEngine(Protocol):
     async def pause(self, mode: Any) -> None: ...
     async def resume(self) -> None: ...
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str: ...
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None: ...
     async def load(self) -> dict[str, int]: ...
@@ -78,7 +78,9 @@ class TensorsOnly:
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return await asyncio.to_thread(probe_import, allocations)
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
     async def load(self) -> dict[str, int]:
@@ -121,10 +123,10 @@ class EngineInPool:
         await self._engine.resume()
         self.lifecycle = self.lifecycle.apply(Resume())
 
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
-        await self._engine.begin_update(version, manifest, buckets)
+        await self._engine.prepare_update(version, manifest, buckets)
 
     async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]:
         self.lifecycle = self.lifecycle.apply(BeginUpdate(version))

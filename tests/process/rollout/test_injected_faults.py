@@ -291,7 +291,7 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     calls = (
-        *("begin_update", "load", "verify_update", "commit_update"),
+        *("prepare_update", "load", "verify_update", "commit_update"),
         *("resume", "pause", "sleep", "wake"),
     )
     place = {"after_tokens": 0, "engines": ["policy-0"]}

@@ -63,9 +63,11 @@ class SlowEngine(EchoEngine):
             await asyncio.sleep(self._wake_s)
         await super()._wake(tags)
 
-    async def begin_update(self, version: int, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
+    ) -> None:
         await asyncio.sleep(self._update_s)
-        await super().begin_update(version, manifest, buckets)
+        await super().prepare_update(version, manifest, buckets)
 
     async def abort_update(self) -> None:
         await asyncio.sleep(self._update_s)

@@ -45,7 +45,7 @@ class LocalSync:
     Args:
         details: of the image, for an engine.
         tamper: called with the regions before they are verified.
-        begun: called between `begin_update` and `load`.
+        begun: called between `prepare_update` and `load`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LocalSync:
 
     def sync_begin(self, call: SyncBegin) -> SyncGrant:
         assert call.manifest is not None
-        self._call(self._engine.begin_update(call.version, call.manifest, self._buckets))
+        self._call(self._engine.prepare_update(call.version, call.manifest, self._buckets))
         self._begun()
         self._loading = asyncio.run_coroutine_threadsafe(self._engine.load(), self._loop)
         nbytes = Manifest.from_wire(call.manifest).nbytes

@@ -179,7 +179,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "sleep": (1,),
     "wake": (["weights"],),
     "probe_import": ([],),
-    "begin_update": (1, {}, {}),
+    "prepare_update": (1, {}, {}),
     "verify_update": ([],),
 }
 

@@ -73,7 +73,7 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
         core = ScriptedCore()
         core.regions = regions
         async with engine_over(core) as engine:
-            await engine.begin_update(1, manifest, EXPORTS)
+            await engine.prepare_update(1, manifest, EXPORTS)
             await engine.pause("abort")
             core.done.clear()
             loaded = await engine.load()
@@ -83,14 +83,14 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
             assert core.done == ["load_weights"]
             await engine.commit_update()
 
-            await engine.begin_update(2, NO_TENSORS, EXPORTS)
+            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
             await engine.load()
             assert len(await engine.verify_update([[0, 1200, 9]])) == 1
             with pytest.raises(EngineError, match="differ from those that were sent"):
                 await engine.commit_update()
 
             await engine.abort_update()
-            await engine.begin_update(3, manifest, EXPORTS)
+            await engine.prepare_update(3, manifest, EXPORTS)
             await engine.load()
             with pytest.raises(ValueError, match="unpack"):
                 await engine.verify_update([[1]])
@@ -119,7 +119,7 @@ class StagingCore(ScriptedCore):
 
 async def serving_one(engine: AdapterEngine) -> None:
     """Brings it to version 1."""
-    await engine.begin_update(1, NO_TENSORS, EXPORTS)
+    await engine.prepare_update(1, NO_TENSORS, EXPORTS)
     await engine.load()
     await engine.commit_update()
 
@@ -132,7 +132,7 @@ def test_an_engine_takes_requests_while_an_update_is_staged() -> None:
             core.has_read.clear()
             core.has_opened.clear()
             async with asyncio.TaskGroup() as tasks:
-                beginning = tasks.create_task(engine.begin_update(2, NO_TENSORS, EXPORTS))
+                beginning = tasks.create_task(engine.prepare_update(2, NO_TENSORS, EXPORTS))
                 await core.has_opened.wait()
                 await engine.submit([wire_request(1, [1, 2], max_new_tokens=2)])
                 collector = Collector()
@@ -155,7 +155,7 @@ def test_an_update_that_is_being_staged_can_be_left() -> None:
             core.has_read.clear()
             core.has_opened.clear()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engine.begin_update(2, NO_TENSORS, EXPORTS))
+                tasks.create_task(engine.prepare_update(2, NO_TENSORS, EXPORTS))
                 await core.has_opened.wait()
                 await engine.abort_update()
 
@@ -173,7 +173,7 @@ def test_an_update_that_waits_to_be_loaded_cannot_be_committed() -> None:
         core = ScriptedCore()
         async with running(engine := engine_over(core)):
             await serving_one(engine)
-            await engine.begin_update(2, NO_TENSORS, EXPORTS)
+            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
             core.may_go_on.clear()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(engine.probe_import([]))  # what is loaded waits for it
@@ -202,7 +202,7 @@ def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_en
             assert core.done[-1] == "close_memory"
             core.done.clear()
 
-            await engine.begin_update(2, NO_TENSORS, EXPORTS)
+            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
             await engine.load()
             await engine.commit_update()
             await engine.sleep(2)

@@ -54,7 +54,7 @@ class ThreadEngine:
 
     Faults are set by tests: `fail_at` and `hang_at` name a request, `load_takes_s` is how long a
     load stands still. `log` holds the requests in order, `limits_s` the time given to each, and
-    `buckets` what came with the last begin_update.
+    `buckets` what came with the last prepare_update.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class ThreadEngine:
         await self._request("resume")
         self.apply(Resume())
 
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
-        self.limits_s["begin_update"] = timeout_s
+        self.limits_s["prepare_update"] = timeout_s
         self.buckets = buckets
-        await self._request("begin_update")
+        await self._request("prepare_update")
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def manifest_of(tensors: dict[str, Tensor]) -> Manifest:
 async def offered(
     tmp_path: Path, wire: Sequence[object], manifest: Manifest, *, is_staged: bool = False
 ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
-    """The arguments of begin_update for exports that are ready to be read."""
+    """The arguments of prepare_update for exports that are ready to be read."""
     fd, progress = SyncProgress.create("progress", 1, 1)
     progress.set_filled(0, len(manifest.entries))
     path = str(tmp_path / "fds")

@@ -265,7 +265,7 @@ def test_a_lost_image_is_filled_with_all_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails_at", ["begin_update", "load", "verify_update"])
+@pytest.mark.parametrize("fails_at", ["prepare_update", "load", "verify_update"])
 def test_after_an_aborted_sync_all_weights_are_sent(fails_at: str) -> None:
     engine = far_engine()
     with training(engine, settings=replace(DELTAS, verify_every=1)) as trainer:
@@ -444,7 +444,7 @@ def test_whatever_happens_in_between_each_engine_has_what_the_rank_has(seed: int
 
         def engine_fails() -> None:
             engine = draw.choice(engines)
-            engine.fail_at = draw.choice(["begin_update", "load"])
+            engine.fail_at = draw.choice(["prepare_update", "load"])
             trainer.step()
             trainer.publish()
             restart(engine)

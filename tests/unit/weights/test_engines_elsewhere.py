@@ -89,7 +89,7 @@ def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
 
     engines = [ThreadEngine(name, empty_like(TENSORS)) for name in ("broken", "sound")]
     broken, sound = engines
-    broken.fail_at = "begin_update"
+    broken.fail_at = "prepare_update"
     begun_at = time.monotonic()
     with local_pool(engines, NCCL) as plain:
         supervisor = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
@@ -97,7 +97,7 @@ def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
 
     assert ready_at_grant == [["broken", "sound"]]
     assert list(report.engines) == ["sound"]
-    assert "begin_update" in report.failed["broken"]
+    assert "prepare_update" in report.failed["broken"]
     assert holds(sound, TENSORS)
     assert time.monotonic() - begun_at < 10.0  # nobody waits for the engine that is lost
 
@@ -138,12 +138,12 @@ def test_an_engine_continues_if_its_receiver_fails_before_the_weights_come() -> 
     receiver.node_id = other.node_id = "there"
     with local_pool([near, receiver, other], AUTO) as supervisor:
         publish(supervisor, 1)
-        receiver.fail_at = "begin_update"
+        receiver.fail_at = "prepare_update"
 
         report = publish(supervisor, 2)  # in two syncs: the second one is for the other engine
 
         assert sorted(report.engines) == ["near", "other"]
-        assert other.log.count("begin_update") == 3
+        assert other.log.count("prepare_update") == 3
         assert other.killed is None
         assert other.lifecycle.version == 2
 

@@ -194,10 +194,10 @@ def test_without_checksums_and_work_of_ranks_an_engine_commits_when_it_has_loade
 class Unable(ThreadEngine):
     """Cannot open what the ranks export as version 2."""
 
-    async def begin_update(
+    async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
-        await super().begin_update(version, manifest, buckets, timeout_s)
+        await super().prepare_update(version, manifest, buckets, timeout_s)
         if version == 2:
             self.hanging.set()
             raise EngineUnhealthy("the memory cannot be opened")

@@ -149,11 +149,11 @@ def test_the_update_continues_after_a_wave_whose_engines_all_died(is_reaped_at_o
     engines = make_engines(2)
     with local_pool(engines, TWO_WAVES) as supervisor:
         publish(supervisor, 1)
-        engines[0].fail_at = "begin_update"
+        engines[0].fail_at = "prepare_update"
         engines[0].is_reaped_at_once = is_reaped_at_once
         report = publish(supervisor, 2)
 
-    assert engines[0].log.count("begin_update") == 2, "killed: in no later wave"
+    assert engines[0].log.count("prepare_update") == 2, "killed: in no later wave"
     assert list(report.engines) == ["e1"]
     assert list(report.failed) == ["e0"]
     assert states(engines)[1] == "SERVING(2)"

@@ -188,7 +188,7 @@ def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
     with local_pool([engine], small) as supervisor:
         publish(supervisor, sources, timeout_s=3600.0)
 
-    assert engine.limits_s.keys() == {"begin_update", "verify_update"}
+    assert engine.limits_s.keys() == {"prepare_update", "verify_update"}
     assert all(limit_s > 1800.0 for limit_s in engine.limits_s.values())
 
 
@@ -303,7 +303,7 @@ def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
     assert time.monotonic() - begun_at < 5.0
 
 
-@pytest.mark.parametrize("hangs_at", ["begin_update", "verify_update"])
+@pytest.mark.parametrize("hangs_at", ["prepare_update", "verify_update"])
 def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
     sources: dict[str, Tensor], small: SyncSettings, hangs_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,12 +328,12 @@ def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
     aborted = threading.Event()
 
     class GetsReadyLate(ThreadEngine):
-        async def begin_update(
+        async def prepare_update(
             self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
         ) -> None:
             self.hanging.set()
             await asyncio.to_thread(aborted.wait, 10.0)
-            await super().begin_update(version, manifest, buckets, timeout_s)
+            await super().prepare_update(version, manifest, buckets, timeout_s)
 
     def publish_in_vain() -> None:
         with pytest.raises(WeightSyncError):
@@ -356,10 +356,10 @@ def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
     aborted = threading.Event()
 
     class TakesTime(ThreadEngine):
-        async def begin_update(
+        async def prepare_update(
             self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
         ) -> None:
-            await super().begin_update(version, manifest, buckets, timeout_s)
+            await super().prepare_update(version, manifest, buckets, timeout_s)
             if version == 2:
                 self.hanging.set()
                 await asyncio.to_thread(aborted.wait, 10.0)
@@ -375,7 +375,7 @@ def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
         engine.log.clear()
         in_threads(publish_in_vain, lambda: supervisor.lose_rank(0, engine.hanging))
 
-        assert engine.log == ["begin_update", "abort_update"]
+        assert engine.log == ["prepare_update", "abort_update"]
         assert str(engine.lifecycle) == "SERVING(1)"
 
 
@@ -392,7 +392,7 @@ def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(sources: dict[st
 
         assert isinstance(failure, WeightSyncError)
         assert settled_after_s < 5.0
-        assert engine.log == ["begin_update", "pause drain", "abort_update", "resume"]
+        assert engine.log == ["prepare_update", "pause drain", "abort_update", "resume"]
         assert str(engine.lifecycle) == "SERVING(1)"
 
 

@@ -20,7 +20,7 @@ class NodeReceiver:
     """Receives from `start` until `close`. Owns the links and their mapping of the control block.
 
     Args:
-        wire: the arguments of begin_update; "receives" has the links.
+        wire: the arguments of prepare_update; "receives" has the links.
         timeout_s: limit for the supervisor to pass the control block.
         parameters: of the engine.
         on_error: called in the thread of a link that has failed.

@@ -25,7 +25,7 @@ class ImageSource:
     Args:
         kept: holds the mapping of the image.
         image_nbytes: of the manifest.
-        wire: the arguments of begin_update.
+        wire: the arguments of prepare_update.
         timeout_s: limit for the supervisor to pass the memory.
         parameters: of the engine. If all are on one GPU, that GPU can receive for its node.
 

@@ -228,7 +228,7 @@ class EngineEnd:
     """One engine's side of the control block. Blocks in `buckets`. Owns the mapping until `close`.
 
     Args:
-        wire: the arguments of begin_update: "fd_socket", and "progress" with the control block's
+        wire: the arguments of prepare_update: "fd_socket", and "progress" with the control block's
             name and sizes, the "engine" number of this engine and "timeout_s", the seconds that the
             sync may still take.
         counts: whether it reports what is loaded; one of an engine's workers does.
