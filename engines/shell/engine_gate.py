@@ -81,6 +81,11 @@ class EngineGate:
         if self.is_serving:
             self._apply(Pause())
 
+    def check_resume(self) -> None:
+        """Changes nothing: refuses a resumption before memory is taken for it."""
+        if not self.is_serving:
+            self._lifecycle.apply(Resume())
+
     def resume(self) -> None:
         self._is_draining = False
         if not self.is_serving:

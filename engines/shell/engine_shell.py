@@ -182,6 +182,7 @@ class EngineShell(Generic[_Core]):
         await self._changes.make(self._resume)
 
     async def _resume(self) -> None:
+        self._gate.check_resume()
         await self._wake(["kv_cache"])
         with span("resume"):
             self._gate.resume()

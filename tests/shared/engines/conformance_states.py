@@ -14,7 +14,7 @@ from conformance_runs import MakeEngine, requests, results_of, weights
 from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 
-from umbra.runtime.errors import EngineError
+from umbra.runtime.errors import EngineError, IllegalTransition
 
 
 def test_pause_abort_ends_everything_and_resume_goes_on(make_engine: MakeEngine) -> None:
@@ -116,6 +116,8 @@ def test_sleep_and_wake_keep_or_lose_the_version(
 
             await engine.sleep(level)
 
+            with pytest.raises(IllegalTransition, match="Resume"):
+                await engine.resume()
             asleep = await engine.stats()
             assert asleep["kv_nbytes"] == 0 or not frees_memory_asleep
             with pytest.raises(EngineError, match="ASLEEP"):
