@@ -113,6 +113,10 @@ class IllegalTransition(EngineError):
     """An engine's lifecycle state does not allow the event."""
 
 
+class WakeError(EngineError):
+    """An engine could not take memory again for what slept."""
+
+
 class EngineUnhealthy(EngineError):
     """An engine hangs or crashes in a loop."""
 

@@ -24,7 +24,7 @@ class Changes:
 
     Cancelling a caller does not cancel its change: the engine's processes and threads would do
     their part in any case, and this side would no longer know their state. Even a change that has
-    not begun runs, because `EngineGate` counts it as made.
+    not begun runs, because `EngineGate` counts a pause as made when it is asked for.
     """
 
     def __init__(self) -> None:

@@ -25,15 +25,15 @@ from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag
-from umbra.runtime.errors import EngineError, WeightSyncError
+from umbra.runtime.errors import EngineError, WakeError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.tracing.spans import gauge, span
 from umbra.runtime.weights.manifest import Manifest
 
 _Core = TypeVar("_Core", bound=Core)
 _PREPARED_INTERVAL_S: Final = 0.005
-# Between questions whether an update is prepared, each of which takes its turn between two steps.
-# More often delays tokens; less often delays the update.
+# Between questions whether an update is prepared, each of which waits for the engine's current step
+# and delays the next one. More often delays tokens; less often delays the update.
 
 
 class EngineShell(Generic[_Core]):
@@ -60,7 +60,7 @@ class EngineShell(Generic[_Core]):
         self._gate = EngineGate()
         self._drain_is_over = asyncio.Event()
         self._changes = Changes()  # of the core's state, and of its requests
-        self._next_version: int | None = None  # of an update that may be loaded
+        self._prepared_version: int | None = None  # of an update that may be loaded
         self._can_commit = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
         gauge("requests", lambda: {"in flight": len(requests.ids)})
@@ -173,6 +173,7 @@ class EngineShell(Generic[_Core]):
             self._gate.pause()
 
     async def _pause_core(self, *, keep: bool) -> None:
+        self._gate.pause()  # an earlier change may have resumed it since the call
         await self._core.pause(keep=keep)
         await self._requests.deliver()
         if not keep:
@@ -193,14 +194,14 @@ class EngineShell(Generic[_Core]):
     # -- memory --------------------------------------------------------------------------
 
     async def sleep(self, level: SleepLevel) -> None:
-        if not self._requests.ids:
-            self._gate.pause()
-        self._gate.sleep(level)
         await self._changes.make(lambda: self._put_to_sleep(level), span("sleep", level=level))
 
     async def _put_to_sleep(self, level: SleepLevel) -> None:
+        if not self._requests.ids:
+            self._gate.pause()
+        self._gate.sleep(level)
         await self._pause_core(keep=self._core.keeps_requests_asleep)
-        self._next_version = None
+        self._prepared_version = None
         await self._weights.release()
         await self._core.sleep(level)
 
@@ -211,7 +212,10 @@ class EngineShell(Generic[_Core]):
         sleeping = sorted(self._gate.wake(tags), reverse=True)
         if sleeping:
             with span("wake", tags=", ".join(sleeping)):
-                await self._core.wake(sleeping)
+                try:
+                    await self._core.wake(sleeping)
+                except Exception as error:
+                    raise WakeError(f"{type(error).__name__}: {error}") from error
             self._gate.woken()
 
     # -- weights -------------------------------------------------------------------------
@@ -224,7 +228,7 @@ class EngineShell(Generic[_Core]):
     ) -> None:
         """Requests are added, and the update may be left, while it is being prepared."""
         await self._changes.make(lambda: self._prepare_update(version, manifest, buckets))
-        while self._next_version == version:
+        while self._prepared_version == version:
             if await self._changes.make(self._weights.is_prepared):
                 return
             await asyncio.sleep(_PREPARED_INTERVAL_S)
@@ -232,14 +236,14 @@ class EngineShell(Generic[_Core]):
     async def _prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None:
-        self._next_version = None
+        self._prepared_version = None
         self._core.check_update(Manifest.from_wire(manifest))
         await self._weights.begin(manifest, buckets)
-        self._next_version = version
+        self._prepared_version = version
 
     async def load(self) -> dict[str, int]:
         """Frozen requests keep their KV cache, so they continue with keys of the older weights."""
-        version, self._next_version = self._next_version, None
+        version, self._prepared_version = self._prepared_version, None
         if version is None:
             raise WeightSyncError("no update is in progress; prepare_update comes first")
         return {"nbytes": await self._changes.make(lambda: self._load(version))}
@@ -282,7 +286,7 @@ class EngineShell(Generic[_Core]):
         await self._changes.make(self._abort_update)
 
     async def _abort_update(self) -> None:
-        self._next_version = None
+        self._prepared_version = None
         await self._weights.abort()
         self._gate.abort_update()
 
@@ -292,7 +296,7 @@ class EngineShell(Generic[_Core]):
 
     def _check_updating(self) -> None:
         if self._gate.state != EngineState.UPDATING:
-            raise WeightSyncError("no update is in progress; prepare_update comes first")
+            raise WeightSyncError("no update is in progress; load comes first")
 
     # -- health --------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ class WeightUpdates(Protocol):
         ...
 
     async def release(self) -> None:
-        """Called when the engine goes to sleep: leaves the update, and frees what the next one
-        would reuse."""
+        """Called when the engine goes to sleep: leaves the update, and frees what is the engine's
+        own."""
         ...
 
     async def close(self) -> None:

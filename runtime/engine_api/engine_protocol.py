@@ -81,7 +81,7 @@ class Engine(Protocol):
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None:
         """Prepares for the weights of `version`, and changes nothing else. Allowed in any state but
-        during an update; a sleep discards the preparation."""
+        between `load` and `commit_update` or `abort_update`. A sleep discards the preparation."""
         ...
 
     async def load(self) -> dict[str, int]:
@@ -104,7 +104,8 @@ class Engine(Protocol):
         ...
 
     async def commit_update(self) -> None:
-        """The weights are those of the version given to `prepare_update`: resumes under it."""
+        """Makes the version given to `prepare_update` the one held, takes memory for the KV cache
+        if that sleeps, and resumes."""
         ...
 
     async def abort_update(self) -> None:

@@ -27,8 +27,8 @@ refused before an engine sees it.
   one.
 - Weights and KV cache wake together or one after the other, so PAUSED and PENDING_WEIGHTS record
   which parts are `awake`. There Wake is legal for the other parts.
-- An update wakes the weights if they sleep, and Resume the KV cache. In hybrid mode an engine takes
-  its memory in this way: Sleep, then BeginUpdate in ASLEEP, CommitUpdate, Resume.
+- An update wakes the weights if they sleep, and Resume the KV cache. So BeginUpdate is legal in
+  ASLEEP too, which is not drawn. In hybrid mode: Sleep, BeginUpdate, CommitUpdate, Resume.
 - An engine restarted while the trainer trains must free its memory too, so PENDING_WEIGHTS may
   Sleep; it then wakes to PENDING_WEIGHTS, whatever the level.
 - An engine that loads its weights itself (a judge) starts SERVING in every incarnation. No update

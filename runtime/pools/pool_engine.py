@@ -1,7 +1,7 @@
 """One engine of a pool, as the supervisor sees it: its actor, its lifecycle, calls to it.
 
-Every request first goes through the lifecycle, so an illegal one is refused before the engine
-sees it, and an engine that dies during a request is simply DEAD afterwards.
+A request that changes its state first goes through the lifecycle, so an illegal one is refused
+before the engine sees it. An engine that dies during a request is simply DEAD afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from umbra.runtime.engine_api.lifecycle import (
     Wake,
     Woken,
 )
-from umbra.runtime.errors import EngineUnhealthy, ProtocolError, UmbraError, brief
+from umbra.runtime.errors import (
+    ActorError,
+    EngineUnhealthy,
+    ProtocolError,
+    TransportError,
+    UmbraError,
+    WakeError,
+    brief,
+)
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.tracing.spans import span
 
@@ -221,6 +229,7 @@ class PoolEngine:
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         """UPDATING → PAUSED(version) → SERVING(version)."""
+        self.lifecycle.apply(CommitUpdate(version))  # refuses before the engine is asked
         async with self._allocating({"kv_cache"}):
             await self._request("commit_update", timeout_s=timeout_s)
             self.apply(CommitUpdate(version))
@@ -242,14 +251,16 @@ class PoolEngine:
 
     @asynccontextmanager
     async def _allocating(self, tags: Set[Tag]) -> AsyncGenerator[None]:
-        """Reports whether the engine got memory for those of `tags` that sleep now."""
+        """Reports whether the engine got memory for those of `tags` that sleep now. One that ends
+        meanwhile may have lacked it."""
         if tags <= self.lifecycle.awake:
             yield
             return
         try:
             yield
-        except EngineUnhealthy:
-            await self.actor.failed_to_wake()
+        except (EngineUnhealthy, WakeError) as error:
+            if isinstance(error.__cause__, WakeError | TransportError | ActorError):
+                await self.actor.failed_to_wake()
             raise
         if self.lifecycle.awake == ALL_TAGS:
             self.actor.woke()
@@ -266,5 +277,5 @@ class PoolEngine:
         try:
             return await self._handle.call(method, *args, timeout_s=timeout_s)
         except UmbraError as error:
-            label = f"{self.name}#{incarnation}"
-            raise EngineUnhealthy(f"{label} failed at {method}: {error}") from error
+            kind = WakeError if isinstance(error, WakeError) else EngineUnhealthy
+            raise kind(f"{self.name}#{incarnation} failed at {method}: {error}") from error

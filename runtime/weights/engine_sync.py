@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
-from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, brief
+from umbra.runtime.errors import ProtocolError, UmbraError, WakeError, WeightSyncError, brief
 from umbra.runtime.weights.sync_events import (
     Action,
     Close,
@@ -40,9 +40,9 @@ from umbra.runtime.weights.transports.base import Layout, TransferProgress, Tran
 logger = logging.getLogger(__name__)
 
 _SETTLE_TIMEOUT_S: Final = 10.0
-# Limit of each call after the decision (commit, revert), whatever is left of the lease: a
-# short one kills engines that were only slow, a long one delays the next sync. Also how much longer
-# than the lease a load may take to notice that the sync was aborted.
+# Limit of each call after the decision (commit, revert), whatever is left of the lease: a short one
+# kills engines that were only slow, as to wake a large KV cache, a long one delays the next sync.
+# Also how much longer than the lease a load may take to notice that the sync was aborted.
 _ABORTED_LIMIT_S: Final = 40.0
 # Limit of an engine's request in progress when the sync is aborted. Longer: an elastic restart,
 # which gives the pool 60 s, ends the job. Shorter: engines that finish loading a model are killed.
@@ -63,9 +63,10 @@ class SyncEngine(Protocol):
     `prepare_update` does not change the weights. `load` takes memory for them if they sleep,
     returns when the model has the new ones, and fails soon after the sync is aborted. As soon as it
     is called the weights have no version (lifecycle BeginUpdate). `verify_update` compares
-    checksums, changes nothing, and returns what differs. After `commit_update` the engine serves.
-    `abort_update` ends the update; the lifecycle loses the version only if `load` was called.
-    `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
+    checksums, changes nothing, and returns what differs. `commit_update` wakes the KV cache if it
+    sleeps, and the engine serves. `abort_update` ends the update; the lifecycle loses the version
+    only if `load` was called. `probe_import` returns why allocations (`rank_exports`) cannot be
+    opened, or "".
     """
 
     @property
@@ -234,7 +235,7 @@ class EngineSync:
             if isinstance(request, Prepare | Load) and self._is_cut_off():
                 self._leave()
                 return
-            if await self._is_stopped_by_abort(request):
+            if not isinstance(error, WakeError) and await self._is_stopped_by_abort(request):
                 return  # the revert that follows finds its state
             reason = str(error)
         except Exception as error:  # an engine must not end the supervisor
@@ -286,15 +287,18 @@ class EngineSync:
     async def _load(self, timeout: asyncio.Timeout) -> Event:
         engine, version = self._engine, self._transaction.version
         begun_at = time.monotonic()
-        with self._watching(timeout):
+        with self._watching(timeout, wakes="weights" not in engine.lifecycle.awake):
             loaded = await engine.load(version, self._lease.left_s + _SETTLE_TIMEOUT_S)
         self.load_s = time.monotonic() - begun_at
         return EngineLoaded(engine.name, _loaded_nbytes(loaded))
 
     @contextmanager
-    def _watching(self, timeout: asyncio.Timeout) -> Generator[None]:
-        """Resets a load's timeout whenever it makes progress; sets none while it waits for
-        others."""
+    def _watching(self, timeout: asyncio.Timeout, *, wakes: bool) -> Generator[None]:
+        """Resets a load's timeout whenever it makes progress; sets none while it waits for others.
+
+        Args:
+            wakes: the engine first takes memory for its weights.
+        """
         loop, num_buckets = asyncio.get_running_loop(), self._opened.layout.num_buckets
         progress, num_seen = self._opened.progress, 0
         timer: asyncio.TimerHandle | None = None
@@ -305,9 +309,9 @@ class EngineSync:
             ends_at = timeout.when()
             limit_s = max(_MIN_TIMEOUT_S, self._timeout_s())
             if progress.is_aborted or progress.is_cut_off(self.number):
-                # All buckets are loaded: the library's own final work cannot be stopped.
-                all_came = num_loaded == num_buckets
-                limit = loop.time() + (_ABORTED_LIMIT_S if all_came else _SETTLE_TIMEOUT_S)
+                # The library's work before the first bucket and after the last cannot be stopped.
+                is_at_work = num_loaded == num_buckets or (wakes and num_loaded == 0)
+                limit = loop.time() + (_ABORTED_LIMIT_S if is_at_work else _SETTLE_TIMEOUT_S)
                 ends_at = limit if ends_at is None else min(ends_at, limit)
             elif num_loaded < num_buckets and not progress.has_work(self.number):
                 ends_at = None

@@ -53,7 +53,7 @@ class RankReleased:
 
 @dataclass(frozen=True, slots=True)
 class EnginePrepared:
-    """The engine is paused, and accepts the layout."""
+    """The engine has the layout, and generates nothing."""
 
     engine: str
 
@@ -148,6 +148,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
+    """Take the layout, then pause."""
+
     engine: str
 
 
@@ -182,6 +184,8 @@ class CommitVersion:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
+    """Wake the KV cache, and serve the new version."""
+
     engine: str
 
 

@@ -1,6 +1,6 @@
 """Moves the trainer's tensors from its device to host memory while engines generate.
 
-    release_cache -> wake(weights) -> ranks fill their buckets -> send_away -> wake(kv_cache)
+    release_cache -> weights wake -> ranks fill their buckets -> send_away -> KV cache wakes
     -> generate -> sleep -> bring_back -> train
 
 The memory is taken from under the tensors: storages shrink to nothing and grow again. Parameters,

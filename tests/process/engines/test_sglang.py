@@ -131,29 +131,11 @@ def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
             assert frontend_of(core).released == {"kv_cache"}
             await engine.wake(["kv_cache"])
             await engine.sleep(2)
-            await engine.wake(["weights"])
-            await publish_asleep(engine, tmp_path)
+            await publish(engine, weights("qwen3", 2), 2, tmp_path)
             assert_holds(core, 2)
-
-    async def publish_asleep(engine: Any, folder: Path) -> None:
-        """The KV cache wakes after the update, as in hybrid mode."""
-        await publish(Waking(engine), weights("qwen3", 2), 2, folder)  # pyright: ignore[reportArgumentType]
+            assert not frontend_of(core).released
 
     run_async(body)
-
-
-class Waking:
-    """An engine that wakes its KV cache before it resumes, as the supervisor has it do."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def resume(self) -> None:
-        await self._engine.wake(["kv_cache"])
-        await self._engine.resume()
 
 
 def test_weights_asleep_are_not_saved_again_when_the_kv_cache_sleeps_again(

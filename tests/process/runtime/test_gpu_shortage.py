@@ -162,6 +162,19 @@ def publish(session: Session, version: int) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_an_engine_that_fails_to_load_after_it_has_woken_is_not_short_of_memory_to_wake(
+    umbra_session: Session, umbra_session_factory: SessionFactory
+) -> None:
+    umbra_session.create_pool(short_pool(at_load=[1, 2]))
+
+    train_steps(umbra_session, 4)
+
+    assert umbra_session.pool("policy").states()[0]["incarnation"] == 3
+    assert not any("too little GPU memory" in note for note in umbra_session_factory.notes)
+
+
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

@@ -115,7 +115,7 @@ def test_the_steps_of_an_update_come_in_order(
         async with running(engine):
             with pytest.raises(WeightSyncError, match="prepare_update comes first"):
                 await engine.load()
-            with pytest.raises(WeightSyncError, match="prepare_update comes first"):
+            with pytest.raises(WeightSyncError, match="load comes first"):
                 await engine.commit_update()
             await engine.abort_update()
             await engine.submit(requests(1, max_new_tokens=400))

@@ -23,8 +23,13 @@ from local_world import (
 )
 from torch import Tensor
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
-from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
+from umbra.runtime.engine_api.lifecycle import (
+    BeginUpdate,
+    EngineLifecycle,
+    EngineStarted,
+    EngineState,
+)
+from umbra.runtime.errors import DeadlineExceeded, JobFailed, WakeError, WeightSyncError
 from umbra.runtime.weights import engine_sync
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncFilled, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
@@ -377,6 +382,30 @@ def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
 
         assert engine.log == ["prepare_update", "abort_update"]
         assert str(engine.lifecycle) == "SERVING(1)"
+
+
+def test_an_engine_that_could_not_wake_is_replaced_even_if_the_sync_was_aborted(
+    sources: dict[str, Tensor],
+) -> None:
+    aborted = threading.Event()
+
+    class CannotWake(ThreadEngine):
+        async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
+            self.apply(BeginUpdate(version))
+            self.hanging.set()
+            await asyncio.to_thread(aborted.wait, 10.0)
+            raise WakeError("CUDA Error: out of memory")
+
+    def publish_in_vain() -> None:
+        with pytest.raises(WeightSyncError):
+            publish(supervisor, sources)
+        aborted.set()
+
+    engine = CannotWake("engine", empty_like(sources))
+    with local_pool([engine], SMALL) as supervisor:
+        in_threads(publish_in_vain, lambda: supervisor.lose_rank(0, engine.hanging))
+
+    assert engine.killed == "weight sync: load: CUDA Error: out of memory"
 
 
 def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(sources: dict[str, Tensor]) -> None:
