@@ -41,6 +41,7 @@ from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator,
 from umbra.trainer.auxiliary_pools import auxiliary_pool_spec
 from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.hub.local_paths import hub_settings
@@ -60,7 +61,6 @@ from umbra.trainer.setup_check import (
     check_batch_size,
     check_models,
     check_stop_tokens,
-    questionable_settings,
 )
 from umbra.trainer.world import pick_device, usable_gpus
 
@@ -143,7 +143,7 @@ class NodeChecks:
         yield self._verdict("context", self._context, after="model")
         yield self._verdict("data", self._data, after=self._hub("data", "eval"))
         yield verdict_of("loss", self._loss)
-        for text in questionable_settings(self._config):
+        for text in setting_rules.warnings(self._config):
             yield Verdict("settings", "warning", text)
         yield verdict_of("batch", self._batch)
         yield verdict_of("loggers", self._loggers)

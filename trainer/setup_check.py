@@ -47,25 +47,6 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
         )
 
 
-def questionable_settings(config: TrainerConfig) -> list[str]:
-    """Settings that work and are probably not meant, with the remedy."""
-    rollout, found = config.rollout, list[str]()
-    if rollout.max_staleness == 0:
-        return found
-    name = f"rollout.max_staleness = {rollout.max_staleness}"
-    if config.pool.mode == "hybrid":
-        found.append(
-            f"{name} and pool.mode = 'hybrid': engines sleep while the trainer works, so "
-            "little is generated ahead: use pool.mode = 'standalone', or 0"
-        )
-    if config.train.loss == "clipped":
-        found.append(
-            f"{name} and train.loss = 'clipped': tokens of older weights may be clipped before the "
-            "first update: use train.loss = 'decoupled'"
-        )
-    return found
-
-
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
     """Raises DataError if a path is not a model directory, and ConfigError if the embedded engine
     does not support the model's architecture, or the context is too long for it.

@@ -41,6 +41,7 @@ from umbra.trainer.checkpoint.run_dir import (
     record_settings,
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState
+from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
@@ -60,7 +61,6 @@ from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget, user_folders
-from umbra.trainer.setup_check import questionable_settings
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
@@ -119,7 +119,7 @@ class Trainer:
             plan, memory, device_type = self._plan_pools()
             is_lead = starter is not None
             if is_lead:
-                warnings = [f"warning: {each}" for each in questionable_settings(config)]
+                warnings = [f"warning: {each}" for each in setting_rules.warnings(config)]
                 for line in (*warnings, *plan.table(memory.columns()), *memory.notes):
                     self._notes.put(line)
                 starter.start_engines(plan, device_type)

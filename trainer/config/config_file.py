@@ -15,8 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
-from umbra.trainer.config.config_overrides import Override, inner_annotation, overrides_behind
+from umbra.trainer.config.config_overrides import (
+    Override,
+    inner_annotation,
+    overrides_behind,
+    overrides_of,
+)
 from umbra.trainer.config.other_trainers import other_trainers_hint
+from umbra.trainer.config.setting_rules import refusals
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
 _WORDS: Final = {
@@ -68,18 +74,24 @@ def check_config(
     try:
         # As JSON, lists become tuples and text becomes paths; all else keeps its type. A date or
         # time becomes text, which no number or truth value takes.
-        return TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
+        config = TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
     except ValidationError as error:
         problems = [
-            _message(problem, source, overrides_behind(problem, parsed, values))
+            _sourced(_describe(problem), source, overrides_behind(problem, parsed, values))
             for problem in error.errors(include_url=False)
         ]
         raise ConfigError("; ".join(problems)) from None
+    if isinstance(config, TrainerConfig) and (rules := refusals(config)):
+        problems = [
+            _sourced(rule.message(config), source, overrides_of(rule.settings, parsed))
+            for rule in rules
+        ]
+        raise ConfigError("; ".join(problems))
+    return config
 
 
-def _message(problem: Any, source: str, behind: Sequence[Override]) -> str:
-    """One pydantic error and its source: the file, or settings on the command line."""
-    text = _describe(problem)
+def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
+    """What is wrong, and its source: the file, or settings on the command line."""
     if not behind:
         return f"{source}: {text}"
     given = " ".join(override.given for override in behind)

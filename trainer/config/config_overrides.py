@@ -99,6 +99,16 @@ def overrides_behind(
     return _below(location, overrides)
 
 
+def overrides_of(settings: Sequence[str], overrides: Sequence[Override]) -> list[Override]:
+    """The overrides that give one of these settings, or its section, a value."""
+    last = {one.keys: one for one in overrides}
+    return [
+        one
+        for one in last.values()
+        if one.text and any(f"{name}.".startswith(f"{one.key}.") for name in settings)
+    ]
+
+
 def _below(location: tuple[str, ...], overrides: Sequence[Override]) -> list[Override]:
     last = {one.keys: one for one in overrides}
     return [

@@ -268,7 +268,8 @@ class TrainSection(Settings):
             of samples and `rollout.max_new_tokens`.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
-        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.kl_estimators`.
+        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.kl_estimators`. The
+            estimator k1 is not among them: as a loss, its expected gradient is 0.
         log_entropy: Whether to measure the policy's entropy, which takes one more pass over the
             logits.
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
@@ -312,7 +313,7 @@ class TrainSection(Settings):
     advantage: Annotated[str, Checked(_check_advantage)] = "grpo"
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     kl_coef: Annotated[float, Bounds(ge=0)] = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k2", "k3"] = "k3"
     log_entropy: bool = True
     activation_checkpointing: Literal["none", "full"] = "none"
     compile: bool = False
@@ -351,22 +352,6 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         _check_pool_names(self.pools)
-        rollout, train = self.rollout, self.train
-        if rollout.temperature == 0:
-            raise SettingError(
-                "rollout.temperature = 0 is greedy, and all completions of a prompt would be the "
-                "same: it has to be greater than 0"
-            )
-        if rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS:
-            raise SettingError(
-                "rollout.group_size = 1: advantages compare the completions of one prompt; that of "
-                "a single one is always 0, and nothing would be learned: use 2 or more"
-            )
-        if train.offload != "none" and self.pool.mode != "hybrid":
-            raise SettingError(
-                f"train.offload = {train.offload!r} needs pool.mode = 'hybrid': engines of a "
-                "standalone pool do not share the trainer's memory"
-            )
 
     @property
     def master_dtype(self) -> Dtype:

@@ -145,7 +145,7 @@ def test_kl_estimators_are_zero_for_equal_policies(estimator: KlEstimator) -> No
     assert kl_terms(logprobs, logprobs, estimator).abs().max() == 0.0
 
 
-@pytest.mark.parametrize(("estimator", "tolerance"), [("k1", 0.01), ("k2", 0.02), ("k3", 0.01)])
+@pytest.mark.parametrize(("estimator", "tolerance"), [("k2", 0.02), ("k3", 0.01)])
 def test_kl_estimators_average_to_the_kl(estimator: KlEstimator, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     policy = torch.randn(6, generator=generator).log_softmax(-1)

@@ -13,7 +13,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.setup_check import check_models, check_setup, questionable_settings
+from umbra.trainer.setup_check import check_models, check_setup
 
 MODEL = {
     "model_type": "qwen3",
@@ -51,18 +51,6 @@ def config_of(values: dict[str, Any], section: str = "", **settings: object) -> 
         values | ({name: values.get(name, {}) | settings} if section else {}),
         "config",
     )
-
-
-def test_staleness_that_is_probably_not_meant_is_named(values: dict[str, Any]) -> None:
-    stale = values | {"rollout": {"max_staleness": 2}}
-    meant = stale | {"pool": {"mode": "standalone"}, "train": {"steps": 1, "loss": "decoupled"}}
-
-    hybrid, clipped = questionable_settings(config_of(stale))
-
-    assert "rollout.max_staleness = 2 and pool.mode = 'hybrid'" in hybrid
-    assert clipped.endswith("use train.loss = 'decoupled'")
-    assert questionable_settings(config_of(values)) == []
-    assert questionable_settings(config_of(meant)) == []
 
 
 def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnvironment:

@@ -1,0 +1,145 @@
+"""Combinations of settings that are refused, and those that are warned about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.setting_rules import RULES, warnings
+from umbra.trainer.config.trainer_config import TrainerConfig
+
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "models/tiny"},
+    "data": {"train": "train.jsonl"},
+    "reward": {"function": "rewards:score"},
+    "train": {"steps": 10},
+}
+REFUSED = [
+    ("rollout.temperature=0.0", "rollout.temperature = 0.0: "),
+    ("rollout.group_size=1", "rollout.group_size = 1 and train.advantage = 'grpo': "),
+    (
+        "train.offload=all pool.mode=standalone",
+        "train.offload = 'all' and pool.mode = 'standalone': ",
+    ),
+]
+QUESTIONABLE = [
+    (
+        "rollout.max_staleness=2 train.loss=decoupled",
+        "rollout.max_staleness = 2 and pool.mode = 'hybrid': ",
+    ),
+    (
+        "rollout.max_staleness=2 pool.mode=standalone",
+        "rollout.max_staleness = 2 and train.loss = 'clipped': ",
+    ),
+    ("rollout.agent_concurrency=8", "rollout.agent_concurrency = 8 and rollout.agent = None: "),
+    ("rollout.agent_retries=0", "rollout.agent_retries = 0 and rollout.agent = None: "),
+    (
+        "train.loss=gspo train.clip_eps_low=3e-4 train.clip_eps_high=4e-4",
+        "train.loss = 'gspo' and train.loss_aggregation = 'token': ",
+    ),
+    (
+        "train.loss=gspo train.loss_aggregation=sequence",
+        "train.loss = 'gspo' and train.clip_eps_low = 0.2 and train.clip_eps_high = 0.2: ",
+    ),
+    (
+        "train.clip_eps_low=0.0 train.clip_eps_high=0.0",
+        "train.clip_eps_low = 0.0 and train.clip_eps_high = 0.0: ",
+    ),
+    ("train.importance_cap=5.0", "train.importance_cap = 5.0 and train.loss = 'clipped': "),
+    (
+        "train.importance_above_cap=mask train.loss=cispo",
+        "train.importance_above_cap = 'mask' and train.loss = 'cispo': ",
+    ),
+    ("train.importance_floor=0.1", "train.importance_floor = 0.1 and train.loss = 'clipped': "),
+    ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),
+    ("train.warmup_steps=10", "train.warmup_steps = 10 and train.steps = 10: "),
+    ("train.min_lr_ratio=0.1", "train.min_lr_ratio = 0.1 and train.schedule = 'constant': "),
+    (
+        "model.master_dtype=bfloat16",
+        "model.master_dtype = 'bfloat16' and train.learning_rate = 1e-06: ",
+    ),
+    (
+        "train.max_tokens_per_micro_batch=512 train.micro_batches=2",
+        "train.max_tokens_per_micro_batch = 512 and train.micro_batches = 2: ",
+    ),
+    ("eval.temperature=1.0", "eval.temperature = 1.0 and data.eval = None: "),
+    ("eval.samples=4 eval.temperature=1.0", "eval.samples = 4 and data.eval = None: "),
+    ("data.eval_limit=9", "data.eval_limit = 9 and data.eval = None: "),
+    ("train.eval_every=5", "train.eval_every = 5 and data.eval = None: "),
+    (
+        "data.format=chat data.prompt_column=question",
+        "data.prompt_column = 'question' and data.format = 'chat': ",
+    ),
+    (
+        "data.format=text data.messages_column=chat",
+        "data.messages_column = 'chat' and data.format = 'text': ",
+    ),
+]
+MEANT = [
+    "rollout.max_staleness=2 pool.mode=standalone train.loss=decoupled train.importance_cap=5.0",
+    "train.advantage=own:estimate rollout.group_size=1",
+    "train.loss=own:loss train.importance_cap=5.0",
+    "train.loss=cispo train.clip_eps_low=0.0 train.clip_eps_high=0.0",
+    "train.loss=gspo train.loss_aggregation=sequence train.clip_eps_low=3e-4 "
+    "train.clip_eps_high=4e-4",
+    "train.kl_coef=0.01 train.kl_estimator=k2",
+    "train.schedule=cosine train.min_lr_ratio=0.1 train.warmup_steps=9",
+    "model.master_dtype=bfloat16 train.learning_rate=1e-4",
+    "train.offload=all",
+    "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
+    "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
+]
+
+
+def config_of(overrides: str) -> TrainerConfig:
+    return check_config(TrainerConfig, MINIMAL, "config", overrides.split())
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED)
+def test_a_combination_without_a_sensible_meaning_is_refused(overrides: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_of(overrides)
+
+    assert str(raised.value).startswith(f"{overrides} (command line): {said}")
+
+
+@pytest.mark.parametrize(("overrides", "said"), QUESTIONABLE)
+def test_a_combination_that_is_probably_not_meant_is_warned_about(
+    overrides: str, said: str
+) -> None:
+    found = warnings(config_of(overrides))
+
+    assert any(text.startswith(said) for text in found)
+
+
+@pytest.mark.parametrize("overrides", ["", *MEANT])
+def test_sensible_combinations_pass_in_silence(overrides: str) -> None:
+    assert warnings(config_of(overrides)) == []
+
+
+def test_every_rule_has_a_case() -> None:
+    said = [text for _, text in (*REFUSED, *QUESTIONABLE)]
+
+    unproved = [
+        rule.settings
+        for rule in RULES
+        if not any(
+            [part.split(" = ")[0] for part in text.split(" and ")] == list(rule.settings)
+            for text in said
+        )
+    ]
+
+    assert unproved == []
+
+
+def test_all_refusals_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.temperature = 0\.0.*; .*train\.offload = "):
+        config_of("rollout.temperature=0.0 train.offload=all pool.mode=standalone")
+
+
+def test_k1_is_no_estimator_of_a_loss() -> None:
+    with pytest.raises(ConfigError, match=r"kl_estimator=k1 .*: input should be 'k2' or 'k3'"):
+        config_of("train.kl_coef=0.1 train.kl_estimator=k1")
