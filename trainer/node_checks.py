@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import starmap
 from pathlib import Path
 from typing import Final, Literal
 
@@ -35,6 +36,7 @@ from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.disk import check_free_space, format_nbytes
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.package_versions import outside_tested_range
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
@@ -66,7 +68,7 @@ from umbra.trainer.world import pick_device, usable_gpus
 
 HUB: Final = "hub"
 """The check of downloads, which `umbra doctor` makes before these."""
-_PACKAGES: Final = ("umbra-rl", "torch", "transformers", "pyzmq")
+_PACKAGES: Final = ("umbra-rl", "torch", "transformers", "pyzmq", "vllm", "sglang")
 _LEAST_NUM_FILES: Final = 4096
 """Files that each process should be allowed to open. A connection between processes takes four, and
 a manager has one to each engine, rank and worker."""
@@ -138,7 +140,7 @@ class NodeChecks:
     def make(self) -> Iterator[Verdict]:
         """Yields the verdicts as they come; the checks of engines take longest."""
         is_first = self._environment.node_rank == 0
-        yield verdict_of("versions", self._versions)
+        yield from self._versions()
         yield self._verdict("model", self._model, after=self._hub("model", "pools"))
         yield self._verdict("context", self._context, after="model")
         yield self._verdict("data", self._data, after=self._hub("data", "eval"))
@@ -187,15 +189,17 @@ class NodeChecks:
         is_missing = any(key.partition(".")[0] in sections for key in self._not_downloaded)
         return HUB if is_missing else ""
 
-    def _versions(self) -> str:
-        versions = [f"Python {platform.python_version()}"]
+    def _versions(self) -> Iterator[Verdict]:
+        found: dict[str, str] = {}
         for package in _PACKAGES:
-            try:
-                versions.append(f"{package} {version(package)}")
-            except PackageNotFoundError:
-                continue  # umbra may run from its sources; the others were imported
+            with contextlib.suppress(PackageNotFoundError):  # umbra may run from its sources
+                found[package] = version(package)
         cuda: str | None = torch.version.cuda
-        return ", ".join([*versions, f"CUDA {cuda}" if cuda else "torch without CUDA"])
+        texts = [f"Python {platform.python_version()}", *map(" ".join, found.items())]
+        texts.append(f"CUDA {cuda}" if cuda else "torch without CUDA")
+        yield Verdict("versions", "ok", ", ".join(texts))
+        for warning in filter(None, starmap(outside_tested_range, found.items())):
+            yield Verdict("versions", "warning", warning)
 
     def _model(self) -> str:
         check_models(self._config)

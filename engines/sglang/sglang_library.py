@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, fields
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from umbra.engines.shell.library_import import load_library
 from umbra.runtime.errors import how_to_install
-
-TESTED_VERSIONS: Final = ("0.5.17",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,6 @@ class SglangLibrary:
             "SGLang",
             "sglang",
             cls._pick,
-            tested=TESTED_VERSIONS,
             missing=how_to_install("sglang"),
         )
 

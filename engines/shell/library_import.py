@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.package_versions import outside_tested_range
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-def load_library(
-    name: str, module: str, pick: Callable[[str], _T], *, tested: Sequence[str], missing: str
-) -> _T:
-    """Returns what `pick` makes of the library's version. Warns if the version is untested.
+def load_library(name: str, module: str, pick: Callable[[str], _T], *, missing: str) -> _T:
+    """Returns what `pick` makes of the library's version. Warns about an untested version.
 
     Args:
         name: for messages.
@@ -43,9 +42,8 @@ def load_library(
     try:
         picked = pick(version)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{name} {version} lacks what umbra needs: {error}; tested with {', '.join(tested)}"
-        ) from error
-    if version.partition("+")[0] not in tested:
-        logger.warning("%s %s is untested with umbra; tested: %s", name, version, ", ".join(tested))
+        advice = outside_tested_range(module, version) or "reinstall it"
+        raise ConfigError(f"{name} {version} lacks what umbra needs: {error}; {advice}") from error
+    if warning := outside_tested_range(module, version):
+        logger.warning(warning)
     return picked

