@@ -48,6 +48,7 @@ from umbra.runtime.errors import (
     UmbraError,
 )
 from umbra.runtime.process.exit_status import STOP_SIGNALS
+from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.rpc_client import Client
@@ -236,8 +237,7 @@ async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> 
             stopped_by.append(number)
             task.cancel()
 
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, leave, number)
+    handle_signals(STOP_SIGNALS, leave)
     lead = JobNode(
         node_id=f"{job.host}:{job.port}", num_ranks=0, tcp_endpoint=f"tcp://{job.host}:{job.port}"
     )

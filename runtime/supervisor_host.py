@@ -30,6 +30,7 @@ from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.exit_status import STOP_SIGNALS
+from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.process.prctl import become_subreaper
@@ -124,8 +125,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             owns_keys=config.owns_keys,
             torchrun_pid=config.torchrun_pid,
         )
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, supervisor.stop_job, number)
+        handle_signals(STOP_SIGNALS, supervisor.stop_job)
 
         def on_guardian_end() -> None:
             # Without a guardian, the supervisor's own death would leave orphans.

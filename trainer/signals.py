@@ -36,6 +36,7 @@ from typing import Final, Self
 
 from umbra.runtime.cluster.run_notice import NOTHING_TO_SAVE, PREEMPT_SIGNAL, stop_status
 from umbra.runtime.errors import JobFailed
+from umbra.runtime.process.forked_signals import keep_from_forks
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_REQUEST_S: Final = 1.0
@@ -105,11 +106,13 @@ class StopSignals:
             # Restored last: the thread of the last resort sends this signal until it is joined.
             former = signal.signal(signal.SIGALRM, self._on_alarm)
             stack.callback(signal.signal, signal.SIGALRM, former)
+            keep_from_forks(signal.SIGALRM)
             self._watch_wakeups(stack)
             for number in _SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+                keep_from_forks(number)
             stack.callback(self.disarm)
             self._stack = stack.pop_all()
         return self
@@ -133,6 +136,8 @@ class StopSignals:
         stack.callback(reader.close)
         stack.callback(thread.join)
         stack.callback(writer.close)
+        # Forks may have it, too, so closing it would not end the thread.
+        stack.callback(writer.shutdown, socket.SHUT_WR)
         former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, former)
 

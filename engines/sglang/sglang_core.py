@@ -39,6 +39,7 @@ from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants
+from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.pid_watch import PidWatch
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class SglangCore(AdapterCore):
         self._handling = loop.create_task(self._frontend.handle_loop())
         self._handling.add_done_callback(self._on_handling_done)
         # A process of SGLang that fails sends SIGQUIT, and may take long to end, or hang.
-        loop.add_signal_handler(signal.SIGQUIT, self.died.set)
+        handle_signals([signal.SIGQUIT], lambda _: self.died.set())
         self.vocab_size = int(self._frontend.model_config.vocab_size)
         self._stop_ids = frozenset(self._frontend.model_config.hf_eos_token_id or ())
 

@@ -30,6 +30,7 @@ from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.cpu_affinity import confine, cores_near
 from umbra.runtime.process.exit_status import STOP_SIGNALS
+from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -168,8 +169,7 @@ class _Host:
             self.signal = self.signal or number
             callback()
 
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, observe, number)
+        handle_signals(STOP_SIGNALS, observe)
 
     def _announce(self, outcome: dict[str, Any]) -> None:
         if not self._announced:

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 from umbra.runtime.errors import ConfigError, how_to_install
+from umbra.runtime.process.forked_signals import handle_signals
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,8 +32,7 @@ async def _serve(run_dir: Path, host: str, port: int) -> None:
     # The server logs its own failures; aiohttp would log a traceback for each malformed request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    handle_signals((signal.SIGINT, signal.SIGTERM), lambda _: ended.set())
 
     from umbra.runtime.dash.dash_server import DashServer
     from umbra.runtime.dash.run_view import RunView

@@ -1,0 +1,62 @@
+"""Keeps what a process handles signals with away from the processes that it forks.
+
+    process                                   fork of it, as of `multiprocessing`
+      | os.fork() with all signals blocked       |
+      |                                          | no wake-up descriptor, the default actions again
+      | <-- signals unblocked -->                |
+
+A fork inherits handlers and the wake-up descriptor of `signal.set_wakeup_fd`. Without this, a
+SIGTERM to the fork would be written into its parent's descriptor, where it counts as the parent's,
+and the fork would ignore it. Signals are blocked meanwhile, because the first one may come at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+_handlers: dict[int, _Handler] = {}
+_forking = threading.local()
+
+
+def keep_from_forks(*numbers: int) -> None:
+    """Makes forks of this process take the default action on these signals, as long as their
+    handlers are the present ones. Call it after installing the handlers."""
+    for number in numbers:
+        _handlers[number] = signal.getsignal(number)
+
+
+def handle_signals(
+    numbers: Iterable[signal.Signals], callback: Callable[[signal.Signals], object]
+) -> None:
+    """Calls `callback` with the number on the running event loop, and keeps that from forks."""
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, callback, number)
+        keep_from_forks(number)
+
+
+def _block() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _reset() -> None:
+    signal.set_wakeup_fd(-1)
+    for number, handler in _handlers.items():
+        if signal.getsignal(number) == handler:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    _unblock()
+
+
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset)
