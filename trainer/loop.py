@@ -24,6 +24,7 @@ from umbra.runtime.tracing.spans import span
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.base import AdvantageEstimator
+from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -48,6 +49,7 @@ class TrainingLoop:
 
     Args:
         estimate: the function of `train.advantage`.
+        best: on rank 0, with `train.keep_best_by`.
         step: optimizer steps done so far.
     """
 
@@ -65,6 +67,7 @@ class TrainingLoop:
         publisher: WeightPublisher,
         offload: HostOffload,
         checkpoints: CheckpointStore,
+        best: BestCheckpoint | None,
         versions: VersionCounter,
         reporter: RunReporter,
         gpu_memory: GpuMemorySeen,
@@ -83,6 +86,7 @@ class TrainingLoop:
         self._publisher = publisher
         self._offload = offload
         self._checkpoints = checkpoints
+        self._best = best
         self._versions = versions
         self._reporter = reporter
         self._stop = stop
@@ -94,16 +98,19 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Trains until `train.steps`, or until the ranks agree to stop; saves a checkpoint."""
-        while self.step < self._train.steps:
+        train = self._train
+        while self.step < train.total_steps:
             row = self._do_step()
             if row is None:
                 break
             self._reporter.step_done(self.step, row)
-            if self._is_due(self._train.checkpoint_every):
+            is_evaluated = train.keep_best_by is not None and self._is_due(train.eval_every)
+            if is_evaluated or self._is_due(train.checkpoint_every):
                 self.save()
             if any_rank(self._stop.requested):
                 break
         else:
+            self.save()  # before the last evaluation, which may choose it as the best
             if self._publish() is not None:
                 self._evaluate(is_last=True)
             self._take_memory_back()  # for the export
@@ -123,7 +130,8 @@ class TrainingLoop:
             row = self._publish()
         if row is None:
             return None
-        if self.step == self._first_step or self._is_due(self._train.eval_every):
+        is_first = self.step == self._first_step and self._train.eval_at_start
+        if is_first or (self.step and self._is_due(self._train.eval_every)):
             self._evaluate()
         with self._memory.phase("generation"), span("wait for the batch") as waiting:
             columns = self._next_batch()
@@ -221,7 +229,11 @@ class TrainingLoop:
                 lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
             )
         if result is not None:
-            self._reporter.evaluated(self.step, result, is_last=is_last)
+            row = self._reporter.evaluated(self.step, result, is_last=is_last)
+            if self._best is not None and self._best.evaluated(
+                self._checkpoints.path(self.step), row
+            ):
+                self._reporter.note(f"the best checkpoint is that of step {self.step}")
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -209,6 +209,7 @@ class NodeChecks:
         check_stop_tokens(self._config)
         budget = prompt_budget(self._config)
         budget.check()
+        budget.for_eval().check()
         return f"{budget.max_context_len} tokens, {budget.max_new_tokens} of them generated"
 
     def _data(self) -> str:

@@ -236,6 +236,7 @@ def manager_spec(
         eval_path=str(prompts.eval_path.absolute()) if prompts.eval_path else "",
         eval_sets=prompts.eval_sets,
         eval_samples=config.eval.samples,
+        eval_max_new_tokens=config.eval.max_new_tokens,
         world_size=world_size,
         worker_names=tuple(worker_names(config, num_nodes)),
         seed=train.seed,
@@ -267,5 +268,7 @@ def max_context_len(config: TrainerConfig | ServeConfig) -> int:
 def prompt_budget(config: TrainerConfig) -> PromptBudget:
     """The limits of a prompt's length."""
     return PromptBudget(
-        max_context_len=max_context_len(config), max_new_tokens=config.rollout.max_new_tokens
+        max_context_len=max_context_len(config),
+        max_new_tokens=config.rollout.max_new_tokens,
+        eval_max_new_tokens=config.eval.max_new_tokens,
     )

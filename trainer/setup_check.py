@@ -34,6 +34,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_models(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
+    prompt_budget(config).for_eval().check()
     check_data(config.data)
     check_batch_size(config, environment.world_size)
     check_loggers(config.run.loggers)

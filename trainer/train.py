@@ -31,6 +31,7 @@ from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.algorithm_names import LOSSES
+from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.run_dir import (
@@ -55,12 +56,18 @@ from umbra.trainer.model.policy import Policy
 from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
-from umbra.trainer.reporting.metrics_log import MetricsLog
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
-from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget, user_folders
+from umbra.trainer.services import (
+    MANAGER,
+    POOL,
+    ServiceStarter,
+    prompt_budget,
+    user_folders,
+)
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
@@ -133,7 +140,8 @@ class Trainer:
             stack.push(self._announce_failure)
             from_lead(world, lambda: starter.wait_for_workers() if starter else None)
             resumed_from = from_lead(world, lambda: begin_run(config.run, environment.incarnation))
-            from_lead(world, lambda: self._start_rollouts(starter, world))
+            num_prompts = from_lead(world, lambda: self._start_rollouts(starter, world))
+            config = self._config = config.with_steps(num_prompts)
             policy, reference = self._load_policies(world)
             optimizer = PolicyOptimizer(policy.parameters, config.train)
             checkpoints = CheckpointStore(
@@ -177,6 +185,7 @@ class Trainer:
                 ),
                 offload=offload,
                 checkpoints=checkpoints,
+                best=self._best(world, step),
                 versions=versions,
                 reporter=reporter,
                 gpu_memory=gpu_memory,
@@ -271,11 +280,13 @@ class Trainer:
         if isinstance(error, UmbraError):
             self._fatal_errors.report(error)
 
-    def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
-        """Records the settings, tokenizes the data and starts the manager. Called by rank 0."""
+    def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> int:
+        """Tokenizes the data, records the settings and starts the manager. Called by rank 0.
+
+        Returns the number of training prompts.
+        """
         assert starter is not None
         config = self._config
-        record_settings(config)
         tokenizer = PromptTokenizer(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
@@ -287,8 +298,10 @@ class Trainer:
             min_prompts=world.world_size,
             groups_per_step=config.rollout.groups_per_step,
         )
+        record_settings(config.with_steps(prompts.num_train))
         stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
         starter.start_manager(prompts, stops, world.world_size, world.device.type)
+        return prompts.num_train
 
     def _begin_rollouts(
         self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None
@@ -334,12 +347,20 @@ class Trainer:
             skips_neutral=self._config.train.kl_coef == 0.0 and self._config.train.loss in LOSSES,
         )
 
+    def _best(self, world: World, step: int) -> BestCheckpoint | None:
+        by = self._config.train.keep_best_by
+        if by is None or not world.is_lead:
+            return None
+        rows = read_metrics(self._run_dir.metrics)
+        return BestCheckpoint(self._run_dir.checkpoints, by, rows, step)
+
     def _open_reporter(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
         config = self._config
         if not world.is_lead:
             return RunReporter(config, None, None, steps_before=step)
         log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
-        progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
+        total = config.train.total_steps
+        progress = stack.enter_context(Progress(config.run_name, total, step))
         logged = LoggedRun(folder=config.run.dir, name=config.run_name, settings=to_wire(config))
         loggers = MetricsLoggers(logger_names(config.run.loggers), logged, progress.note)
         reporter = RunReporter(config, log, progress, stack.enter_context(loggers), step)
@@ -351,8 +372,8 @@ class Trainer:
             )
         if step:
             reporter.note(f"resuming after step {step}")
-            if step >= config.train.steps:
-                reporter.note(f"train.steps is {config.train.steps}: no step is left to do")
+            if step >= total:
+                reporter.note(f"train.steps is {total}: no step is left to do")
         elif config.run.resume == "auto":
             reporter.note(
                 f"no complete checkpoint in {self._run_dir.checkpoints}: starting from scratch"

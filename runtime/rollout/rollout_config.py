@@ -122,6 +122,7 @@ class RolloutConfig(Settings):
         eval_sets: the sets in that file: names and numbers of prompts, in its order. An evaluation
             scores each of them, besides all prompts together.
         eval_samples: completions of each held-out prompt.
+        eval_max_new_tokens: their largest number of tokens; None for that of `settings`.
         world_size: number of trainer ranks that call `next_batch` together.
         worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
@@ -148,6 +149,7 @@ class RolloutConfig(Settings):
     eval_path: str = ""
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
     eval_samples: Positive = 1
+    eval_max_new_tokens: Positive | None = None
     world_size: Positive
     worker_names: tuple[str, ...]
     seed: Count = 0

@@ -136,6 +136,32 @@ def test_a_run_learns_and_resumes_with_another_number_of_ranks(folder: Path) -> 
     assert versions == sorted(set(versions))
 
 
+def test_a_run_of_epochs_keeps_its_best_checkpoint_and_resumes_from_it(folder: Path) -> None:
+    config = write_config(folder)
+    settings = (
+        *("train.steps=", "train.eval_at_start=false", "eval.max_new_tokens=4"),
+        *("train.checkpoint_every=0", "train.keep_checkpoints=1", "train.keep_best_by=reward"),
+    )
+
+    output = run(config, 2, *settings, "train.epochs=0.5")
+
+    rows = read_metrics(folder / "run/metrics.jsonl")
+    scores = {row["step"]: row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row}
+    assert "step 4/4  reward" in output
+    assert list(scores) == [2, 4]
+    assert all(row["eval/completion_len_mean"] <= 4 for row in rows if "eval/accuracy" in row)
+    best = max(scores, key=lambda step: (scores[step], -step))
+    link = folder / "run/checkpoints/best"
+    assert link.resolve().name == f"step-{best:06d}"
+    kept = {path.name for path in link.parent.iterdir()}
+    assert kept == {"best", "step-000004", f"step-{best:06d}"}
+
+    output = run(config, 1, *settings, "train.epochs=0.75", f"run.resume={link}")
+
+    assert f"resuming after step {best}" in output
+    assert read_summary(folder)["steps"] == 6
+
+
 def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
     config = write_config(folder)
     run(config, 0, "train.steps=2")

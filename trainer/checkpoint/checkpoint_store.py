@@ -38,6 +38,7 @@ from torch.futures import Future
 
 from umbra.runtime.disk import check_free_space, sync
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     IF_DAMAGED,
@@ -72,19 +73,24 @@ class CheckpointStore:
         self._world = world
         self._keep = keep
 
+    def path(self, step: int) -> Path:
+        """The directory of the checkpoint after `step` steps."""
+        return self.folder / f"step-{step:06d}"
+
     def save(
         self,
         state: TrainerState,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> Path:
-        """Writes a checkpoint and removes the oldest beyond `keep`; returns its directory.
+        """Writes a checkpoint and removes the oldest beyond `keep`, except the best; returns its
+        directory.
 
         Raises:
             RunDirectoryError: disk full, read-only or the like, on every rank; earlier
                 checkpoints stay unchanged.
         """
-        target = self.folder / f"step-{state.step:06d}"
+        target = self.path(state.step)
         _start_moments(optimizer)  # parameters without gradient have none; `load` needs all
         tensors = _tensors(parameters, optimizer)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -144,8 +150,10 @@ class CheckpointStore:
             sync(self.folder)
             # Later ones belong to a discarded history: they do not count, and stay.
             found = [path for path in complete_checkpoints(self.folder) if path <= target]
+            best = best_checkpoint(self.folder)
             for path in found[: -self._keep]:
-                _remove(path)
+                if path != best:
+                    _remove(path)
 
 
 def load_parameters(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -171,9 +171,21 @@ RULES: Final = (
     ),
     # the optimizer
     Rule(
+        "error",
+        ("train.steps", "train.epochs"),
+        lambda c: (c.train.steps is None) == (c.train.epochs is None),
+        "the length of a run is given by one of the two: set it, and leave the other out",
+    ),
+    Rule(
+        "error",
+        ("train.warmup_steps", "train.warmup_ratio"),
+        lambda c: c.train.warmup_steps > 0 and c.train.warmup_ratio > 0,
+        "the warm-up is given by one of the two: leave the other out",
+    ),
+    Rule(
         "warning",
         ("train.warmup_steps", "train.steps"),
-        lambda c: c.train.warmup_steps >= c.train.steps,
+        lambda c: c.train.steps is not None and c.train.warmup_steps >= c.train.steps,
         "the learning rate rises until the run ends: use fewer steps of warm-up",
     ),
     _unused(
@@ -210,13 +222,19 @@ RULES: Final = (
             lambda c: c.data.eval is None and not c.eval.sets,
             "name held-out prompts in data.eval",
         )
-        for name in ("eval.samples", "eval.temperature", "data.eval_limit")
+        for name in ("eval.samples", "eval.temperature", "eval.max_new_tokens", "data.eval_limit")
     ),
-    _unused(
-        "train.eval_every",
-        "data.eval",
-        lambda c: c.data.eval is None,
-        "name held-out prompts in data.eval",
+    *(
+        _unused(
+            name, "data.eval", lambda c: c.data.eval is None, "name held-out prompts in data.eval"
+        )
+        for name in ("train.eval_every", "train.keep_best_by")
+    ),
+    Rule(
+        "warning",
+        ("train.keep_best_by", "train.eval_every"),
+        lambda c: c.train.keep_best_by is not None and c.train.eval_every == 0,
+        "the only checkpoint that is evaluated is the last: set train.eval_every",
     ),
     # data
     _unused(

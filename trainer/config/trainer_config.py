@@ -9,11 +9,12 @@ own place does not matter. `umbra.trainer.config.config_file` reads a file and w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict
 
@@ -180,12 +181,15 @@ class EvalSection(Settings):
         samples: Completions per held-out prompt. Above 1, pass@k is measured, too, and
             `temperature` has to be above 0. More take longer and measure better.
         temperature: 0 is greedy. Above 0, completions are sampled.
+        max_new_tokens: Largest number of tokens of one completion. Default:
+            `rollout.max_new_tokens`.
         sets: Further files of held-out prompts, or data sets as for `data.eval`, by name. Only
             `umbra eval` evaluates them.
     """
 
     samples: Positive = 1
     temperature: Annotated[float, Bounds(ge=0)] = 0.0
+    max_new_tokens: Positive | None = None
     sets: Mapping[str, FilePath] = field(default_factory=dict[str, Path])
 
     def __post_init__(self) -> None:
@@ -224,12 +228,18 @@ class TrainSection(Settings):
     """`[train]`: the optimisation.
 
     Attributes:
-        steps: Optimizer steps of the whole run, including those before a resume.
+        steps: Optimizer steps of the whole run, including those before a resume. Give either this
+            or `epochs`.
+        epochs: Passes over the training prompts instead of `steps`: the run has as many steps of
+            `rollout.groups_per_step` prompts as these take, rounded up. Prompts that
+            `data.overlong` leaves out do not count. Prompts that are dropped later, such as those
+            of `rollout.drop_zero_variance_groups`, are replaced by others and add no steps.
         learning_rate: Peak learning rate, after warm-up. Higher values learn faster until training
             becomes unstable.
         schedule: How the learning rate falls after warm-up: "constant" not at all, "linear" or
             "cosine" until the last step.
         warmup_steps: Steps over which the learning rate rises from near 0 to its peak.
+        warmup_ratio: The same as a share of all steps, instead of `warmup_steps`.
         min_lr_ratio: Share of the peak learning rate that is left at the last step.
         weight_decay: Weight decay of AdamW.
         betas: Decay rates of AdamW's first and second moments. Higher ones average over more steps.
@@ -279,11 +289,15 @@ class TrainSection(Settings):
             needs a C++ compiler.
         offload: What goes to host memory while engines of a hybrid pool generate: "optimizer" the
             optimizer's state, "all" the parameters too.
-        eval_every: Steps between evaluations, which also run before the first step and at the end.
-            0 means only those two.
+        eval_every: Steps between evaluations, which also run at the end and by `eval_at_start`. 0
+            means only those.
+        eval_at_start: Whether to evaluate before the first step of the run or of a resume, too.
         checkpoint_every: Steps between checkpoints. Fewer lose less work in a crash and take more
             time; 0 means only at the end.
         keep_checkpoints: Number of checkpoints kept, the newest.
+        keep_best_by: Also keeps the checkpoint whose evaluation had the highest "accuracy" or mean
+            "reward", as the link `run.dir`/checkpoints/best, and makes a checkpoint for each
+            evaluation between steps. Needs `data.eval`.
         export: Whether to write a Hugging Face directory at the end.
         seed: Seed of data order and sampling.
         shutdown_grace_s: How long the step in progress may take to end and be checkpointed after
@@ -292,10 +306,12 @@ class TrainSection(Settings):
         device: Device of the trainer. "auto" is cuda where there is one.
     """
 
-    steps: Positive
+    steps: Positive | None = None
+    epochs: Annotated[float, Bounds(gt=0)] | None = None
     learning_rate: Annotated[float, Bounds(gt=0)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
+    warmup_ratio: Share = 0.0
     min_lr_ratio: Annotated[float, Bounds(ge=0, le=1)] = 0.0
     weight_decay: Annotated[float, Bounds(ge=0)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -319,12 +335,25 @@ class TrainSection(Settings):
     compile: bool = False
     offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
+    eval_at_start: bool = True
     checkpoint_every: Count = 0
     keep_checkpoints: Positive = 2
+    keep_best_by: Literal["accuracy", "reward"] | None = None
     export: bool = True
     seed: Count = 0
     shutdown_grace_s: Seconds = 5.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def total_steps(self) -> int:
+        """`steps`; where the config has `epochs`, known once the prompts are counted."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """`warmup_steps`, or what `warmup_ratio` makes of `total_steps`."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps)
 
 
 _STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -369,6 +398,18 @@ class TrainerConfig:
     def samples_per_step(self) -> int:
         """Completions of one step, over all ranks."""
         return self.rollout.groups_per_step * self.rollout.group_size
+
+    def with_steps(self, num_prompts: int) -> Self:
+        """With `train.steps` for `train.epochs`.
+
+        Args:
+            num_prompts: of the training set.
+        """
+        if self.train.epochs is None:
+            return self
+        # Rounded first: 1.1 passes over 10 prompts are 11.000000000000002 steps of one prompt.
+        steps = math.ceil(round(self.train.epochs * num_prompts / self.rollout.groups_per_step, 6))
+        return replace(self, train=replace(self.train, steps=steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

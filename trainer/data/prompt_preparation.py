@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,22 +22,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBudget:
-    """The settings that limit the length of a prompt, in tokens."""
+    """The settings that limit the length of a prompt, in tokens.
+
+    Attributes:
+        eval_max_new_tokens: of held-out prompts; None for `max_new_tokens`.
+        setting: the one that `max_new_tokens` comes from.
+    """
 
     max_context_len: int
     max_new_tokens: int
+    eval_max_new_tokens: int | None = None
+    setting: str = "rollout.max_new_tokens"
 
     @property
     def max_prompt_len(self) -> int:
         return self.max_context_len - self.max_new_tokens
 
+    def for_eval(self) -> PromptBudget:
+        """The limits of a held-out prompt."""
+        if self.eval_max_new_tokens is None:
+            return self
+        limit = self.eval_max_new_tokens
+        return replace(self, max_new_tokens=limit, setting="eval.max_new_tokens")
+
     def check(self) -> None:
         """Raises ConfigError if the context leaves no room for any prompt."""
         if self.max_prompt_len < 1:
             raise ConfigError(
-                f"rollout.max_new_tokens = {self.max_new_tokens} leaves no room for a prompt in a "
-                f"context of {self.max_context_len} tokens (pool.max_context_len, else the model's "
-                "max_position_embeddings, at most 4096): lower rollout.max_new_tokens, or raise "
+                f"{self.setting} = {self.max_new_tokens} leaves no room for a prompt in a context "
+                f"of {self.max_context_len} tokens (pool.max_context_len, else the model's "
+                f"max_position_embeddings, at most 4096): lower {self.setting}, or raise "
                 "pool.max_context_len"
             )
 
@@ -47,12 +61,14 @@ class PromptFiles:
     """The files that were written.
 
     Attributes:
+        num_train: training prompts.
         eval_path: None if nothing is evaluated.
         eval_sets: the sets of held-out prompts in that file, in order, if they have names: their
             numbers of prompts.
     """
 
     train_path: Path
+    num_train: int
     eval_path: Path | None
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -114,10 +130,10 @@ def prepare_prompts(
         )
     eval_path = None
     if data.eval is not None:
-        prompts = _read_prompts(data, data.eval, tokenizer, budget)
+        prompts = _read_prompts(data, data.eval, tokenizer, budget.for_eval())
         eval_path = folder / "eval_prompts.msgpack"
         _write(eval_path, _take(prompts, data.eval_limit))
-    return PromptFiles(train_path=train_path, eval_path=eval_path)
+    return PromptFiles(train_path=train_path, num_train=num_train, eval_path=eval_path)
 
 
 def prepare_held_out(
@@ -136,14 +152,14 @@ def prepare_held_out(
 
     def prompts() -> Iterator[dict[str, Any]]:
         for name, path in sets.items():
-            found = _take(_read_prompts(data, path, tokenizer, budget), data.eval_limit)
+            found = _take(_read_prompts(data, path, tokenizer, budget.for_eval()), data.eval_limit)
             for prompt in found:
                 sizes[name] += 1
                 yield prompt | {"id": f"{name}/{prompt['id']}"}
 
     path = folder / "eval_prompts.msgpack"
     _write(path, prompts())
-    return PromptFiles(train_path=path, eval_path=path, eval_sets=sizes)
+    return PromptFiles(train_path=path, num_train=0, eval_path=path, eval_sets=sizes)
 
 
 def _write(path: Path, prompts: Iterator[dict[str, Any]]) -> int:
@@ -270,8 +286,8 @@ def _prompt_id(data: DataSection, where: str, row: Mapping[str, Any], idx: int) 
 
 def _overlong_message(where: str, num_tokens: int, budget: PromptBudget) -> str:
     return (
-        f"{where}: the prompt has {num_tokens} tokens; with rollout.max_new_tokens = "
+        f"{where}: the prompt has {num_tokens} tokens; with {budget.setting} = "
         f"{budget.max_new_tokens} only {budget.max_prompt_len} fit a context of "
-        f"{budget.max_context_len}: raise pool.max_context_len, lower rollout.max_new_tokens, or "
-        "set data.overlong = 'drop'"
+        f"{budget.max_context_len}: raise pool.max_context_len, lower {budget.setting}, or set "
+        "data.overlong = 'drop'"
     )

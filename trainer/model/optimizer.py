@@ -77,8 +77,8 @@ class PolicyOptimizer:
         rate = self._train.learning_rate * learning_rate_factor(
             step,
             schedule=self._train.schedule,
-            warmup_steps=self._train.warmup_steps,
-            total_steps=self._train.steps,
+            warmup_steps=self._train.num_warmup_steps,
+            total_steps=self._train.total_steps,
             min_ratio=self._train.min_lr_ratio,
         )
         if math.isfinite(norm):

@@ -48,7 +48,7 @@ class Summary:
 
     Attributes:
         accuracy_before, accuracy_after: on held-out prompts, of the starting model and at the
-            end; None if nothing was evaluated.
+            end; None where that was not evaluated.
         wall_s: from the start of rank 0's process.
         steps: optimizer steps done, including those before a resume.
         steps_before: those before this start, which `wall_s` does not include.
@@ -117,6 +117,7 @@ def write_report(
         evaluations=_thin(sorted(samples.items())),
         folder=Path.cwd(),
         run_dir=path.parent,
+        epochs=settings.get("train", {}).get("epochs"),
         settings=json.dumps(settings, indent=2, default=str),
     )
     write_text(path, page)
@@ -172,7 +173,10 @@ pre { background: #f4f4f4; padding: .5rem; overflow: auto; font-size: 14px; marg
 <h2>Results</h2>
 <ul>
 {% if summary.accuracy_after is not none %}
-<li>Held-out accuracy: {{ "%.3f" | format(summary.accuracy_before) }} before training,
+<li>Held-out accuracy:
+{% if summary.accuracy_before is not none %}
+{{ "%.3f" | format(summary.accuracy_before) }} before training,
+{% endif %}
 <strong>{{ "%.3f" | format(summary.accuracy_after) }}</strong> after</li>
 {% endif %}
 {% if summary.reward_last is not none %}
@@ -225,8 +229,9 @@ ended by {{ sample.finish_reason }}
 {% endif %}
 <h2>How to train further</h2>
 <p>Start the same command again in {{ folder }}, with these settings at its end, to resume from the
-last checkpoint. Choose the number of steps; it includes those that are done.</p>
-<pre>run.resume=auto train.steps={{ 2 * summary.steps }}</pre>
+last checkpoint. Choose the number of steps or epochs; it includes what is done.</p>
+<pre>run.resume=auto {% if epochs %}train.epochs={{ 2 * epochs }}
+{%- else %}train.steps={{ 2 * summary.steps }}{% endif %}</pre>
 <details><summary>All settings</summary><pre>{{ settings }}</pre></details>
 </body></html>
 """

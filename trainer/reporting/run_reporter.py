@@ -7,6 +7,7 @@ from typing import Any
 
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.settings import to_wire
+from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config.trainer_config import TrainerConfig
@@ -56,10 +57,10 @@ class RunReporter:
             self._has_warned = True
             self.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
 
-    def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> None:
-        """Logs and shows an evaluation after `step` steps."""
+    def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:
+        """Logs and shows an evaluation after `step` steps; returns its metrics."""
         accuracy = float(result["accuracy"])
-        if self.accuracy_before is None:
+        if self.accuracy_before is None and self._config.train.eval_at_start:
             self.accuracy_before = self._earlier_accuracy(accuracy)
         row = {
             "eval/accuracy": accuracy,
@@ -76,6 +77,7 @@ class RunReporter:
                 f"after step {step}: accuracy {accuracy:.3f} on "
                 f"{result['num_prompts']} held-out prompts"
             )
+        return row
 
     def _write(self, step: int, row: MetricsRow) -> None:
         for log in (self._log, self._loggers):
@@ -132,6 +134,8 @@ def finish(
     files = {"metrics": str(run_dir.metrics)}
     if saved := complete_checkpoints(run_dir.checkpoints):
         files["checkpoint"] = str(saved[-1])
+    if best := best_checkpoint(run_dir.checkpoints):
+        files["best checkpoint"] = str(best)
     if not stopped_by:  # plotting takes longer than a user who stops a run should wait
         files |= {"report": str(run_dir.report), "plot": str(run_dir.plot)}
         if config.train.export:
@@ -172,10 +176,12 @@ def closing_lines(summary: Summary) -> list[str]:
     lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]
     if summary.stopped_by and summary.steps:
         lines.append("to resume, start the same command again with run.resume=auto")
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+    if summary.accuracy_after is not None:
+        before = summary.accuracy_before
         lines.append(
-            f"held-out accuracy {summary.accuracy_before:.3f} before, "
-            f"{summary.accuracy_after:.3f} after"
+            "held-out accuracy "
+            + (f"{before:.3f} before, " if before is not None else "")
+            + f"{summary.accuracy_after:.3f} after"
         )
     if summary.engine_restarts:
         lines.append(f"engines restarted: {summary.engine_restarts}")

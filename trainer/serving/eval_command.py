@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     sets = _held_out_sets(config)
     check_models(config)
     check_stop_tokens(config)
-    prompt_budget(config).check()
+    prompt_budget(config).for_eval().check()
     for name, path in sets.items():
         key = f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
         check_prompts(config.data, path, key)

@@ -44,14 +44,13 @@ class Admission:
         epoch, idx = self._order.at(order_idx)
         prompt = self._train[idx]
         group_id = f"e{epoch}/{prompt.prompt_id}"
-        seeds = [
-            trajectory_seed(self._config.seed, epoch, idx, k)
-            for k in range(self._config.settings.group_size)
-        ]
-        return Group(
-            group_id,
-            [self._trajectory(f"{group_id}/{k}", prompt, seed) for k, seed in enumerate(seeds)],
-        )
+        settings = self._config.settings
+        samples: list[Trajectory] = []
+        for k in range(settings.group_size):
+            seed = trajectory_seed(self._config.seed, epoch, idx, k)
+            name = f"{group_id}/{k}"
+            samples.append(self._trajectory(name, prompt, seed, settings.max_new_tokens))
+        return Group(group_id, samples)
 
     def epoch_of(self, order_idx: int) -> int:
         return order_idx // len(self._train)
@@ -65,19 +64,20 @@ class Admission:
         if self._eval is None:
             raise DataError("evaluation needs held-out prompts: rollout.eval_path is not set")
         num_each = self._config.eval_samples
+        budget = self._config.eval_max_new_tokens or self._config.settings.max_new_tokens
         samples: list[Trajectory] = []
         for idx in range(len(self._eval)):
             prompt = self._eval[idx]
             for k in range(num_each):
                 name = f"eval/{prompt.prompt_id}" + (f"/{k}" if num_each > 1 else "")
                 seed = trajectory_seed(self._config.seed, -1, idx, k)
-                samples.append(self._trajectory(name, prompt, seed))
+                samples.append(self._trajectory(name, prompt, seed, budget))
         return [
             Group(f"eval/{start}", samples[start : start + _EVAL_GROUP_SIZE])
             for start in range(0, len(samples), _EVAL_GROUP_SIZE)
         ]
 
-    def _trajectory(self, sample_id: str, prompt: Prompt, seed: int) -> Trajectory:
+    def _trajectory(self, sample_id: str, prompt: Prompt, seed: int, budget: int) -> Trajectory:
         limit = self._config.dispatch.max_context_len
         if len(prompt.tokens) >= limit:
             raise DataError(
@@ -89,6 +89,6 @@ class Admission:
             sample_id,
             prompt,
             seed,
-            budget=self._config.settings.max_new_tokens,
+            budget=budget,
             max_context_len=limit,
         )

@@ -62,6 +62,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
         (folder / f"{kind}-export" / "old").write_text("")
     (folder / "many" / "step-000003").mkdir(parents=True)
     (folder / "many" / "step-000003" / "__0_0.distcp").write_bytes(b"half")
+    (folder / "best kept").mkdir()
+    (folder / "best kept" / "best").symlink_to("step-000010")
     (folder / "file").write_text("")
     place = str(folder)
     two_ranks = {
@@ -82,6 +84,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
         "damaged": ["load_half_a_file", f"{place}/damaged"],
         "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
         "back": ["save_many", f"{place}/back", [15, 17], 1],
+        "best": ["save_many", f"{place}/best kept", [10, 20, 30], 1],
         "first": ["save_many", f"{place}/anew", [1, 2], 2],
         "anew": ["save_anew_cut_short", f"{place}/anew", 2],
     }
@@ -158,6 +161,12 @@ def test_the_newest_checkpoints_stay_and_rests_of_interrupted_saves_go(ran: Ran)
     assert [path.name for path in complete_checkpoints(folder)] == ["step-000020", "step-000030"]
 
 
+def test_the_best_checkpoint_stays_beside_the_newest(ran: Ran) -> None:
+    found = [path.name for path in complete_checkpoints(ran.folder / "best kept")]
+
+    assert found == ["step-000010", "step-000030"]
+
+
 def test_a_new_checkpoint_stays_beside_later_ones_of_a_discarded_history(ran: Ran) -> None:
     found = [path.name for path in complete_checkpoints(ran.folder / "back")]
 
@@ -217,22 +226,28 @@ def run_dir(ran: Ran, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.parametrize("name", ["step-000002", "best"])
 def test_an_exported_checkpoint_is_the_trained_model_to_transformers(
-    ran: Ran, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ran: Ran,
+    run_dir: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(run_dir.parent)
-    command = ["export", "run/checkpoints/step-000002"]
+    Path("run/checkpoints/best").symlink_to("step-000002")
+    command = ["export", f"run/checkpoints/{name}"]
 
     assert main(command) == 0
     assert main(command) == 2
 
     output = capsys.readouterr()
-    assert output.out == "run-step-000002\n"
-    assert "run-step-000002 exists: remove it, or name another directory" in output.err
+    assert output.out == f"run-{name}\n"
+    assert f"run-{name} exists: remove it, or name another directory" in output.err
     expected = load_trained(make_model("qwen3", seed=1), ran.two[0]["save"])
-    assert torch.equal(logits("run-step-000002"), logits_of(expected))
+    assert torch.equal(logits(f"run-{name}"), logits_of(expected))
     tokenizers: Any = AutoTokenizer
-    assert tokenizers.from_pretrained("run-step-000002")("1+1")["input_ids"] == [3, 39, 3]
+    assert tokenizers.from_pretrained(f"run-{name}")("1+1")["input_ids"] == [3, 39, 3]
 
 
 def test_an_export_has_several_files_where_one_would_be_too_large(ran: Ran, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_metrics_are_of_the_whole_batch() -> None:
     assert metrics["zero_variance_groups"] == 2
 
 
-def make_admission(folder: Path, *, max_context_len: int = 64, eval_samples: int = 1) -> Admission:
+def make_admission(folder: Path, *, max_context_len: int = 64, **settings: Any) -> Admission:
     path = folder / "prompts.msgpack"
     records: list[dict[str, Any]] = [
         {
@@ -127,7 +127,7 @@ def make_admission(folder: Path, *, max_context_len: int = 64, eval_samples: int
     config = rollout_config(
         prompts_path=str(path),
         eval_path=str(path),
-        eval_samples=eval_samples,
+        **settings,
         groups_per_step=3,
         max_new_tokens=8,
         max_context_len=max_context_len,
@@ -172,6 +172,16 @@ def test_samples_of_a_held_out_prompt_differ_in_their_seeds(tmp_path: Path) -> N
 
     assert [sample.sample_id for sample in samples[:3]] == ["eval/p0/0", "eval/p0/1", "eval/p1/0"]
     assert len({sample.seed for sample in samples}) == len(samples) == 10
+    admission.close()
+
+
+def test_held_out_prompts_may_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    admission = make_admission(tmp_path, eval_max_new_tokens=3)
+
+    (group,) = admission.evaluation_groups()
+
+    assert {sample.budget for sample in group.trajectories} == {3}
+    assert {s.budget for s in admission.training_group(0).trajectories} == {8}
     admission.close()
 
 

@@ -54,7 +54,7 @@ ROW = {
 }
 
 
-def make_config(folder: Path) -> TrainerConfig:
+def make_config(folder: Path, **train: object) -> TrainerConfig:
     return check_config(
         TrainerConfig,
         {
@@ -62,7 +62,7 @@ def make_config(folder: Path) -> TrainerConfig:
             "model": {"path": str(folder / "model")},
             "data": {"train": "t.jsonl", "eval": "e.jsonl"},
             "reward": {"function": "r:f"},
-            "train": {"steps": 4, "export": False},
+            "train": {"steps": 4, "export": False, **train},
         },
         "config",
     )
@@ -338,6 +338,33 @@ def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
         journal.evaluated(2, evaluation(0.5), is_last=False)
 
     assert journal.accuracy_before == 0.25
+
+
+def test_without_a_first_evaluation_no_accuracy_before_is_claimed(tmp_path: Path) -> None:
+    config = make_config(tmp_path, eval_at_start=False)
+    with MetricsLog(tmp_path, first_step=1) as log:
+        journal = RunReporter(config, log, None)
+        journal.evaluated(2, evaluation(0.25), is_last=False)
+        journal.step_done(4, ROW)
+        journal.evaluated(4, evaluation(0.5), is_last=True)
+
+    summary = finish(config, journal, steps=4, engine_restarts=0, stopped_by="")
+
+    assert (summary.accuracy_before, summary.accuracy_after) == (None, 0.5)
+    assert "held-out accuracy 0.500 after" in closing_lines(summary)
+    assert "before training" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_says_how_to_train_for_more_epochs(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=None, epochs=1.5).with_steps(64)
+    with MetricsLog(tmp_path, first_step=1) as log:
+        journal = RunReporter(config, log, None)
+        journal.step_done(1, ROW)
+
+    finish(config, journal, steps=1, engine_restarts=0, stopped_by="")
+
+    page = (tmp_path / "report.html").read_text()
+    assert "<pre>run.resume=auto train.epochs=3.0</pre>" in page
 
 
 def test_reward_ends_are_means_of_a_tenth() -> None:

@@ -24,6 +24,11 @@ REFUSED = [
         "train.offload=all pool.mode=standalone",
         "train.offload = 'all' and pool.mode = 'standalone': ",
     ),
+    ("train.epochs=2", "train.steps = 10 and train.epochs = 2.0: "),
+    (
+        "train.warmup_steps=1 train.warmup_ratio=0.1",
+        "train.warmup_steps = 1 and train.warmup_ratio = 0.1: ",
+    ),
 ]
 QUESTIONABLE = [
     (
@@ -67,8 +72,17 @@ QUESTIONABLE = [
     ),
     ("eval.temperature=1.0", "eval.temperature = 1.0 and data.eval = None: "),
     ("eval.samples=4 eval.temperature=1.0", "eval.samples = 4 and data.eval = None: "),
+    ("eval.max_new_tokens=9", "eval.max_new_tokens = 9 and data.eval = None: "),
     ("data.eval_limit=9", "data.eval_limit = 9 and data.eval = None: "),
     ("train.eval_every=5", "train.eval_every = 5 and data.eval = None: "),
+    (
+        "train.keep_best_by=reward train.eval_every=5",
+        "train.keep_best_by = 'reward' and data.eval = None: ",
+    ),
+    (
+        "train.keep_best_by=reward data.eval=eval.jsonl",
+        "train.keep_best_by = 'reward' and train.eval_every = 0: ",
+    ),
     (
         "data.format=chat data.prompt_column=question",
         "data.prompt_column = 'question' and data.format = 'chat': ",
@@ -89,6 +103,8 @@ MEANT = [
     "train.schedule=cosine train.min_lr_ratio=0.1 train.warmup_steps=9",
     "model.master_dtype=bfloat16 train.learning_rate=1e-4",
     "train.offload=all",
+    "train.steps= train.epochs=2 train.warmup_steps=100",
+    "data.eval=eval.jsonl train.eval_every=5 train.keep_best_by=reward eval.max_new_tokens=9",
     "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
     "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
 ]
@@ -133,6 +149,13 @@ def test_every_rule_has_a_case() -> None:
     ]
 
     assert unproved == []
+
+
+def test_the_length_of_a_run_is_given() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^config: train\.steps = None and train\.epochs = None: "
+    ):
+        config_of("train.steps=")
 
 
 def test_all_refusals_are_named_at_once() -> None:

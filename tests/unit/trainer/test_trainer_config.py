@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -80,7 +81,7 @@ def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     config = check_config(
         TrainerConfig, {**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout}, "config"
     )
-    files = PromptFiles(train_path=tmp_path, eval_path=None)
+    files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None)
 
     spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3)))
     found = from_wire(RolloutConfig, spec.kwargs["config"])
@@ -188,7 +189,7 @@ def test_an_engines_variable_may_be_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["train.steps=", "model.path=", "data.prompt_column=", "pool.engine= ", "model.dtype="],
+    ["train.seed=", "model.path=", "data.prompt_column=", "pool.engine= ", "model.dtype="],
 )
 def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) -> None:
     key = override.partition("=")[0]
@@ -360,6 +361,30 @@ def test_only_the_network_gives_reason_not_to_send_all_weights(config_file: Path
     assert load_config(config_file, given).pool.full_sync_every == 8
     with pytest.raises(ConfigError, match="full_sync_every 8 is for transport 'nccl', not 'memfd'"):
         load_config(config_file, [*given, "pool.transport=memfd"])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_prompts", "groups_per_step", "steps"),
+    [
+        (1, 64, 8, 8),
+        (2, 64, 8, 16),
+        (1, 65, 8, 9),
+        (0.5, 64, 8, 4),
+        (0.1, 5, 8, 1),
+        (1.1, 10, 1, 11),
+    ],
+)
+def test_passes_over_the_prompts_become_steps(
+    config_file: Path, epochs: float, num_prompts: int, groups_per_step: int, steps: int
+) -> None:
+    overrides = ["train.steps=", f"train.epochs={epochs}", "train.warmup_ratio=0.1"]
+    config = load_config(config_file, [*overrides, f"rollout.groups_per_step={groups_per_step}"])
+
+    train = config.with_steps(num_prompts).train
+
+    assert train.total_steps == steps
+    assert train.num_warmup_steps == math.ceil(steps / 10)
+    assert load_config(config_file).with_steps(num_prompts).train.total_steps == 10
 
 
 def test_auxiliary_pools_have_names_of_their_own(config_file: Path) -> None:

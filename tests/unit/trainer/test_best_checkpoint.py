@@ -1,0 +1,81 @@
+"""The link to the checkpoint whose evaluation was best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint, best_checkpoint
+from umbra.trainer.checkpoint.trainer_state import COMPLETE, STATE_FILE, TrainerState
+
+ROWS = [
+    {"step": step, "eval/accuracy": accuracy, "eval/reward_mean": -accuracy}
+    for step, accuracy in ((0, 0.9), (10, 0.5), (20, 0.7), (30, 0.6))
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The checkpoints of steps 10 to 40, the last of which is incomplete."""
+    for step in (10, 20, 30, 40):
+        path = tmp_path / f"step-{step:06d}"
+        path.mkdir()
+        state = TrainerState(step=step, version=step, world_size=1, seed=0)
+        (path / STATE_FILE).write_text(json.dumps(asdict(state)))
+        if step < 40:
+            (path / COMPLETE).touch()
+    return tmp_path
+
+
+def feed(best: BestCheckpoint, folder: Path, first: int = 0) -> list[int]:
+    """Reports the evaluations from step `first` on; returns those that were the best."""
+    return [
+        row["step"]
+        for row in (*ROWS, {"step": 40, "eval/accuracy": 1.0, "eval/reward_mean": 1.0})
+        if row["step"] >= first and best.evaluated(folder / f"step-{row['step']:06d}", row)
+    ]
+
+
+def test_the_link_follows_the_best_complete_checkpoint(folder: Path) -> None:
+    best = BestCheckpoint(folder, "accuracy", [], 0)
+
+    assert best_checkpoint(folder) is None
+    assert feed(best, folder) == [10, 20]
+    assert best_checkpoint(folder) == folder / "step-000020"
+    assert (folder / "best").resolve() == folder / "step-000020"
+
+
+def test_rewards_may_decide(folder: Path) -> None:
+    best = BestCheckpoint(folder, "reward", [], 0)
+
+    assert feed(best, folder) == [10]
+
+
+def test_a_resumed_run_knows_the_best_score_so_far(folder: Path) -> None:
+    feed(BestCheckpoint(folder, "accuracy", [], 0), folder)
+
+    best = BestCheckpoint(folder, "accuracy", ROWS, 30)
+
+    assert feed(best, folder, first=30) == []
+    assert best_checkpoint(folder) == folder / "step-000020"
+
+
+def test_a_best_checkpoint_of_a_discarded_history_does_not_count(folder: Path) -> None:
+    feed(BestCheckpoint(folder, "accuracy", [], 0), folder)
+
+    best = BestCheckpoint(folder, "accuracy", ROWS[:2], 10)
+
+    assert best_checkpoint(folder) is None
+    assert feed(best, folder, first=30) == [30]
+
+
+def test_a_link_whose_checkpoint_is_gone_does_not_count(folder: Path) -> None:
+    feed(BestCheckpoint(folder, "accuracy", [], 0), folder)
+    (folder / "step-000020" / COMPLETE).unlink()
+
+    BestCheckpoint(folder, "accuracy", ROWS, 30)
+
+    assert best_checkpoint(folder) is None
