@@ -15,6 +15,7 @@ from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, Po
 from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.algorithms.metric_totals import MetricTotals
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder, RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
@@ -41,6 +42,7 @@ class TrainStep:
     Args:
         loss: the function of `train.loss`.
         reference: frozen starting model for the KL term; None if `kl_coef` is 0.
+        check: of the engines' logprobs; None where the batches are not an engine's.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class TrainStep:
         train: TrainSection,
         loss: PolicyLoss,
         reference: Policy | None = None,
+        check: LogprobCheck | None = None,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
@@ -58,12 +61,14 @@ class TrainStep:
         self._train = train
         self._loss = loss
         self._reference = reference
+        self._check = check
 
     def run(self, batch: RankBatch, step: int) -> dict[str, float]:
         """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
 
         Raises:
-            UmbraError: the gradient is not finite, on every rank; parameters are unchanged.
+            UmbraError: the gradient is not finite, or engines and trainer compute different models;
+                on every rank, and parameters are unchanged.
         """
         with span("train") as train:
             metrics = self._update(batch, step)
@@ -78,6 +83,8 @@ class TrainStep:
         for update in range(self._train.updates_per_batch):
             with span("forward and backward", micro_batches=len(parts)):
                 totals = self._accumulate(parts)
+            if update == 0:
+                metrics = self._compared(batch, parts, step)
             with span("optimizer"):
                 applied = self._optimizer.step(step)
             if not math.isfinite(applied["grad_norm"]):
@@ -87,9 +94,20 @@ class TrainStep:
                     "train.clip_eps_high, or compute in float32 (model.dtype)"
                 )
             if update == 0:
-                metrics = {f"train/{name}": value for name, value in totals.reduce().items()}
+                metrics |= {f"train/{name}": value for name, value in totals.reduce().items()}
             metrics |= {f"train/{name}": value for name, value in applied.items()}
         return metrics
+
+    def _compared(self, batch: RankBatch, parts: Sequence[_Part], step: int) -> dict[str, float]:
+        """Metrics of the comparison with the engines, before a parameter has changed."""
+        if self._check is None:
+            return {}
+        scored = [
+            (part.micro_batch, part.proximal_logprobs)
+            for part in parts
+            if part.proximal_logprobs is not None
+        ]
+        return self._check.run(batch, scored, step)
 
     def _accumulate(self, parts: Sequence[_Part]) -> MetricTotals:
         """Computes the gradients of the whole batch; returns this rank's part of the metrics."""

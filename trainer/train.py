@@ -43,9 +43,10 @@ from umbra.trainer.checkpoint.run_dir import (
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config import setting_rules
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.loop import TrainingLoop
 from umbra.trainer.memory_needs import job_needs
 from umbra.trainer.model.host_offload import HostOffload
@@ -165,7 +166,13 @@ class Trainer:
                 optimizer=optimizer,
                 estimate=estimate,
                 train_step=TrainStep(
-                    policy, optimizer, self._builder(policy, world), config.train, loss, reference
+                    policy,
+                    optimizer,
+                    self._builder(policy, world),
+                    config.train,
+                    loss,
+                    reference,
+                    self._logprob_check(versions, reporter),
                 ),
                 rollouts=rollouts,
                 pool=self._session.pool(POOL),
@@ -354,6 +361,16 @@ class Trainer:
         rows = read_metrics(self._run_dir.metrics)
         return BestCheckpoint(self._run_dir.checkpoints, by, rows, step)
 
+    def _logprob_check(self, versions: VersionCounter, reporter: RunReporter) -> LogprobCheck:
+        model = self._config.model
+        return LogprobCheck(
+            model.dtype,
+            self._config.train.max_logprob_difference,
+            versions,
+            partial(_decode_token, model),
+            reporter.note,
+        )
+
     def _open_reporter(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
         config = self._config
         if not world.is_lead:
@@ -404,6 +421,11 @@ class Trainer:
         )
         for line in closing_lines(summary):
             reporter.note(line)
+
+
+def _decode_token(model: ModelSection, token_id: int) -> str:
+    tokenizer = PromptTokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    return tokenizer.raw.decode([token_id])
 
 
 def _missed_deadline(error: Exception) -> bool:

@@ -153,6 +153,18 @@ def barrier() -> None:
     any_rank(False)
 
 
+def first_text(text: str) -> str:
+    """The text of the first rank whose text is not empty. Collective; one rank must have one."""
+    if not _dist.is_initialized():
+        return text
+    source = -int(
+        max_over_ranks(torch.tensor(-_dist.get_rank() if text else -_dist.get_world_size()))
+    )
+    found = [text]
+    _dist.broadcast_object_list(found, src=source)
+    return found[0]
+
+
 def from_lead(world: World, make: Callable[[], T]) -> T:
     """Returns rank 0's `make()` on every rank. Collective.
 

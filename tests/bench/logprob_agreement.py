@@ -161,7 +161,9 @@ def _as_batch(
         logprobs=np.concatenate(
             [np.append(no_logprobs, np.array(lp, np.float32)) for lp in logprobs]
         ),
+        versions=np.ones(sum(lens), np.int64),
         advantages=np.ones(count, np.float32),
+        sample_ids=[str(idx) for idx in range(count)],
         micro_batches=[
             list(range(first, min(first + size, count))) for first in range(0, count, size)
         ],

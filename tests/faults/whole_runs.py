@@ -382,6 +382,7 @@ steps = 2
 learning_rate = 1e-3
 log_entropy = false
 export = false
+max_logprob_difference = 1e9
 """
 
 

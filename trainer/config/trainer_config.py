@@ -280,6 +280,12 @@ class TrainSection(Settings):
             to it; 0 keeps no reference model.
         kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.kl_estimators`. The
             estimator k1 is not among them: as a loss, its expected gradient is 0.
+        max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
+            the trainer's, of the same tokens under the same weights. A single token may differ by
+            30 times as much. Beyond it, the first step that can be compared ends the run before
+            any weight has changed, and later steps warn. 0 is the bound of `model.dtype`: 0.01 in
+            float32, 0.15 in bfloat16, 1e-5 in float64. Raise it for engines that are quantised on
+            purpose; 1e9 switches the check off.
         log_entropy: Whether to measure the policy's entropy, which takes one more pass over the
             logits.
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
@@ -330,6 +336,7 @@ class TrainSection(Settings):
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     kl_coef: Annotated[float, Bounds(ge=0)] = 0.0
     kl_estimator: Literal["k2", "k3"] = "k3"
+    max_logprob_difference: Annotated[float, Bounds(ge=0)] = 0.0
     log_entropy: bool = True
     activation_checkpointing: Literal["none", "full"] = "none"
     compile: bool = False

@@ -158,8 +158,8 @@ def generate_and_recompute(
     Returns:
         "versions", "engine", and the trainer's with the weights of each version: "0" and "1".
     """
-    samples = _generate(folders, temperature)
-    batch = _as_batch(samples)
+    samples = generate(folders, temperature)
+    batch = as_batch(samples)
     arrays: Arrays = {
         "versions": np.concatenate([sample.versions for sample in samples]),
         "engine": batch.logprobs[batch.mask == 1],
@@ -179,11 +179,13 @@ def generate_and_recompute(
     return arrays
 
 
-def _generate(folders: Sequence[str], temperature: float) -> list[_Generated]:
+def generate(
+    folders: Sequence[str], temperature: float, dtype: torch.dtype = torch.float32
+) -> list[_Generated]:
     model = DecoderModel(
         load_model_config(folders[0]),
         max_context_len=MAX_CONTEXT_LEN,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
     limits = Limits(
@@ -229,18 +231,22 @@ def _collect(core: EngineCore, samples: Sequence[_Generated]) -> None:
         sample.versions += [int(deltas["versions"][run])] * (span.stop - span.start)
 
 
-def _as_batch(samples: Sequence[_Generated]) -> RankBatch:
+def as_batch(samples: Sequence[_Generated]) -> RankBatch:
     masks = [np.arange(len(sample.tokens)) >= sample.prompt_len for sample in samples]
     mask = np.concatenate(masks).astype(np.uint8)
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask == 1] = np.concatenate([sample.logprobs for sample in samples])
+    versions = np.full(len(mask), -1, np.int64)
+    versions[mask == 1] = np.concatenate([sample.versions for sample in samples])
     return RankBatch(
         tokens=np.concatenate([sample.tokens for sample in samples]).astype(np.int32),
         offsets=np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int32),
         prompt_lens=np.array([sample.prompt_len for sample in samples], np.int32),
         mask=mask,
         logprobs=logprobs,
+        versions=versions,
         advantages=np.ones(len(samples), np.float32),
+        sample_ids=[f"e0/0/{idx}" for idx in range(len(samples))],
         micro_batches=[list(range(0, len(samples), 2)), list(range(1, len(samples), 2))],
         num_tokens_global=int(mask.sum()),
         num_samples_global=len(samples),
