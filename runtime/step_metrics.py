@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,13 +45,3 @@ def recorded_setting(run_dir: Path, section: str, name: str) -> Any:
 def total_steps(run_dir: Path) -> int:
     """`train.steps` of the last start; 0 if it is not known."""
     return recorded_setting(run_dir, "train", "steps") or 0
-
-
-def seconds_left(rows: Sequence[Row], total: int, window: int = 20) -> float | None:
-    """Time until the last step, by the mean duration of the last `window` steps; None without two
-    steps to compare, or if all are done."""
-    recent = rows[-window - 1 :]
-    if len(recent) < 2 or recent[-1]["step"] >= total:
-        return None
-    pace_s = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
-    return pace_s * (total - recent[-1]["step"])

@@ -24,7 +24,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.hub.local_paths import with_local_paths
 from umbra.trainer.reporting.console import Console
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
-from umbra.trainer.reporting.note_board import NoteBoard
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.services import ServiceStarter
 from umbra.trainer.setup_check import check_setup
 from umbra.trainer.signals import StopSignals
@@ -101,17 +101,21 @@ def _run(
     fatal_errors: FatalErrorReporter,
     console: Console,
 ) -> int:
-    notes = NoteBoard(is_shown=environment.rank == 0)
+    display = ProgressDisplay(sys.stderr if environment.rank == 0 else None)
     grace_s = config.train.shutdown_grace_s
     settings = SessionConfig(
         run_dir=config.run.dir, shutdown_grace_s=grace_s, trace=config.run.trace
     )
     with (
         fatal_errors,
+        display,
         _run_lock(config, environment),
         StopSignals(grace_s, fatal_errors.stopped) as stop,
         Session.from_torchrun(
-            settings, on_note=notes.put, on_failed=fatal_errors.job_failed, on_signal=stop.pass_in
+            settings,
+            on_note=display.note,
+            on_failed=fatal_errors.job_failed,
+            on_signal=stop.pass_in,
         ) as session,
         contextlib.ExitStack() as stack,
     ):
@@ -119,15 +123,15 @@ def _run(
         try:
             starter: ServiceStarter | None = None
             if environment.rank == 0:
-                starter = stack.enter_context(ServiceStarter.open(session, config))
+                starter = stack.enter_context(ServiceStarter.open(session, config, display))
             # Imports torch, while the supervisor and the rollout workers start.
             gc.disable()  # looking for garbage among torch's modules takes a sixth of the time
-            with stop.importing():
+            with stop.importing(), display.activity("importing torch"):
                 from umbra.trainer.train import Trainer
 
             gc.freeze()  # they never become garbage
             gc.enable()
-            Trainer(config, session, environment, stop, notes, fatal_errors, starter).run()
+            Trainer(config, session, environment, stop, display, fatal_errors, starter).run()
         except UmbraError as error:
             fatal_errors.report(error)
             raise

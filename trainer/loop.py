@@ -14,6 +14,7 @@ step. A signal to one of them ends the waits of all (`umbra.trainer.signals`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
 from umbra.trainer.reporting.memory_account import MemoryAccount
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.reporting.run_reporter import RunReporter
 from umbra.trainer.services import POOL
 from umbra.trainer.signals import StopRequested, StopSignals
@@ -70,6 +72,7 @@ class TrainingLoop:
         best: BestCheckpoint | None,
         versions: VersionCounter,
         reporter: RunReporter,
+        display: ProgressDisplay,
         gpu_memory: GpuMemorySeen,
         stop: StopSignals,
         step: int,
@@ -89,6 +92,7 @@ class TrainingLoop:
         self._best = best
         self._versions = versions
         self._reporter = reporter
+        self._display = display
         self._stop = stop
         self._memory = MemoryAccount(world.device)
         self._gpu_memory = gpu_memory
@@ -133,7 +137,11 @@ class TrainingLoop:
         is_first = self.step == self._first_step and self._train.eval_at_start
         if is_first or (self.step and self._is_due(self._train.eval_every)):
             self._evaluate()
-        with self._memory.phase("generation"), span("wait for the batch") as waiting:
+        with (
+            self._memory.phase("generation"),
+            span("wait for the batch") as waiting,
+            self._scoring(f"generating for step {self.step + 1}"),
+        ):
             columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
             return None
@@ -144,7 +152,7 @@ class TrainingLoop:
         batch = RankBatch.from_columns(columns, self._estimate)
         row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
         row |= {"time/rollout_s": waiting.seconds, "time/sleep_s": sleeping.seconds}
-        with self._memory.phase("train"):
+        with self._memory.phase("train"), self._display.activity(f"training step {self.step + 1}"):
             row |= self._train_step.run(batch, self.step)
         self._gpu_memory.look("train")  # torch's cache still holds the peak
         row |= self._memory.take() | self._gpu_memory.metrics()
@@ -159,7 +167,7 @@ class TrainingLoop:
         None if a signal to any rank ended it: nothing would be generated with these weights.
         """
         version = self._versions.next(self.step)
-        with span("sync", version=version) as sync:
+        with span("sync", version=version) as sync, self._display.activity("syncing weights"):
             if self._world.is_lead:
                 self._rollouts.announce(version, self.step)
             report = self._wait(lambda: self._sync(version))
@@ -224,7 +232,7 @@ class TrainingLoop:
         if self._config.data.eval is None:
             return
         temperature, limit_s = self._config.eval.temperature, self._config.rollout.timeout_s
-        with span("evaluate", step=self.step):
+        with span("evaluate", step=self.step), self._scoring(f"evaluating after step {self.step}"):
             result = self._wait(
                 lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
             )
@@ -233,7 +241,10 @@ class TrainingLoop:
             if self._best is not None and self._best.evaluated(
                 self._checkpoints.path(self.step), row
             ):
-                self._reporter.note(f"the best checkpoint is that of step {self.step}")
+                self._display.note(f"the best checkpoint is that of step {self.step}")
+
+    def _scoring(self, text: str) -> contextlib.AbstractContextManager[object]:
+        return self._display.activity(text, unit="prompts", ask=self._rollouts.progress)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -251,7 +262,7 @@ class TrainingLoop:
             seed=self._train.seed,
             ledger=self._rollouts.position() if is_lead else "",
         )
-        with span("checkpoint", step=self.step):
+        with span("checkpoint", step=self.step), self._display.activity("saving a checkpoint"):
             self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
             if is_lead:
                 self._rollouts.checkpointed(state.step, state.version)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
@@ -28,6 +29,7 @@ from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
 from umbra.trainer.data.prompt_tokenizer import default_context_len, vocab_size
 from umbra.trainer.pool_specs import pool_spec
+from umbra.trainer.reporting.progress_display import Count, ProgressDisplay
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
@@ -42,6 +44,8 @@ _WORKER_RESTARTS: Final = RestartPolicy(
 # How much later than the supervisor, which kills an engine that makes no tokens, the manager gives
 # up its link to the engine: until then the manager waits for the engine's death.
 _DELTA_MARGIN_S: Final = 20.0
+_COUNT_LIMIT_S: Final = 1.0
+"""The supervisor answers from memory. Nobody needs an old count."""
 # A new manager resumes from the ledger.
 _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 
@@ -57,9 +61,14 @@ class ServiceStarter:
     """
 
     def __init__(
-        self, session: Session, config: TrainerConfig, executor: ThreadPoolExecutor
+        self,
+        session: Session,
+        config: TrainerConfig,
+        executor: ThreadPoolExecutor,
+        display: ProgressDisplay,
     ) -> None:
         self._session = session
+        self._display = display
         self._config = config
         self._executor = executor
         self._started: list[Future[object]] = []
@@ -67,18 +76,21 @@ class ServiceStarter:
         for idx, spec in enumerate(worker_specs(config, self._num_nodes)):
             self._start(partial(session.spawn, spec, node=idx // config.rollout.workers))
         self._workers = tuple(self._started)
+        executor.submit(self._show_workers)
 
     @classmethod
     @contextmanager
-    def open(cls, session: Session, config: TrainerConfig) -> Generator[ServiceStarter]:
+    def open(
+        cls, session: Session, config: TrainerConfig, display: ProgressDisplay
+    ) -> Generator[ServiceStarter]:
         """Starts the workers; owns the threads that wait for processes to start.
 
         The threads are not joined: their waits end with the session at the latest.
         """
-        num_starts = 2 + config.rollout.workers * _count_nodes(session) + len(config.pools)
+        num_starts = 3 + config.rollout.workers * _count_nodes(session) + len(config.pools)
         executor = ThreadPoolExecutor(num_starts, "umbra-start")
         try:
-            yield cls(session, config, executor)
+            yield cls(session, config, executor, display)
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -110,9 +122,19 @@ class ServiceStarter:
     def _create_pools(self, specs: Sequence[PoolSpec]) -> None:
         self.wait_for_workers()
         for spec in specs:
-            self._session.create_pool(spec)
+            with starting_engines(self._display, self._session, spec):
+                self._session.create_pool(spec)
             if spec.name in self._config.pools:
                 self._session.spawn(generator_spec(spec.name, self._config))
+
+    def _show_workers(self) -> None:
+        num_workers = len(self._workers)
+
+        def count() -> Count:
+            return sum(future.done() for future in self._workers), num_workers
+
+        with self._display.activity("starting rollout workers", ask=count):
+            wait(self._workers)
 
     def start_manager(
         self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int, device_type: str
@@ -138,6 +160,22 @@ class ServiceStarter:
         """Returns when all processes serve; raises the first error."""
         for future in self._started:
             future.result()
+
+
+def starting_engines(
+    display: ProgressDisplay, session: Session, spec: PoolSpec
+) -> contextlib.AbstractContextManager[object]:
+    """Shows how many engines of a pool have started, while the block starts them."""
+
+    def count() -> Count:
+        states: list[dict[str, Any]] = session.lead_call(
+            "pool_states", spec.name, timeout_s=_COUNT_LIMIT_S
+        )
+        num_started = sum(state["state"] != EngineState.STARTING for state in states)
+        return num_started, spec.count
+
+    pool = "" if spec.name == POOL else f" of pool {spec.name}"
+    return display.activity(f"starting {spec.engine} engines{pool}", ask=count)
 
 
 def engine_pool_spec(

@@ -59,8 +59,7 @@ from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
-from umbra.trainer.reporting.note_board import NoteBoard
-from umbra.trainer.reporting.progress_display import Progress
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.services import (
     MANAGER,
@@ -102,7 +101,7 @@ class Trainer:
         session: Session,
         environment: TorchrunEnvironment,
         stop: StopSignals,
-        notes: NoteBoard,
+        display: ProgressDisplay,
         fatal_errors: FatalErrorReporter,
         starter: ServiceStarter | None,
     ) -> None:
@@ -110,7 +109,7 @@ class Trainer:
         self._session = session
         self._environment = environment
         self._stop = stop
-        self._notes = notes
+        self._display = display
         self._fatal_errors = fatal_errors
         self._starter = starter
         self._run_dir = RunDir(config.run.dir)
@@ -129,7 +128,7 @@ class Trainer:
             if is_lead:
                 warnings = [f"warning: {each}" for each in setting_rules.warnings(config)]
                 for line in (*warnings, *plan.table(memory.columns()), *memory.notes):
-                    self._notes.put(line)
+                    self._display.note(line)
                 starter.start_engines(plan, device_type)
                 self._serve_metrics()
             planned = memory.gpus if is_lead else ()
@@ -137,7 +136,8 @@ class Trainer:
             limit_s = collective_timeout_s(config)
             # torchrun's count of restarts may differ between nodes.
             environment = replace(self._environment, incarnation=self._session.incarnation)
-            world = stack.enter_context(World.join(environment, config.train.device, limit_s))
+            with self._display.activity("connecting the ranks"):
+                world = stack.enter_context(World.join(environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
             from_lead(world, lambda: starter.wait_for_workers() if starter else None)
             resumed_from = from_lead(world, lambda: begin_run(config.run, environment.incarnation))
@@ -150,7 +150,8 @@ class Trainer:
             )
             state = TrainerState(step=0, version=0, world_size=world.world_size, seed=0)
             if resumed_from is not None:
-                state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
+                with self._display.activity("loading the checkpoint"):
+                    state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
             step = state.step
             offload = self._offload(world, policy, reference, optimizer)
             offload.release_cache()  # loading filled it, and engines are starting
@@ -195,6 +196,7 @@ class Trainer:
                 best=self._best(world, step),
                 versions=versions,
                 reporter=reporter,
+                display=self._display,
                 gpu_memory=gpu_memory,
                 stop=self._stop,
                 step=step,
@@ -203,16 +205,16 @@ class Trainer:
             loop.run()
             self._stop.disarm()
             if gpu_memory.seen_nbytes:
-                self._notes.put("GPU memory, planned and (seen in the last step):")
+                self._display.note("GPU memory, planned and (seen in the last step):")
                 for line in plan.table(memory.columns(gpu_memory.seen_nbytes)):
-                    self._notes.put(line)
+                    self._display.note(line)
             self._leave_results(world, policy, reporter, loop.step)
 
     def _serve_metrics(self) -> None:
         """Lets the supervisor serve metrics for Prometheus, if configured. Called by rank 0."""
         if address := self._config.run.metrics_address:
             url = self._session.lead_call("serve_metrics", address)
-            self._notes.put(f"metrics for Prometheus: {url}")
+            self._display.note(f"metrics for Prometheus: {url}")
 
     def _plan_pools(self) -> tuple[Plan, MemoryPlan, str]:
         """The places of ranks and engines, their memory, and the type of the ranks' device. Every
@@ -245,7 +247,7 @@ class Trainer:
         try:
             rank, engines = job_needs(self._config, POOL, len(plan.ranks), device_type)
         except (ConfigError, DataError) as error:
-            self._notes.put(f"GPU memory is not planned: {error}")
+            self._display.note(f"GPU memory is not planned: {error}")
             return MemoryPlan()
         return plan_memory(plan, gpu_nbytes, rank, engines)
 
@@ -297,14 +299,18 @@ class Trainer:
         tokenizer = PromptTokenizer(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
-        prompts = prepare_prompts(
-            config.data,
-            tokenizer,
-            prompt_budget(config),
-            folder=config.run.dir,
-            min_prompts=world.world_size,
-            groups_per_step=config.rollout.groups_per_step,
-        )
+        with self._display.activity("tokenizing the data", unit="prompts") as tokenizing:
+            prompts = prepare_prompts(
+                config.data,
+                tokenizer,
+                prompt_budget(config),
+                folder=config.run.dir,
+                min_prompts=world.world_size,
+                groups_per_step=config.rollout.groups_per_step,
+                on_prompt=tokenizing.count,
+            )
+        held_out = f", {prompts.num_eval:,} held out" if prompts.num_eval else ""
+        self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
         record_settings(config.with_steps(prompts.num_train))
         stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
         starter.start_manager(prompts, stops, world.world_size, world.device.type)
@@ -325,10 +331,14 @@ class Trainer:
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
         """The policy, and the frozen starting model if a KL term needs it."""
-        policy = load_policy(self._config, world.mesh)
+        with self._display.activity("loading the model"):
+            policy = load_policy(self._config, world.mesh)
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters.values())
+        self._display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
         if self._config.train.kl_coef == 0.0:
             return policy, None
-        return policy, load_policy(self._config, world.mesh).freeze()
+        with self._display.activity("loading the reference model"):
+            return policy, load_policy(self._config, world.mesh).freeze()
 
     def _offload(
         self, world: World, policy: Policy, reference: Policy | None, optimizer: PolicyOptimizer
@@ -373,26 +383,25 @@ class Trainer:
 
     def _open_reporter(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
         config = self._config
-        if not world.is_lead:
-            return RunReporter(config, None, None, steps_before=step)
-        log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
         total = config.train.total_steps
-        progress = stack.enter_context(Progress(config.run_name, total, step))
+        self._display.begin_steps(config.run_name, step, total)
+        if not world.is_lead:
+            return RunReporter(config, self._display, None, steps_before=step)
+        log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
         logged = LoggedRun(folder=config.run.dir, name=config.run_name, settings=to_wire(config))
-        loggers = MetricsLoggers(logger_names(config.run.loggers), logged, progress.note)
-        reporter = RunReporter(config, log, progress, stack.enter_context(loggers), step)
+        loggers = MetricsLoggers(logger_names(config.run.loggers), logged, self._display.note)
+        reporter = RunReporter(config, self._display, log, stack.enter_context(loggers), step)
         stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
-        stack.enter_context(self._notes.shown_by(reporter.note))
         if self._run_dir.replaced.exists():
-            reporter.note(
+            self._display.note(
                 f"the earlier run is kept in {self._run_dir.replaced} until a step is done"
             )
         if step:
-            reporter.note(f"resuming after step {step}")
+            self._display.note(f"resuming after step {step}")
             if step >= total:
-                reporter.note(f"train.steps is {total}: no step is left to do")
+                self._display.note(f"train.steps is {total}: no step is left to do")
         elif config.run.resume == "auto":
-            reporter.note(
+            self._display.note(
                 f"no complete checkpoint in {self._run_dir.checkpoints}: starting from scratch"
             )
         return reporter
@@ -404,9 +413,10 @@ class Trainer:
         config = self._config
         stopped_by = agree_on_signal(self._stop.received)
         if config.train.export and not stopped_by:
-            export_policy(
-                policy, self._run_dir.export, world, source=config.model.path, dtype=self._dtype
-            )
+            with self._display.activity("exporting the model"):
+                export_policy(
+                    policy, self._run_dir.export, world, source=config.model.path, dtype=self._dtype
+                )
         from_lead(world, lambda: self._report(reporter, steps, stopped_by))
 
     def _report(self, reporter: RunReporter, steps: int, stopped_by: str) -> None:
@@ -420,7 +430,7 @@ class Trainer:
             stopped_by=stopped_by,
         )
         for line in closing_lines(summary):
-            reporter.note(line)
+            self._display.note(line)
 
 
 def _decode_token(model: ModelSection, token_id: int) -> str:

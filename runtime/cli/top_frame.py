@@ -14,7 +14,7 @@ from umbra.runtime.cluster.run_events import RunEvent
 from umbra.runtime.durations import format_duration
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.job_state import EngineStatus, JobState, RankStatus
-from umbra.runtime.step_metrics import Row, seconds_left
+from umbra.runtime.step_metrics import Row
 
 _NUMBER: Final = re.compile(r"[\d.]+(:\d\d)?|-|")
 _BAR_LEN: Final = 20
@@ -85,9 +85,8 @@ def _progress_lines(view: RunSnapshot, now: float) -> list[str]:
         num_full = min(_BAR_LEN, _BAR_LEN * done // total)
         parts[1] += f"/{total}"
         parts.append(f"[{'#' * num_full}{'-' * (_BAR_LEN - num_full)}]")
-    if view.state is not None:
-        left_s = seconds_left(view.steps, total)
-        parts += [] if left_s is None else [f"eta {format_duration(left_s)}"]
+    if view.state is not None and "time/left_s" in row:
+        parts.append(f"eta {format_duration(row['time/left_s'])}")
     parts.append(f"last step {format_duration(max(0.0, now - row['time']))} ago")
     return ["   ".join(parts), _reward_line(row), _time_line(row)]
 

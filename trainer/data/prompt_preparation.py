@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -63,6 +63,7 @@ class PromptFiles:
     Attributes:
         num_train: training prompts.
         eval_path: None if nothing is evaluated.
+        num_eval: held-out prompts.
         eval_sets: the sets of held-out prompts in that file, in order, if they have names: their
             numbers of prompts.
     """
@@ -70,6 +71,7 @@ class PromptFiles:
     train_path: Path
     num_train: int
     eval_path: Path | None
+    num_eval: int
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
@@ -102,19 +104,22 @@ def prepare_prompts(
     folder: Path,
     min_prompts: int,
     groups_per_step: int,
+    on_prompt: Callable[[], None] = lambda: None,
 ) -> PromptFiles:
     """Tokenizes the data sets into `folder`. One rank calls it.
 
     Args:
         min_prompts: fewest useful training prompts: one per rank.
         groups_per_step: with fewer training prompts, a warning is logged.
+        on_prompt: called with each prompt that is tokenized.
 
     Raises:
         DataError: with file, line, cause and remedy.
         RunDirectoryError: `folder` is full or the like.
     """
     train_path = folder / "prompts.msgpack"
-    num_train = _write(train_path, _read_prompts(data, data.train, tokenizer, budget))
+    prompts = _read_prompts(data, data.train, tokenizer, budget)
+    num_train = _write(train_path, prompts, on_prompt)
     if num_train < min_prompts:
         raise DataError(
             f"data.train: {data.train} has {num_train} prompts for {min_prompts} ranks; every rank "
@@ -128,12 +133,14 @@ def prepare_prompts(
             num_train,
             groups_per_step,
         )
-    eval_path = None
+    eval_path, num_eval = None, 0
     if data.eval is not None:
         prompts = _read_prompts(data, data.eval, tokenizer, budget.for_eval())
         eval_path = folder / "eval_prompts.msgpack"
-        _write(eval_path, _take(prompts, data.eval_limit))
-    return PromptFiles(train_path=train_path, num_train=num_train, eval_path=eval_path)
+        num_eval = _write(eval_path, _take(prompts, data.eval_limit), on_prompt)
+    return PromptFiles(
+        train_path=train_path, num_train=num_train, eval_path=eval_path, num_eval=num_eval
+    )
 
 
 def prepare_held_out(
@@ -143,6 +150,7 @@ def prepare_held_out(
     budget: PromptBudget,
     *,
     folder: Path,
+    on_prompt: Callable[[], None] = lambda: None,
 ) -> PromptFiles:
     """Tokenizes sets of held-out prompts into one file in `folder`, in which ids are SET/ID.
 
@@ -158,13 +166,20 @@ def prepare_held_out(
                 yield prompt | {"id": f"{name}/{prompt['id']}"}
 
     path = folder / "eval_prompts.msgpack"
-    _write(path, prompts())
-    return PromptFiles(train_path=path, num_train=0, eval_path=path, eval_sets=sizes)
+    num_eval = _write(path, prompts(), on_prompt)
+    return PromptFiles(
+        train_path=path, num_train=0, eval_path=path, num_eval=num_eval, eval_sets=sizes
+    )
 
 
-def _write(path: Path, prompts: Iterator[dict[str, Any]]) -> int:
+def _write(path: Path, prompts: Iterator[dict[str, Any]], on_prompt: Callable[[], None]) -> int:
+    def counted() -> Iterator[dict[str, Any]]:
+        for prompt in prompts:
+            yield prompt
+            on_prompt()
+
     with writing("write", path):
-        return write_prompts(path, prompts)
+        return write_prompts(path, counted())
 
 
 def _take(prompts: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:

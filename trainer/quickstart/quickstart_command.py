@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from umbra.runtime.disk import explain, os_error_behind
 from umbra.trainer.quickstart.quickstart_assets import ensure_assets
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out_dir", type=Path, help="folder to make them in")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up")
     arguments = parser.parse_args(argv)
-    started = time.perf_counter()
+    display = ProgressDisplay(sys.stderr)
     try:
-        is_made = ensure_assets(arguments.out_dir, arguments.seed)
+        with display, display.activity("making the quickstart's model and data sets"):
+            is_made = ensure_assets(arguments.out_dir, arguments.seed)
     except Exception as error:
         cause = os_error_behind(error)
         if cause is None:
@@ -30,9 +32,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         reason = explain(cause, arguments.out_dir, or_else=", or give another folder")
         raise SystemExit(f"quickstart: cannot write {arguments.out_dir}: {reason}") from error
     if is_made:
-        print(
-            f"quickstart: made model and data sets in {arguments.out_dir} "
-            f"({time.perf_counter() - started:.1f} s)"
-        )
+        print(f"quickstart: made model and data sets in {arguments.out_dir}")
     else:
         print(f"quickstart: model and data sets in {arguments.out_dir} are up to date")

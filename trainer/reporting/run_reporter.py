@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.settings import to_wire
@@ -15,13 +17,38 @@ from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics, read_samples
 from umbra.trainer.reporting.metrics_logger import MetricsLogger, MetricsRow
 from umbra.trainer.reporting.metrics_plot import save_plot
-from umbra.trainer.reporting.progress_display import Progress
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report, write_summary
 from umbra.trainer.run_files import writing
 
+_PACE_WINDOW: Final = 20
+"""Recent steps whose mean duration predicts the remaining time. Fewer make the prediction jump,
+more make it lag behind changes."""
+
+
+class StepPace:
+    """Predicts the remaining time from the steps of this start. The first of them does not count:
+    it compiles, captures graphs and allocates."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._ends: deque[float] = deque(maxlen=_PACE_WINDOW + 1)
+
+    def step_done(self, step: int, now: float) -> float | None:
+        """Seconds until the last step; None after the first step.
+
+        Args:
+            now: in seconds, of a monotonic clock.
+        """
+        self._ends.append(now)
+        if len(self._ends) < 2:
+            return None
+        pace_s = (now - self._ends[0]) / (len(self._ends) - 1)
+        return pace_s * (self._total_steps - step)
+
 
 class RunReporter:
-    """Collects events of a run. On ranks other than 0 log, progress and loggers are None.
+    """Collects events of a run. On ranks other than 0 log and loggers are None.
 
     Attributes:
         steps_before: steps done before this start of the run.
@@ -31,8 +58,8 @@ class RunReporter:
     def __init__(
         self,
         config: TrainerConfig,
+        display: ProgressDisplay,
         log: MetricsLog | None,
-        progress: Progress | None,
         loggers: MetricsLogger | None = None,
         steps_before: int = 0,
     ) -> None:
@@ -40,7 +67,8 @@ class RunReporter:
         self._config = config
         self._log = log
         self._loggers = loggers
-        self._progress = progress
+        self._display = display
+        self._pace = StepPace(config.train.total_steps)
         self._has_warned = False
         self._codec: TextCodec | None = None
         self.accuracy_before: float | None = None
@@ -48,14 +76,15 @@ class RunReporter:
 
     def step_done(self, step: int, row: Mapping[str, float]) -> None:
         """Logs and shows step `step` (from 1)."""
+        left_s = self._pace.step_done(step, time.monotonic())
+        row = {**row, **({} if left_s is None else {"time/left_s": left_s})}
         self._write(step, row)
         if self._log is not None:
             RunDir(self._config.run.dir).remove_replaced()
-        if self._progress is not None:
-            self._progress.step_done(step, row)
+        self._display.step_done(step, row)
         if row["rollout/tokens"] == 0 and not self._has_warned:
             self._has_warned = True
-            self.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
+            self._display.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
 
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:
         """Logs and shows an evaluation after `step` steps; returns its metrics."""
@@ -72,11 +101,8 @@ class RunReporter:
             self.accuracy_after = accuracy
         self._write(step, row)
         self._write_samples(step, result["samples"])
-        if self._progress is not None:
-            self._progress.note(
-                f"after step {step}: accuracy {accuracy:.3f} on "
-                f"{result['num_prompts']} held-out prompts"
-            )
+        held_out = f"{result['num_prompts']} held-out prompts"
+        self._display.note(f"after step {step}: accuracy {accuracy:.3f} on {held_out}")
         return row
 
     def _write(self, step: int, row: MetricsRow) -> None:
@@ -94,11 +120,6 @@ class RunReporter:
         samples = [EvalSample.decode(decode, sample) for sample in found]
         for log in logs:
             log.write_samples(step, samples)
-
-    def note(self, text: str) -> None:
-        """Shows a line to the operator, such as that an engine was restarted. Thread-safe."""
-        if self._progress is not None:
-            self._progress.note(text)
 
     def _earlier_accuracy(self, accuracy: float) -> float:
         """The starting model's accuracy; a resumed run has it from its first part."""

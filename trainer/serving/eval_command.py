@@ -26,6 +26,7 @@ from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, pr
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.hub.local_paths import with_local_paths
 from umbra.trainer.reporting.eval_sample import EvalSample
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.run_files import check_writable, write_json
 from umbra.trainer.services import MANAGER, manager_spec, prompt_budget, worker_specs
 from umbra.trainer.serving.pool_session import with_pools
@@ -79,10 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
                 print(line, file=sys.stderr)
             return pool_specs(served, plan)
 
-        def work(session: Session) -> None:
-            outcome = Rollouts(session, MANAGER).evaluate(
-                0, config.eval.temperature, _no_sync, config.rollout.timeout_s
-            )
+        def work(session: Session, display: ProgressDisplay) -> None:
+            rollouts = Rollouts(session, MANAGER)
+            with display.activity("evaluating", unit="prompts", ask=rollouts.progress):
+                outcome = rollouts.evaluate(
+                    0, config.eval.temperature, _no_sync, config.rollout.timeout_s
+                )
             for line in _table(outcome, config.eval.samples):
                 print(line)
             source = checkpoint or config.model.path

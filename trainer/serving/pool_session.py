@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Final
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session, SessionConfig
-from umbra.trainer.reporting.note_board import NoteBoard
+from umbra.trainer.reporting.progress_display import ProgressDisplay
+from umbra.trainer.services import starting_engines
 from umbra.trainer.signals import StopRequested, StopSignals
 
 _SHUTDOWN_GRACE_S: Final = 5.0
@@ -23,7 +25,7 @@ def with_pools(
     pools: Callable[[], Sequence[PoolSpec]],
     run_dir: Path,
     actors: Sequence[ActorSpec],
-    work: Callable[[Session], None],
+    work: Callable[[Session, ProgressDisplay], None],
 ) -> int:
     """Runs `work` while the pools' engines and the actors that use them serve.
 
@@ -35,35 +37,44 @@ def with_pools(
             cannot be kept running.
     """
     settings = SessionConfig(run_dir=run_dir, shutdown_grace_s=_SHUTDOWN_GRACE_S)
-    notes = NoteBoard(is_shown=True)
     with (
+        ProgressDisplay(sys.stderr) as display,
         StopSignals(_STOP_GRACE_S) as signals,
         # Blocked calls of the session raise the failure, and `work` always is in one.
         Session.from_torchrun(
-            settings, on_note=notes.put, on_failed=lambda _: None, on_signal=signals.pass_in
+            settings, on_note=display.note, on_failed=lambda _: None, on_signal=signals.pass_in
         ) as session,
     ):
         signals.defer(session.pass_on_signal)
         try:
             with signals.interruptible():
-                _start(session, pools(), actors)
-                work(session)
+                _start(session, display, pools(), actors)
+                work(session, display)
         except StopRequested:
             pass
     return signals.exit_status
 
 
-def _start(session: Session, pools: Sequence[PoolSpec], actors: Sequence[ActorSpec]) -> None:
+def _start(
+    session: Session,
+    display: ProgressDisplay,
+    pools: Sequence[PoolSpec],
+    actors: Sequence[ActorSpec],
+) -> None:
     """Starts pools and actors at the same time, so that the actors' errors come early.
 
     Pools that share memory wait for each other in the supervisor.
     """
+
+    def create(pool: PoolSpec, others_s: float) -> None:
+        with starting_engines(display, session, pool):
+            session.create_pool(pool, others_s=others_s)
+
     all_s = sum(pool.start_timeout_s for pool in pools)
     executor = ThreadPoolExecutor(len(pools), "umbra-start")
     try:
         engines = [
-            executor.submit(session.create_pool, pool, others_s=all_s - pool.start_timeout_s)
-            for pool in pools
+            executor.submit(create, pool, others_s=all_s - pool.start_timeout_s) for pool in pools
         ]
         for actor in actors:
             session.spawn(actor)

@@ -25,6 +25,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
 from umbra.runtime.session import Session
 from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.run_files import check_writable
 from umbra.trainer.services import POOL
 from umbra.trainer.serving.choice import StepWriter
@@ -76,7 +77,7 @@ def serve(arguments: argparse.Namespace) -> int:
         started.extend(pool_specs(config, plan))
         return started
 
-    def work(session: Session) -> None:
+    def work(session: Session, _: ProgressDisplay) -> None:
         at_host, at_port = session.actor(_FRONT).call("address")
         shown = f"[{at_host}]" if ":" in at_host else at_host
         names = " and ".join(
@@ -119,7 +120,7 @@ def generate(arguments: argparse.Namespace) -> int:
         kwargs={"config": replace(pool.dispatch, shares_memory=False)},
     )
 
-    def work(session: Session) -> None:
+    def work(session: Session, _: ProgressDisplay) -> None:
         generator = session.actor(_GENERATOR)
         writer = StepWriter(text.decode, ())
         asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)

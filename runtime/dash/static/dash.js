@@ -130,11 +130,7 @@ function showNumbers() {
   const done = steps.at(-1) ?? 0;
   const cells = [["Step", run.steps ? `${done} of ${run.steps}` : `${done}`],
     ...NUMBERS.map(([name, key]) => [name, lastOf(key)]).filter(([, v]) => v !== undefined).map(([n, v]) => [n, number(v)])];
-  const recent = steps.filter((step) => step > 0).slice(-20).map((step) => rows.get(step)["time/step_s"]).filter(Boolean);
-  if (run.job && run.steps && recent.length) {
-    const mean = recent.reduce((a, b) => a + b, 0) / recent.length;
-    cells.push(["Time left", duration(mean * (run.steps - done))]);
-  }
+  if (run.job && lastOf("time/left_s") !== undefined) cells.push(["Time left", duration(lastOf("time/left_s"))]);
   showCells($("numbers"), cells);
 }
 

@@ -63,7 +63,7 @@ def job(num_engines: int) -> JobState:
 
 
 def test_a_frame_shows_progress_engines_waits_and_events() -> None:
-    steps = [ROW | {"step": step, "time": 90.0 + 2 * step} for step in (1, 2)]
+    steps = [ROW | {"step": 2, "time": 94.0, "time/left_s": 16.0}]
     died = RunEvent(time=0.0, kind="restart", who="policy-0", text="it died\x1b[2J\nTraceback")
     view = RunSnapshot(name="r", state=job(2), steps=steps, total_steps=10, events=[died])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,10 +32,9 @@ from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.note_board import NoteBoard
-from umbra.trainer.reporting.progress_display import Progress, format_step
+from umbra.trainer.reporting.progress_display import ProgressDisplay, format_step
 from umbra.trainer.reporting.run_report import reward_ends
-from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
+from umbra.trainer.reporting.run_reporter import RunReporter, StepPace, closing_lines, finish
 from umbra.trainer.run_files import (
     RunDirectoryError,
     check_writable,
@@ -66,6 +66,14 @@ def make_config(folder: Path, **train: object) -> TrainerConfig:
         },
         "config",
     )
+
+
+def reporter(
+    config: TrainerConfig, log: MetricsLog | None = None, steps_before: int = 0
+) -> RunReporter:
+    display = ProgressDisplay(None)
+    display.begin_steps(config.run_name, steps_before, config.train.total_steps)
+    return RunReporter(config, display, log, steps_before=steps_before)
 
 
 def evaluation(accuracy: float, *samples: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +130,7 @@ def test_a_kill_while_a_resume_cuts_steps_costs_no_other_step(tmp_path: Path) ->
 
 
 def test_a_step_is_one_line_with_reward_speed_times_and_eta() -> None:
-    assert format_step(12, 100, ROW, eta_s=52.4) == (
+    assert format_step(12, 100, ROW | {"time/left_s": 52.4}) == (
         "step  12/100  reward 0.431  17.2k tok/s  gen 0.35s  sync 0.02s  train 0.18s  eta 0:52"
     )
 
@@ -134,31 +142,144 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
+def test_the_eta_is_the_pace_of_recent_steps_without_the_first_which_compiles() -> None:
+    pace = StepPace(total_steps=200)
+
+    ends = [pace.step_done(step, 90.0 + 2.0 * step) for step in range(1, 101)]
+    after_a_resume = StepPace(total_steps=200).step_done(101, 4000.0)
+
+    assert ends[0] is None, "nothing is known but a step that took 90 s"
+    assert (ends[1], ends[2], ends[-1]) == (2.0 * 198, 2.0 * 197, 2.0 * 100)
+    assert after_a_resume is None
+    assert format_step(101, 200, ROW).endswith("eta -:--")
+
+
 def test_progress_goes_to_a_plain_stream_line_by_line() -> None:
     stream = io.StringIO()
 
-    with Progress("run", 2, 0, stream) as progress:
-        progress.step_done(1, ROW)
-        progress.note("engine policy-0 died")
-        progress.step_done(2, ROW)
+    with ProgressDisplay(stream) as display:
+        display.note("2 prompts")
+        display.begin_steps("run", 0, 2)
+        display.step_done(1, ROW)
+        display.note("engine policy-0 died")
+        display.step_done(2, ROW)
 
     lines = stream.getvalue().splitlines()
-    assert [line[:8] for line in lines] == ["step 1/2", "  engine", "step 2/2"]
-    assert lines[-1].endswith("eta 0:00")
+    assert [line[:8] for line in lines] == ["2 prompt", "step 1/2", "  engine", "step 2/2"]
 
 
-def test_notes_reach_whoever_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    shown: list[str] = []
-    board, silent = NoteBoard(is_shown=True), NoteBoard(is_shown=False)
+class Watch:
+    """A display with a clock of its own, which looks at what is in progress each second."""
 
-    board.put("early")
-    silent.put("never")
-    with board.shown_by(shown.append):
-        board.put("inside")
-    board.put("late")
+    def __init__(self, stream: io.StringIO | None = None) -> None:
+        self.stream = stream or io.StringIO()
+        self.now = 0.0
+        self.display = ProgressDisplay(self.stream, lambda: self.now)
 
-    assert shown == ["inside"]
-    assert capsys.readouterr().err.splitlines() == ["early", "late"]
+    def wait(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 1.0
+            self.display.refresh()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
+
+
+def test_what_takes_long_is_shown_ever_less_often_and_what_is_short_never() -> None:
+    watch = Watch()
+
+    with watch.display.activity("loading the model"):
+        watch.wait(4)
+    with watch.display.activity("starting engines", ask=lambda: (int(watch.now) // 20, 2)):
+        watch.wait(36)
+
+    assert watch.lines == [
+        "starting engines: 0 of 2, for 0:01",
+        "starting engines: 0 of 2, for 0:11",
+        "starting engines: 1 of 2, for 0:31",
+        "starting engines took 0:36",
+    ]
+
+
+def test_once_steps_are_done_only_an_unusually_long_wait_is_shown() -> None:
+    watch = Watch()
+
+    watch.display.begin_steps("run", 0, 9)
+    watch.display.step_done(1, ROW | {"time/step_s": 30.0})
+    with watch.display.activity("generating for step 2", unit="prompts", ask=lambda: (31, 32)):
+        watch.wait(89)
+        assert len(watch.lines) == 1
+        watch.wait(1)
+
+    assert watch.lines[1:] == [
+        "  generating for step 2: 31 of 32 prompts, for 1:30",
+        "  generating for step 2 took 1:30",
+    ]
+
+
+def test_a_count_that_cannot_be_had_or_has_no_total_is_left_out() -> None:
+    def no_answer() -> tuple[int, int]:
+        raise DataError("the manager is being restarted")
+
+    watch = Watch()
+
+    with (
+        watch.display.activity("evaluating", unit="prompts", ask=no_answer),
+        watch.display.activity("tokenizing the data", unit="prompts") as tokenizing,
+    ):
+        for _ in range(1200):
+            tokenizing.count()
+        watch.wait(5)
+
+    assert watch.lines[0] == ("evaluating: for 0:05; tokenizing the data: 1,200 prompts, for 0:05")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_screen(text: str) -> list[str]:
+    """What a terminal shows after this text, without colors and lengths of bars."""
+    rows, row = [""], 0
+    for part in re.findall("\x1b\\[[0-9?;]*[a-zA-Z]|[\r\n]|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif part.endswith("[1A"):
+            row -= 1
+        elif part.endswith("[2K"):
+            rows[row] = ""
+        elif part[0] not in "\x1b\r":
+            rows[row] += part
+    return [re.sub("[━╸╺]+", "━", line).rstrip() for line in rows if line.strip()]
+
+
+def test_a_terminal_has_a_row_for_all_that_is_in_progress_below_the_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    watch = Watch(Terminal())
+    monkeypatch.setattr(sys, "stderr", watch.stream)
+
+    with watch.display:
+        watch.display.begin_steps("run", 1, 4)
+        with watch.display.activity("evaluating", unit="prompts", ask=lambda: (3, 8)):
+            watch.wait(2)
+            watch.display.note("engine policy-0 died")
+            print("another line", file=sys.stderr)
+            during = on_screen(watch.stream.getvalue())
+        after = on_screen(watch.stream.getvalue())
+    closed = on_screen(watch.stream.getvalue())
+
+    lines = ["  engine policy-0 died", "another line"]
+    steps = "run        ━ 1 of 4 steps   0:02"
+    assert during == [*lines, steps, "evaluating ━ 3 of 8 prompts 0:02"]
+    assert after == [*lines, "run ━ 1 of 4 steps 0:02"]
+    assert closed == lines
+    assert watch.stream.getvalue().rfind("\x1b[?25h") > watch.stream.getvalue().rfind("\x1b[?25l")
 
 
 def test_neither_notes_nor_errors_control_the_terminal(
@@ -167,7 +288,8 @@ def test_neither_notes_nor_errors_control_the_terminal(
     for_torchrun = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(for_torchrun))
 
-    NoteBoard(is_shown=True).put("sample e0/\x1b[2J/0 of é")
+    ProgressDisplay(None).note("not of this rank")
+    ProgressDisplay(sys.stderr).note("sample e0/\x1b[2J/0 of é")
     FatalErrorReporter(0, 0.0).report(DataError("row \x9b1m7\n\tid \r"))
 
     assert capsys.readouterr().err.splitlines() == [
@@ -182,8 +304,9 @@ def test_neither_notes_nor_errors_control_the_terminal(
 def test_a_step_without_tokens_is_reported_once(tmp_path: Path) -> None:
     config, stream = make_config(tmp_path), io.StringIO()
 
-    with Progress("run", 4, 0, stream) as progress:
-        journal = RunReporter(config, None, progress)
+    with ProgressDisplay(stream) as display:
+        display.begin_steps("run", 0, 4)
+        journal = RunReporter(config, display, None)
         for step, num_tokens in enumerate([96, 0, 96, 0], 1):
             journal.step_done(step, ROW | {"rollout/tokens": num_tokens})
 
@@ -200,7 +323,7 @@ def test_a_step_without_tokens_is_reported_once(tmp_path: Path) -> None:
 def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with MetricsLog(tmp_path, first_step=1) as log:
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         journal.evaluated(0, evaluation(0.25), is_last=False)
         for step in range(1, 5):
             journal.step_done(step, ROW | {"rollout/reward_mean": step / 4})
@@ -225,7 +348,7 @@ def test_the_report_names_the_faults_that_the_run_survived(tmp_path: Path) -> No
     config = make_config(tmp_path)
     quiet = ROW | {"rollout/engines_lost": 0.0, "rollout/lost_tokens": 0.0}
     with MetricsLog(tmp_path, first_step=1) as log:
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         journal.step_done(1, quiet)
         journal.step_done(2, quiet | {"rollout/engines_lost": 1.0})
         journal.step_done(3, quiet | {"rollout/engines_lost": 2.0})
@@ -267,14 +390,14 @@ def test_the_report_shows_samples_of_each_evaluation_and_none_of_their_text_is_m
 ) -> None:
     config, codec = make_config(tmp_path), byte_codec(tmp_path / "model")
     with MetricsLog(tmp_path, first_step=1) as log:
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         journal.evaluated(0, evaluation(0.25, held_out(codec, "2+2=", "before")), is_last=False)
         journal.step_done(1, ROW)
         journal.evaluated(1, evaluation(0.5, held_out(codec, "2+2=", "lost")), is_last=False)
         journal.step_done(2, ROW)
         journal.evaluated(2, evaluation(0.5, held_out(codec, "2+2=", "gone")), is_last=False)
     with MetricsLog(tmp_path, first_step=2) as log:  # resumes from the checkpoint of step 1
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         first = held_out(codec, "2+2=", "<script>\x1b[2J", "tool: &", "4", num_more=9)
         journal.evaluated(1, evaluation(0.5, first), is_last=True)
 
@@ -296,9 +419,7 @@ def test_the_report_shows_samples_of_each_evaluation_and_none_of_their_text_is_m
 def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 
-    summary = finish(
-        config, RunReporter(config, None, None), steps=2, engine_restarts=0, stopped_by="SIGTERM"
-    )
+    summary = finish(config, reporter(config), steps=2, engine_restarts=0, stopped_by="SIGTERM")
 
     assert summary.accuracy_after is None
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
@@ -310,7 +431,7 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
 
 
 def test_steps_of_an_earlier_start_do_not_count_in_the_time_of_this_one(tmp_path: Path) -> None:
-    journal = RunReporter(make_config(tmp_path), None, None, steps_before=40)
+    journal = reporter(make_config(tmp_path), steps_before=40)
 
     summary = finish(
         make_config(tmp_path), journal, steps=44, engine_restarts=0, stopped_by="SIGTERM"
@@ -331,10 +452,10 @@ def test_a_run_directory_given_for_a_model_is_an_error_with_the_models_path(tmp_
 def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with MetricsLog(tmp_path, first_step=1) as log:
-        RunReporter(config, log, None).evaluated(0, evaluation(0.25), is_last=False)
+        reporter(config, log).evaluated(0, evaluation(0.25), is_last=False)
 
     with MetricsLog(tmp_path, first_step=3) as log:
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         journal.evaluated(2, evaluation(0.5), is_last=False)
 
     assert journal.accuracy_before == 0.25
@@ -343,7 +464,7 @@ def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
 def test_without_a_first_evaluation_no_accuracy_before_is_claimed(tmp_path: Path) -> None:
     config = make_config(tmp_path, eval_at_start=False)
     with MetricsLog(tmp_path, first_step=1) as log:
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         journal.evaluated(2, evaluation(0.25), is_last=False)
         journal.step_done(4, ROW)
         journal.evaluated(4, evaluation(0.5), is_last=True)
@@ -358,7 +479,7 @@ def test_without_a_first_evaluation_no_accuracy_before_is_claimed(tmp_path: Path
 def test_a_report_says_how_to_train_for_more_epochs(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=None, epochs=1.5).with_steps(64)
     with MetricsLog(tmp_path, first_step=1) as log:
-        journal = RunReporter(config, log, None)
+        journal = reporter(config, log)
         journal.step_done(1, ROW)
 
     finish(config, journal, steps=1, engine_restarts=0, stopped_by="")

@@ -81,7 +81,7 @@ def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     config = check_config(
         TrainerConfig, {**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout}, "config"
     )
-    files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None)
+    files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None, num_eval=0)
 
     spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3)))
     found = from_wire(RolloutConfig, spec.kwargs["config"])
