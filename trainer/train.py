@@ -173,7 +173,7 @@ class Trainer:
                     config.train,
                     loss,
                     reference,
-                    self._logprob_check(versions, reporter),
+                    self._logprob_check(versions),
                 ),
                 rollouts=rollouts,
                 pool=self._session.pool(POOL),
@@ -371,14 +371,14 @@ class Trainer:
         rows = read_metrics(self._run_dir.metrics)
         return BestCheckpoint(self._run_dir.checkpoints, by, rows, step)
 
-    def _logprob_check(self, versions: VersionCounter, reporter: RunReporter) -> LogprobCheck:
+    def _logprob_check(self, versions: VersionCounter) -> LogprobCheck:
         model = self._config.model
         return LogprobCheck(
             model.dtype,
             self._config.train.max_logprob_difference,
             versions,
             partial(_decode_token, model),
-            reporter.note,
+            self._display.note,
         )
 
     def _open_reporter(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:

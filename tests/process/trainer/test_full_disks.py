@@ -23,6 +23,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting import metrics_plot
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLogger
+from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.reporting.run_reporter import RunReporter, finish
 from umbra.trainer.reporting.tensorboard_logger import TensorboardLogger
 from umbra.trainer.run_files import (
@@ -147,7 +148,7 @@ def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path
         },
         "config",
     )
-    journal = RunReporter(config, None, None)
+    journal = RunReporter(config, ProgressDisplay(None), None)
     record = {"id": "a", "prompt": "a", "tokens": b"1234", "row": {"long": "x" * 10_000}}
     writers: dict[str, Callable[[], object]] = {
         "versions.jsonl": lambda: VersionCounter(disk / "versions.jsonl", 0, writes=True).next(1),
