@@ -13,13 +13,9 @@ from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPoolConfig
 from umbra.runtime.rollout.rollout_config import DispatchConfig
+from umbra.runtime.text.model_files import default_context_len, read_model_config, vocab_size
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
-from umbra.trainer.data.prompt_tokenizer import (
-    default_context_len,
-    known_stop_token_ids,
-    read_model_config,
-    vocab_size,
-)
 from umbra.trainer.pool_specs import pool_spec
 
 T = TypeVar("T")
@@ -86,17 +82,21 @@ def auxiliary_dispatch(name: str, pool: AuxiliaryPoolSettings) -> DispatchConfig
     )
 
 
-def worker_pool_configs(config: TrainerConfig) -> dict[str, AuxiliaryPoolConfig]:
-    """The pools' settings for rollout workers, by name."""
+def worker_pool_configs(config: TrainerConfig, folder: Path) -> dict[str, AuxiliaryPoolConfig]:
+    """The pools' settings for rollout workers, by name; `folder` will have their tokenizers."""
     return {
         name: AuxiliaryPoolConfig(
             generator=_generator_name(name),
-            tokenizer_path=str(pool.model_path.absolute()),
-            stop_token_ids=_read(known_stop_token_ids, name, pool),
+            tokenizer_path=str(tokenizer_path(folder, name)),
             timeout_s=pool.request_timeout_s,
         )
         for name, pool in config.pools.items()
     }
+
+
+def open_auxiliary_tokenizer(name: str, pool: AuxiliaryPoolSettings) -> ModelTokenizer:
+    """The tokenizer of a pool's model. Raises DataError if there is none."""
+    return _read(ModelTokenizer.open, name, pool)
 
 
 def _generator_name(pool: str) -> str:

@@ -17,8 +17,8 @@ from umbra.runtime.pools.pool_settings import (
     EnginePoolSettings,
     PoolSettings,
 )
+from umbra.runtime.text.model_files import default_context_len
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.data.prompt_tokenizer import default_context_len
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.model.policy import wraps_layers
 from umbra.trainer.model.token_scoring import scoring_nbytes

@@ -360,7 +360,7 @@ class NodeChecks:
         return "\n".join(["fits", *self._plan.table(memory.columns()), *memory.notes])
 
     def _user_functions(self) -> str:
-        check_actor(worker_specs(self._config, 1)[0])
+        check_actor(worker_specs(self._config, 1, self._config.run.dir)[0])
         return ", ".join(filter(None, (self._config.reward.function, self._config.rollout.agent)))
 
     def _engine(self, name: str) -> str:

@@ -20,16 +20,19 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
 from umbra.runtime.session import Session
+from umbra.runtime.text.model_files import default_context_len, vocab_size
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.auxiliary_pools import (
     auxiliary_pool_spec,
     generator_spec,
+    open_auxiliary_tokenizer,
     worker_pool_configs,
 )
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
-from umbra.trainer.data.prompt_tokenizer import default_context_len, vocab_size
 from umbra.trainer.pool_specs import pool_spec
 from umbra.trainer.reporting.progress_display import Count, ProgressDisplay
+from umbra.trainer.run_files import writing
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
@@ -73,7 +76,7 @@ class ServiceStarter:
         self._executor = executor
         self._started: list[Future[object]] = []
         self._num_nodes = _count_nodes(session)
-        for idx, spec in enumerate(worker_specs(config, self._num_nodes)):
+        for idx, spec in enumerate(worker_specs(config, self._num_nodes, config.run.dir)):
             self._start(partial(session.spawn, spec, node=idx // config.rollout.workers))
         self._workers = tuple(self._started)
         executor.submit(self._show_workers)
@@ -210,18 +213,18 @@ def _count_nodes(session: Session) -> int:
     return max(1, len(session.nodes))
 
 
-def worker_specs(config: TrainerConfig, num_nodes: int) -> list[ActorSpec]:
+def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[ActorSpec]:
     """The processes that run the user's reward function and agent loop, one node after the
-    other."""
+    other. `open_tokenizers` writes what they need into `folder`, also after they have started."""
     kwargs = {
-        "tokenizer_path": str(config.model.path.absolute()),
+        "tokenizer_path": str(tokenizer_path(folder.absolute(), POOL)),
         "reward": config.reward.function,
         "sys_path": user_folders(config),
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
         # Otherwise the other loops would reach their own deadlines while one blocks them.
         "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
-        "pools": worker_pool_configs(config),
+        "pools": worker_pool_configs(config, folder.absolute()),
     }
     return [
         ActorSpec(
@@ -233,6 +236,28 @@ def worker_specs(config: TrainerConfig, num_nodes: int) -> list[ActorSpec]:
         )
         for name in worker_names(config, num_nodes)
     ]
+
+
+def open_tokenizers(config: TrainerConfig, folder: Path) -> ModelTokenizer:
+    """Opens the tokenizers of all pools and saves them in `folder`; returns the policy's.
+
+    Raises:
+        DataError: a model directory has no usable tokenizer.
+        RunDirectoryError: `folder` is full or the like.
+    """
+    policy = open_policy_tokenizer(config)
+    pools = {name: open_auxiliary_tokenizer(name, pool) for name, pool in config.pools.items()}
+    for name, tokenizer in {POOL: policy, **pools}.items():
+        path = tokenizer_path(folder, name)
+        with writing("write", path):
+            tokenizer.save(path)
+    return policy
+
+
+def open_policy_tokenizer(config: TrainerConfig) -> ModelTokenizer:
+    """The tokenizer of the policy's model. Raises DataError if it is not usable."""
+    model = config.model
+    return ModelTokenizer.open(model.path, trust_remote_code=model.trust_remote_code)
 
 
 def user_folders(config: TrainerConfig) -> list[str]:

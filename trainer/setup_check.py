@@ -16,11 +16,11 @@ from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
+from umbra.runtime.text.model_files import read_model_config, vocab_size
 from umbra.trainer.auxiliary_pools import auxiliary_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
-from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
 from umbra.trainer.reporting.metrics_logger import check_loggers
 from umbra.trainer.services import prompt_budget
 

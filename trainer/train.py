@@ -45,7 +45,6 @@ from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.loop import TrainingLoop
 from umbra.trainer.memory_needs import job_needs
@@ -65,6 +64,7 @@ from umbra.trainer.services import (
     MANAGER,
     POOL,
     ServiceStarter,
+    open_tokenizers,
     prompt_budget,
     user_folders,
 )
@@ -296,9 +296,7 @@ class Trainer:
         """
         assert starter is not None
         config = self._config
-        tokenizer = PromptTokenizer(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
+        tokenizer = open_tokenizers(config, config.run.dir)
         with self._display.activity("tokenizing the data", unit="prompts") as tokenizing:
             prompts = prepare_prompts(
                 config.data,
@@ -312,7 +310,7 @@ class Trainer:
         held_out = f", {prompts.num_eval:,} held out" if prompts.num_eval else ""
         self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
         record_settings(config.with_steps(prompts.num_train))
-        stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
+        stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
         starter.start_manager(prompts, stops, world.world_size, world.device.type)
         return prompts.num_train
 

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import DataError
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.agents.loop_history import LoopHistory
 from umbra.runtime.rollout.agents.sample_text import SampleText
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.runtime.rollout.ledger.ledger_events import Event
 from umbra.runtime.rollout.ledger.ledger_history import History
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 
 Row = dict[str, Any]
 
@@ -38,13 +38,13 @@ def read_texts(
         model: a directory with the tokenizer; None for that of the run's model.
 
     Raises:
-        ConfigError: the run has not recorded its settings.
-        DataError: the model has no tokenizer, or the file of prompts is missing or damaged.
+        DataError: the run or the model has no tokenizer, or the file of prompts is missing or
+            damaged.
         LedgerError: the ledger is damaged.
     """
     if not rows:
         return []
-    codec = open_codec(run_dir, model)
+    tokenizer = open_tokenizer(run_dir, model)
     prompts = _find_prompts(run_dir, {row["prompt_id"] for row in rows})
     contents = {
         (manager, uid): content
@@ -66,21 +66,26 @@ def read_texts(
         )
         samples.append(
             {name: value for name, value in row.items() if name not in ("segments", "history")}
-            | decode_content(codec, prompt, content, [Segment(**segment) for segment in segments])
+            | decode_content(
+                tokenizer, prompt, content, [Segment(**segment) for segment in segments]
+            )
         )
     return samples
 
 
-def open_codec(run_dir: Path, model: str | None = None) -> TextCodec:
+def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
     """The tokenizer of a run's model, or of the directory `model`; raises as `read_texts`."""
-    try:
-        return TextCodec.open(model or _model_path(run_dir))
-    except DataError as error:
-        raise DataError(f"{error}; {_REMEDY}") from error
+    path = tokenizer_path(run_dir)
+    if model is None and not path.exists():
+        raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")
+    return ModelTokenizer.open(model or path)
 
 
 def decode_content(
-    codec: TextCodec, prompt: Prompt | None, content: SampleContent, segments: Sequence[Segment]
+    tokenizer: ModelTokenizer,
+    prompt: Prompt | None,
+    content: SampleContent,
+    segments: Sequence[Segment],
 ) -> Row:
     """A sample's text as plain data: prompt, turns, and what its agent loop recorded.
 
@@ -90,7 +95,7 @@ def decode_content(
     tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens
     history = LoopHistory.of_records(content.recorded)
     text = SampleText.decode(
-        codec.decode_all,
+        tokenizer.decode_all,
         [] if tokens is None else tokens.tolist(),
         content.tokens,
         segments,
@@ -148,20 +153,6 @@ def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
         return prompts.find(prompt_ids)
     finally:
         prompts.close()
-
-
-def _model_path(run_dir: Path) -> str:
-    """Raises ConfigError if the run has not recorded its settings."""
-    path = run_dir / "settings.json"
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-        return str(Path(recorded["folder"]) / recorded["settings"]["model"]["path"])
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a run's settings ({error}): {_REMEDY}") from error
 
 
 def _events(history: History) -> Iterator[Event]:

@@ -15,9 +15,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from umbra.runtime.cli.sample_texts import decode_content, open_codec
+from umbra.runtime.cli.sample_texts import decode_content, open_tokenizer
 from umbra.runtime.errors import ConfigError, LedgerError
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Event,
@@ -189,7 +188,7 @@ class _PromptTexts:
     """What decodes the samples of a run: its tokenizer, and where each prompt is in their file."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._codec: TextCodec = open_codec(run_dir)
+        self._tokenizer = open_tokenizer(run_dir)
         self._prompts = PromptSet.open(run_dir / "prompts.msgpack")
         self._idx_by_id = {self._prompts[idx].prompt_id: idx for idx in range(len(self._prompts))}
 
@@ -198,7 +197,7 @@ class _PromptTexts:
         content = read_contents(ledger.events_of(sample), wanted)[sample.uid]
         idx = self._idx_by_id.get(sample.group.prompt_id)
         prompt = None if idx is None else self._prompts[idx]
-        return decode_content(self._codec, prompt, content, sample.segments())
+        return decode_content(self._tokenizer, prompt, content, sample.segments())
 
 
 def _facts(sample: SampleAccount) -> dict[str, Any]:

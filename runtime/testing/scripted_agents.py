@@ -18,7 +18,6 @@ from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolAnswer
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt
 
@@ -68,7 +67,7 @@ class ScriptedContext(AgentContext):
             kept[key] = value
 
         super().__init__(
-            dict(sample), prompt, tokens, TextCodec(_encode, _encode, _decode, _decode),
+            dict(sample), prompt, tokens, _encode, _decode,
             self._answer, recall, keep, _pool_of(asked),
         )  # fmt: skip
 

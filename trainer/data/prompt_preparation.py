@@ -12,9 +12,9 @@ import numpy as np
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import check_data_file, read_rows
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 from umbra.trainer.run_files import writing
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def check_prompts(data: DataSection, path: Path, key: str) -> None:
 
 def prepare_prompts(
     data: DataSection,
-    tokenizer: PromptTokenizer,
+    tokenizer: ModelTokenizer,
     budget: PromptBudget,
     *,
     folder: Path,
@@ -146,7 +146,7 @@ def prepare_prompts(
 def prepare_held_out(
     data: DataSection,
     sets: Mapping[str, Path],
-    tokenizer: PromptTokenizer,
+    tokenizer: ModelTokenizer,
     budget: PromptBudget,
     *,
     folder: Path,
@@ -190,7 +190,7 @@ def _take(prompts: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, A
 
 
 def _read_prompts(
-    data: DataSection, path: Path, tokenizer: PromptTokenizer, budget: PromptBudget
+    data: DataSection, path: Path, tokenizer: ModelTokenizer, budget: PromptBudget
 ) -> Iterator[dict[str, Any]]:
     num_rows = num_dropped = 0
     names: set[str] = set()
@@ -220,18 +220,18 @@ def _empty(path: Path, cause: str) -> DataError:
 
 
 def _tokenize(
-    data: DataSection, tokenizer: PromptTokenizer, where: str, row: Mapping[str, Any]
+    data: DataSection, tokenizer: ModelTokenizer, where: str, row: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
     """The prompt's text and tokens."""
     content = _content(data, where, row)
     if isinstance(content, str):
-        text, tokens = content, tokenizer.encode(content)
+        text, tokens = content, tokenizer.encode_prompt(content)
     else:
         try:
             text = tokenizer.render_chat(content, data.chat_template_kwargs)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        tokens = tokenizer.encode_rendered(text)
+        tokens = tokenizer.encode(text)
     if not tokens:
         raise DataError(f"{where}: the prompt is empty: {text!r}")
     return text, tokens

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
-from umbra.trainer.data.prompt_tokenizer import read_model_config
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.model.stored_weights import StoredWeights

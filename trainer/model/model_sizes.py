@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.data.prompt_tokenizer import read_model_config
+from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.model.stored_weights import StoredWeights
 
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.settings import to_wire
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
@@ -70,7 +70,7 @@ class RunReporter:
         self._display = display
         self._pace = StepPace(config.train.total_steps)
         self._has_warned = False
-        self._codec: TextCodec | None = None
+        self._tokenizer: ModelTokenizer | None = None
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
 
@@ -114,9 +114,10 @@ class RunReporter:
         logs = [log for log in (self._log, self._loggers) if log is not None]
         if not logs or not found:
             return
-        if self._codec is None:
-            self._codec = TextCodec.open(str(self._config.model.path))
-        decode = self._codec.decode_all
+        if self._tokenizer is None:
+            path = tokenizer_path(self._config.run.dir)
+            self._tokenizer = ModelTokenizer.open(path)
+        decode = self._tokenizer.decode_all
         samples = [EvalSample.decode(decode, sample) for sample in found]
         for log in logs:
             log.write_samples(step, samples)

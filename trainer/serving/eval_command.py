@@ -14,8 +14,8 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.session import Session
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.auxiliary_pools import generator_spec
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.checkpoint.run_lock import RunLock
@@ -23,12 +23,17 @@ from umbra.trainer.checkpoint.trainer_state import is_complete
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.hub.local_paths import with_local_paths
 from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.run_files import check_writable, write_json
-from umbra.trainer.services import MANAGER, manager_spec, prompt_budget, worker_specs
+from umbra.trainer.services import (
+    MANAGER,
+    manager_spec,
+    open_tokenizers,
+    prompt_budget,
+    worker_specs,
+)
 from umbra.trainer.serving.pool_session import with_pools
 from umbra.trainer.serving.served_config import plan_served, pool_specs, read_serve_config
 from umbra.trainer.setup_check import check_models, check_stop_tokens
@@ -68,8 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
             export_checkpoint(config.model, checkpoint, folder / "model")
             config = replace(config, model=replace(config.model, path=folder / "model"))
+        tokenizer = open_tokenizers(config, folder)
         prompts = prepare_held_out(
-            config.data, sets, _tokenizer(config), prompt_budget(config), folder=folder
+            config.data, sets, tokenizer, prompt_budget(config), folder=folder
         )
         overrides = [*overrides, f"model.path={config.model.path}"]
         served = read_serve_config(arguments.config, overrides)
@@ -89,10 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
             for line in _table(outcome, config.eval.samples):
                 print(line)
             source = checkpoint or config.model.path
-            write_json(folder / "results.json", _results(config, str(source), outcome))
+            write_json(folder / "results.json", _results(config, tokenizer, str(source), outcome))
             print(f"with samples as text: {folder / 'results.json'}")
 
-        return with_pools(engine_pools, folder, _actors(config, prompts), work)
+        actors = _actors(config, tokenizer, prompts, folder)
+        return with_pools(engine_pools, folder, actors, work)
 
 
 def _held_out_sets(config: TrainerConfig) -> Mapping[str, Path]:
@@ -107,18 +114,20 @@ def _held_out_sets(config: TrainerConfig) -> Mapping[str, Path]:
     return sets
 
 
-def _tokenizer(config: TrainerConfig) -> PromptTokenizer:
-    return PromptTokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-
-
-def _actors(config: TrainerConfig, prompts: PromptFiles) -> list[ActorSpec]:
+def _actors(
+    config: TrainerConfig, tokenizer: ModelTokenizer, prompts: PromptFiles, folder: Path
+) -> list[ActorSpec]:
     """Rollout workers, generators of auxiliary pools, and the rollout manager, which keeps no
     ledger: an evaluation that is started again begins from scratch."""
-    stops = stop_token_ids(config.model.path, _tokenizer(config), config.rollout.stop_token_ids)
+    stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
     manager = manager_spec(config, prompts, stops, 1, "cpu", 1)
     settings = replace(manager.kwargs["config"], ledger_path="")
     generators = [generator_spec(name, config) for name in config.pools]
-    return [*worker_specs(config, 1), *generators, replace(manager, kwargs={"config": settings})]
+    return [
+        *worker_specs(config, 1, folder),
+        *generators,
+        replace(manager, kwargs={"config": settings}),
+    ]
 
 
 def _no_sync(version: int) -> None:
@@ -150,8 +159,10 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _results(config: TrainerConfig, model: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    decode = TextCodec.open(str(config.model.path)).decode_all
+def _results(
+    config: TrainerConfig, tokenizer: ModelTokenizer, model: str, outcome: Mapping[str, Any]
+) -> dict[str, Any]:
+    decode = tokenizer.decode_all
     kept = ("num_prompts", "accuracy", "pass_at", "mean_reward", "sets", "completion_len_mean")
     return {
         "model": model,

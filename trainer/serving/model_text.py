@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self
 
-from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 
 _LONG_TEXT_LEN: Final = 1 << 16
 """Characters above which a text counts as long. Tokenizing this many takes about 50 ms, which a
@@ -27,20 +26,19 @@ class ModelText:
         extra_stop_ids: end a completion, in addition to the model's own end-of-text tokens.
 
     Attributes:
-        max_token_nbytes: see `PromptTokenizer`.
+        max_token_nbytes: see `ModelTokenizer`.
 
     Raises (on construction):
-        DataError: see `PromptTokenizer` and `stop_token_ids`.
+        DataError: see `ModelTokenizer.open` and `stop_token_ids`.
     """
 
     def __init__(
         self, model_path: Path, extra_stop_ids: Sequence[int] = (), *, trust_remote_code: bool
     ) -> None:
-        self._tokenizer = PromptTokenizer(model_path, trust_remote_code=trust_remote_code)
-        self._codec = TextCodec.open(str(model_path))
-        self.stop_token_ids = stop_token_ids(model_path, self._tokenizer, extra_stop_ids)
+        self._tokenizer = ModelTokenizer.open(model_path, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = self._tokenizer.stop_token_ids(extra_stop_ids)
         self.max_token_nbytes = self._tokenizer.max_token_nbytes
-        self.decode = self._codec.decode
+        self.decode = self._tokenizer.decode
         self._short = ThreadPoolExecutor(1, "tokenizer")
         self._long = ThreadPoolExecutor(1, "tokenizer-long")
 
@@ -65,18 +63,18 @@ class ModelText:
 
     async def encode_rendered(self, text: str) -> list[int]:
         """Tokens of a rendered conversation."""
-        return await self._tokenize(self._tokenizer.encode_rendered, text)
+        return await self._tokenize(self._tokenizer.encode, text)
 
     def encode_chat_now(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> list[int]:
         """Renders and tokenizes a conversation in the caller's own thread."""
         rendered = self._tokenizer.render_chat(messages, variables)
-        return self._tokenizer.encode_rendered(rendered)
+        return self._tokenizer.encode(rendered)
 
     def encode_now(self, text: str) -> list[int]:
         """`encode` in the caller's own thread."""
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode_prompt(text)
 
     async def _tokenize(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
         loop = asyncio.get_running_loop()

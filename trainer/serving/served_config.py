@@ -12,6 +12,7 @@ from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.rollout_config import DispatchConfig
+from umbra.runtime.text.model_files import read_model_config, vocab_size
 from umbra.trainer.auxiliary_pools import (
     auxiliary_dispatch,
     auxiliary_pool_spec,
@@ -20,7 +21,6 @@ from umbra.trainer.auxiliary_pools import (
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
-from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
 from umbra.trainer.hub.hub_names import model_name
 from umbra.trainer.hub.local_paths import with_local_models
 from umbra.trainer.pool_placement import engine_device, plan_pools

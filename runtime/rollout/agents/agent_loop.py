@@ -29,7 +29,6 @@ from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
 from umbra.runtime.rollout.agents.task_host import UserThread
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.agents.user_function import (
     advice,
     check_call,
@@ -55,6 +54,7 @@ class AgentContext:
     Attributes:
         sample: the data set's row.
         prompt, prompt_tokens: from the data set.
+        encode, decode: tokens of a text, and text of tokens, by the policy's tokenizer.
         finish_reason: of the last generation: "stop", or "length" if a budget ended it.
         pool: `pool(name)` is an auxiliary pool of the config, such as a judge; see `AuxiliaryPool`.
     """
@@ -64,7 +64,8 @@ class AgentContext:
         sample: dict[str, Any],
         prompt: str,
         prompt_tokens: list[int],
-        codec: TextCodec,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[Sequence[int]], str],
         generate: Generate,
         recall: Recall,
         keep: Keep,
@@ -74,8 +75,8 @@ class AgentContext:
         self.prompt = prompt
         self.prompt_tokens = prompt_tokens
         self.finish_reason = ""
-        self.encode = codec.encode
-        self.decode = codec.decode
+        self.encode = encode
+        self.decode = decode
         self.pool = pool
         self._generate = generate
         self._recall = recall

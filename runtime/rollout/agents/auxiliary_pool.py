@@ -15,12 +15,11 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.agents.chat_text import ChatText
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.task_host import TaskHost
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.settings import from_wire
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 _RESOLVE_TIMEOUT_S: Final = 60.0
 """Deadline for a pool's generator to be up again after its death."""
@@ -32,14 +31,12 @@ class AuxiliaryPoolConfig:
 
     Attributes:
         generator: name of the pool's `GeneratorService`.
-        tokenizer_path: model directory or `tokenizer.json`.
-        stop_token_ids: end an answer if the caller passes none.
+        tokenizer_path: see `ModelTokenizer.open`.
         timeout_s: of one call, including the wait until the pool is awake.
     """
 
     generator: str
     tokenizer_path: str
-    stop_token_ids: Sequence[int]
     timeout_s: float
 
 
@@ -139,10 +136,10 @@ class AuxiliaryPool:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text by the pool's own tokenizer, without special tokens."""
-        return _codec(self._config.tokenizer_path).encode(text)
+        return self._tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return _codec(self._config.tokenizer_path).decode(tokens)
+        return self._tokenizer.decode(tokens)
 
     async def generate(
         self,
@@ -170,7 +167,7 @@ class AuxiliaryPool:
             DeadlineExceeded: no answer within the pool's `request_timeout_s`.
         """
         config = self._config
-        stops = config.stop_token_ids if stop_token_ids is None else stop_token_ids
+        stops = self._tokenizer.end_token_ids if stop_token_ids is None else stop_token_ids
         arguments = (
             token_ids(tokens), max_new_tokens, temperature, list(stops), seed, lora,
         )  # fmt: skip
@@ -187,7 +184,7 @@ class AuxiliaryPool:
         self, text: str, max_new_tokens: int | None = None, **how: Any
     ) -> PoolAnswer:
         """Like `generate`, from a text, with the special tokens that the tokenizer adds."""
-        prompt = _codec(self._config.tokenizer_path).encode_prompt(text)
+        prompt = self._tokenizer.encode_prompt(text)
         return await self.generate(prompt, max_new_tokens, **how)
 
     async def chat(
@@ -197,8 +194,13 @@ class AuxiliaryPool:
         **how: Any,
     ) -> PoolAnswer:
         """Like `generate`, from messages {"role", "content"}, with the model's chat template."""
-        chat = await asyncio.to_thread(_chat_text, self._config.tokenizer_path)
-        return await self.generate(chat.encode(messages), max_new_tokens, **how)
+        # The first call imports transformers, which takes a second.
+        text = await asyncio.to_thread(self._tokenizer.render_chat, messages, {})
+        return await self.generate(self._tokenizer.encode(text), max_new_tokens, **how)
+
+    @property
+    def _tokenizer(self) -> ModelTokenizer:
+        return _open_tokenizer(self._config.tokenizer_path)
 
 
 class RewardContext:
@@ -214,10 +216,5 @@ class RewardContext:
 
 
 @functools.cache
-def _codec(path: str) -> TextCodec:
-    return TextCodec.open(path)
-
-
-@functools.cache
-def _chat_text(path: str) -> ChatText:
-    return ChatText(path)
+def _open_tokenizer(path: str) -> ModelTokenizer:
+    return ModelTokenizer.open(path)

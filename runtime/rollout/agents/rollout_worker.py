@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,8 +15,8 @@ from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.task_host import TaskHost, UserThread
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.runtime.tracing.spans import span
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
@@ -26,7 +27,8 @@ class RolloutWorker:
     """Scores completions and runs agent loops. An actor; keeps no state between calls.
 
     Args:
-        tokenizer_path: model directory or `tokenizer.json`.
+        tokenizer_path: see `ModelTokenizer.open`. It is opened for the first completion: workers
+            start before rank 0 has written it.
         reward: `module:function`, see `RewardFunction`; may be empty if agent loops give every
             reward themselves.
         sys_path: folders of user code, put in front of the import path.
@@ -50,7 +52,8 @@ class RolloutWorker:
         pools: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
-        self._codec = TextCodec.open(tokenizer_path)
+        self._tokenizer_path = tokenizer_path
+        self._opened: ModelTokenizer | None = None
         self._stack = contextlib.AsyncExitStack()
         self._thread = UserThread("user-code")
         self._pools = PoolCaller(pools or {})
@@ -113,7 +116,8 @@ class RolloutWorker:
                 "an agent loop returned None, and no reward function is configured to score it"
             )
         await self._manager(items[0]["manager"])  # so that `run` can report a call that blocks
-        completions = [self._codec.decode(item["tokens"].tolist()) for item in items]
+        tokenizer = await self._tokenizer()
+        completions = [tokenizer.decode(item["tokens"].tolist()) for item in items]
         with span("reward", overlaps=True, sample=items[0]["sample_id"], samples=len(items)):
             return await self._reward(
                 [item["sample_id"] for item in items],
@@ -135,6 +139,7 @@ class RolloutWorker:
         if self._agent is None:
             raise ConfigError("rollouts are configured as agent loops, but rollout.agent is empty")
         manager = await self._manager(item["manager"])
+        tokenizer = await self._tokenizer()
 
         def asking(method: str) -> Callable[..., Awaitable[Any]]:
             async def ask(*arguments: object) -> Any:
@@ -150,7 +155,8 @@ class RolloutWorker:
             item["row"],
             item["prompt"],
             item["tokens"].tolist(),
-            self._codec,
+            tokenizer.encode,
+            tokenizer.decode,
             generate=asking("generate"),
             recall=asking("recall"),
             keep=asking("keep"),
@@ -158,6 +164,11 @@ class RolloutWorker:
         )
         with span("agent loop", overlaps=True, sample=item["sample_id"]):
             return await self._agent.run(context, item["sample_id"], deadline)
+
+    async def _tokenizer(self) -> ModelTokenizer:
+        if self._opened is None:
+            self._opened = await asyncio.to_thread(ModelTokenizer.open, self._tokenizer_path)
+        return self._opened
 
     async def _manager(self, name: str) -> Handle:
         if name not in self._managers:

@@ -26,6 +26,7 @@ from chaos_plan import (
 )
 from chaos_saboteur import ChaosError, DeathNotes
 from rollout_configs import rollout_config
+from saved_tokenizer import save_rust_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -127,7 +128,7 @@ class ChaosWorld:
             name=name,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
             kwargs={
-                "tokenizer_path": str(self._folder),
+                "tokenizer_path": str(self._folder / "tokenizer.json"),
                 "reward": "chaos_reward:reward",
                 "sys_path": [str(Path(__file__).parent)],
             },
@@ -264,4 +265,4 @@ def write_tokenizer(path: Path) -> None:
     vocabulary = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer: Any = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(path))
+    save_rust_tokenizer(path, tokenizer)

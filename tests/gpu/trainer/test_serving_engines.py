@@ -19,8 +19,7 @@ from pool_log import assert_never_both_awake
 from safetensors.torch import save_file
 from training_models import listed, make_model, save_model
 
-from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -173,7 +172,7 @@ def greedy_text(model_dir: Path, num_tokens: int, seed: int = 0) -> str:
 
 
 def greedy_text_of(model: Any, model_dir: Path, num_tokens: int) -> str:
-    prompt = PromptTokenizer(model_dir).encode(PROMPT)
+    prompt = ModelTokenizer.open(model_dir).encode_prompt(PROMPT)
     with torch.no_grad():
         made = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[0]
-    return TextCodec.open(str(model_dir)).decode(listed(made)[len(prompt) :])
+    return ModelTokenizer.open(model_dir).decode(listed(made)[len(prompt) :])

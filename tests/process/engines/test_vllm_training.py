@@ -14,7 +14,7 @@ from engine_runs import Collector, collect, run_async, running, wire_request
 from vllm_runs import needs_vllm
 
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
 
@@ -38,8 +38,7 @@ def run_python(*arguments: str, folder: Path) -> None:
 
 def embedded_accuracy(model: Path, rows: list[dict[str, str]]) -> float:
     """The share of prompts that the embedded engine answers rightly, greedily."""
-    tokenizer = PromptTokenizer(model)
-    stops = stop_token_ids(model, tokenizer, [])
+    tokenizer = ModelTokenizer.open(model)
     collector = Collector()
 
     async def body() -> None:
@@ -51,10 +50,10 @@ def embedded_accuracy(model: Path, rows: list[dict[str, str]]) -> float:
                 [
                     wire_request(
                         i,
-                        tokenizer.encode(row["prompt"]),
+                        tokenizer.encode_prompt(row["prompt"]),
                         max_new_tokens=10,
                         temperature=0.0,
-                        stop_token_ids=stops,
+                        stop_token_ids=tokenizer.end_token_ids,
                     )
                     for i, row in enumerate(rows)
                 ]
@@ -63,8 +62,7 @@ def embedded_accuracy(model: Path, rows: list[dict[str, str]]) -> float:
 
     run_async(body)
     answers = [
-        tokenizer.raw.decode(collector[i].tokens, skip_special_tokens=True)
-        for i in range(len(rows))
+        tokenizer.decode(collector[i].tokens, skip_special_tokens=True) for i in range(len(rows))
     ]
     return sum(a == row["answer"] for a, row in zip(answers, rows, strict=True)) / len(rows)
 

@@ -67,8 +67,7 @@ def start(
     write_tokenizer(folder / "tokenizer.json")
     asked: dict[str, Any] = {
         "generator": "judge-generator",
-        "tokenizer_path": str(folder),
-        "stop_token_ids": [],
+        "tokenizer_path": str(folder / "tokenizer.json"),
         "timeout_s": 60.0,
     }
     return LiveRollouts(

@@ -18,8 +18,7 @@ from http_server import run_umbra, serving
 from training_models import listed, make_model, save_model, save_tokenizer
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -117,11 +116,11 @@ def test_a_signal_to_one_actor_replaces_it_and_one_to_all_is_a_stop(folder: Path
 
 def test_one_prompt_is_generated_by_an_engine_of_its_own(folder: Path) -> None:
     model_dir = save_model(folder / "tiny")
-    tokens = PromptTokenizer(model_dir).encode_rendered("u=12+3= a=")
+    tokens = ModelTokenizer.open(model_dir).encode("u=12+3= a=")
     model: Any = make_model()
     with torch.no_grad():
         made = model.generate(torch.tensor([tokens]), max_new_tokens=25, do_sample=False)[0]
-    expected = TextCodec.open(str(model_dir)).decode(listed(made)[len(tokens) :])
+    expected = ModelTokenizer.open(model_dir).decode(listed(made)[len(tokens) :])
 
     done = run_umbra(
         folder, "generate", model_dir, "--chat", "--prompt", "12+3=", "--max-tokens", 25,

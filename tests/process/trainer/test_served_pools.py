@@ -19,8 +19,7 @@ from pool_log import assert_never_both_awake
 from training_models import listed, make_model, save_model
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -76,12 +75,12 @@ def greedy_text(folder: Path, model: str, prompt: list[int], num_tokens: int) ->
     made: Any = make_model(seed=SEEDS[model], **SHAPE)
     with torch.no_grad():
         tokens = made.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
-    return TextCodec.open(str(folder / model)).decode(listed(tokens[0])[len(prompt) :])
+    return ModelTokenizer.open(folder / model).decode(listed(tokens[0])[len(prompt) :])
 
 
 def test_each_pool_answers_by_its_name_as_its_own_model(server: Server, folder: Path) -> None:
-    tokenizer = PromptTokenizer(folder / "tiny")  # all three have the same
-    plain, chat = tokenizer.encode(PROMPT), tokenizer.encode_rendered(f"u={PROMPT} a=")
+    tokenizer = ModelTokenizer.open(folder / "tiny")  # all three have the same
+    plain, chat = tokenizer.encode_prompt(PROMPT), tokenizer.encode(f"u={PROMPT} a=")
     body: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
     messages = [{"role": "user", "content": PROMPT}]
 

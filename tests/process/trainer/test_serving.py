@@ -16,8 +16,7 @@ from http_server import Server, run_umbra, serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_models import CHARS, VOCAB_SIZE, listed, make_model, save_model
 
-from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -72,7 +71,7 @@ def greedy_text(model_dir: Path, prompt: list[int], num_tokens: int) -> str:
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[
             0
         ]
-    return TextCodec.open(str(model_dir)).decode(listed(tokens)[len(prompt) :])
+    return ModelTokenizer.open(model_dir).decode(listed(tokens)[len(prompt) :])
 
 
 def text_of(chunks: list[Any]) -> str:
@@ -84,7 +83,7 @@ def text_of(chunks: list[Any]) -> str:
 
 
 def test_a_completion_is_what_transformers_generates(server: Server, model_dir: Path) -> None:
-    tokens = PromptTokenizer(model_dir).encode(PROMPT)
+    tokens = ModelTokenizer.open(model_dir).encode_prompt(PROMPT)
 
     answer = server.complete(model="tiny", prompt=PROMPT, max_tokens=30, temperature=0)
 
@@ -99,7 +98,7 @@ def test_a_completion_is_what_transformers_generates(server: Server, model_dir: 
 
 def test_a_chat_is_rendered_by_the_models_own_template(server: Server, model_dir: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
-    tokens = PromptTokenizer(model_dir).encode_rendered(f"u={PROMPT} a=")
+    tokens = ModelTokenizer.open(model_dir).encode(f"u={PROMPT} a=")
 
     answer = server.chat(messages=messages, max_completion_tokens=20, temperature=0)
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from saved_tokenizer import save_rust_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 
 END = "<eos>"
 
 
-def byte_codec(folder: Path) -> TextCodec:
-    """Writes `folder`/tokenizer.json and opens it."""
+def byte_tokenizer(run_dir: Path) -> ModelTokenizer:
+    """Writes the tokenizer of a run's policy and opens it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer: Any = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return TextCodec.open(str(folder))
+    path = tokenizer_path(run_dir)
+    save_rust_tokenizer(path, tokenizer)
+    return ModelTokenizer.open(path)

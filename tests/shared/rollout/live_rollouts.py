@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from rollout_configs import rollout_config
+from saved_tokenizer import save_rust_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -45,7 +46,7 @@ def write_tokenizer(path: Path) -> None:
     tokenizer: Any = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["t0"])
-    tokenizer.save(str(path))
+    save_rust_tokenizer(path, tokenizer)
 
 
 class LiveRollouts:
@@ -107,7 +108,7 @@ class LiveRollouts:
         )
         names = [f"rewards-{idx}" for idx in range(num_workers)]
         self._worker_kwargs: dict[str, Any] = {
-            "tokenizer_path": str(folder),
+            "tokenizer_path": str(folder / "tokenizer.json"),
             "reward": f"user_rewards:{reward}" if reward else "",
             "agent": f"user_agents:{agent}" if agent else None,
             "sys_path": [str(USER_CODE)],

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import END, byte_codec
+from byte_tokenizer import END, byte_tokenizer
 from ledger_samples import admitted, runs_of
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.ledger.ledger_events import (
     Cut,
     Dropped,
@@ -34,28 +33,26 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 
 BOTH = uids_of(0, 1)
 
 
 @pytest.fixture
-def codec(tmp_path: Path) -> TextCodec:
-    return byte_codec(tmp_path / "model")
+def tokenizer(tmp_path: Path) -> ModelTokenizer:
+    return byte_tokenizer(tmp_path / "run")
 
 
 @pytest.fixture
-def run_of(tmp_path: Path, codec: TextCodec) -> Callable[[Sequence[Event]], str]:
+def run_of(tmp_path: Path, tokenizer: ModelTokenizer) -> Callable[[Sequence[Event]], str]:
     """Writes a run directory whose ledger has these events, each in a frame of its own."""
     prompts: list[dict[str, Any]] = [
-        {"id": name, "prompt": text, "tokens": np.asarray(codec.encode(text), "<i4").tobytes(),
+        {"id": name, "prompt": text, "tokens": np.asarray(tokenizer.encode(text), "<i4").tobytes(),
          "row": {}}
         for name, text in (("a", "2+2="), ("b", "3+3="))
     ]  # fmt: skip
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
     write_prompts(run_dir / "prompts.msgpack", prompts)
-    settings = {"folder": str(tmp_path), "settings": {"model": {"path": "model"}}}
-    (run_dir / "settings.json").write_text(json.dumps(settings))
 
     def write(events: Sequence[Event]) -> str:
         with LedgerLog.open(ledger_folder(run_dir, "rollouts"), "job") as log:
@@ -76,30 +73,30 @@ def shown_ids(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     return [sample["sample_id"] for sample in found["samples"]]
 
 
-def text_run(codec: TextCodec, uid: int, start: int, version: int, text: str) -> Tokens:
-    return runs_of((uid, start, version, codec.encode(text)))
+def text_run(tokenizer: ModelTokenizer, uid: int, start: int, version: int, text: str) -> Tokens:
+    return runs_of((uid, start, version, tokenizer.encode(text)))
 
 
 def test_an_agent_loops_turns_answers_and_values_are_shown(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = run_of([
         Version(0, 0),
         admitted(0, "a"),
         Started(BOTH),
-        PromptGiven(0, np.asarray(codec.encode("Q: 2+2="), np.int32)),
-        text_run(codec, 0, 0, 0, "thr"),
+        PromptGiven(0, np.asarray(tokenizer.encode("Q: 2+2="), np.int32)),
+        text_run(tokenizer, 0, 0, 0, "thr"),
         Cut(uids_of(0), "sync"),
         Version(1, 1),
         Started(uids_of(0)),
-        text_run(codec, 0, 3, 1, f"ee{END}"),
-        text_run(codec, 0, 6, -1, "\nno: \x1b[2J"),
-        text_run(codec, 0, 15, 1, "4"),
+        text_run(tokenizer, 0, 3, 1, f"ee{END}"),
+        text_run(tokenizer, 0, 6, -1, "\nno: \x1b[2J"),
+        text_run(tokenizer, 0, 15, 1, "4"),
         Recorded(0, "turn/1", [0, 6, "stop"]),
         Recorded(0, "turn/2", [15, 16, "length"]),
-        text_run(codec, 0, 16, 1, f"{END}"),
+        text_run(tokenizer, 0, 16, 1, f"{END}"),
         Recorded(0, "turn/3", [16, 17, "stop"]),
         Recorded(0, "once/judge", {"verdict": "right\né", "score": 1, "raw": b"\xff"}),
         Finished(uids_of(0), ["stop"]),
@@ -134,7 +131,7 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
 
 def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = run_of([
@@ -143,17 +140,17 @@ def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
         admitted(2, "b"),
         admitted(4, "gone"),
         Started(uids_of(0, 1, 2, 3, 4)),
-        runs_of(*[(uid, 0, 0, codec.encode(f"of {uid}")) for uid in range(4)]),
+        runs_of(*[(uid, 0, 0, tokenizer.encode(f"of {uid}")) for uid in range(4)]),
         Dropped(BOTH, "too old", "of step 0"),
         Cut(uids_of(2), "sync"),
         Version(1, 1),
         Started(uids_of(2)),
-        text_run(codec, 2, 4, 1, " and more"),
-        text_run(codec, 3, 4, 1, " and more"),
+        text_run(tokenizer, 2, 4, 1, " and more"),
+        text_run(tokenizer, 3, 4, 1, " and more"),
         Cut(uids_of(2, 3, 4), "the rollout manager restarted"),
         Restored(0, 0, False),
         Started(uids_of(2)),
-        text_run(codec, 2, 4, 0, "!"),
+        text_run(tokenizer, 2, 4, 0, "!"),
         Reset(4, "its process died"),
     ])  # fmt: skip
 
@@ -172,7 +169,9 @@ def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
 
 
 def scored_groups(
-    codec: TextCodec, of_a: Sequence[float] = (0.0, 1.0), of_b: Sequence[float] = (2.0, -1.0)
+    tokenizer: ModelTokenizer,
+    of_a: Sequence[float] = (0.0, 1.0),
+    of_b: Sequence[float] = (2.0, -1.0),
 ) -> list[Event]:
     """Two groups with these rewards, of steps 1 and 2, and a sample without tokens."""
     events: list[Event] = [Version(0, 0)]
@@ -181,7 +180,7 @@ def scored_groups(
         events += [
             admitted(first, name),
             Started(uids),
-            runs_of(*[(uid, 0, 0, codec.encode("x")) for uid in uids.tolist()]),
+            runs_of(*[(uid, 0, 0, tokenizer.encode("x")) for uid in uids.tolist()]),
             Finished(uids, ["stop", "length"]),
             Scored(uids, np.asarray(rewards)),
             Leased(first // 2, uids),
@@ -205,32 +204,32 @@ def scored_groups(
 )
 def test_samples_are_chosen_by_reward_step_and_id(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
     choice: list[str],
     ids: list[str],
 ) -> None:
-    run_dir = run_of(scored_groups(codec))
+    run_dir = run_of(scored_groups(tokenizer))
 
     assert shown_ids(capsys, run_dir, *choice) == ids
 
 
 def test_of_equal_rewards_different_prompts_come_first(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_dir = run_of(scored_groups(codec, (0.0, 0.0), (0.0, 0.0)))
+    run_dir = run_of(scored_groups(tokenizer, (0.0, 0.0), (0.0, 0.0)))
 
     assert shown_ids(capsys, run_dir, "--worst", "2") == ["e0/b/1", "e0/a/1"]
 
 
 def test_the_last_line_tells_what_was_chosen_of_how_many(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_dir = run_of(scored_groups(codec))
+    run_dir = run_of(scored_groups(tokenizer))
 
     def last_line(*choice: str) -> str:
         return show(capsys, "samples", run_dir, *choice).splitlines()[-1]
@@ -245,12 +244,12 @@ def test_the_last_line_tells_what_was_chosen_of_how_many(
 
 def test_a_run_that_others_write_to_can_be_read(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = run_of([Version(0, 0)])
     with LedgerLog.open(ledger_folder(Path(run_dir), "rollouts"), "job") as log:
-        for event in (admitted(0, "a"), Started(BOTH), text_run(codec, 0, 0, 0, "so far")):
+        for event in (admitted(0, "a"), Started(BOTH), text_run(tokenizer, 0, 0, 0, "so far")):
             log.write([encode_batch(0.0, [event])])
 
         assert "  | so far\n" in show(capsys, "samples", run_dir, "e0/a/0")
@@ -258,24 +257,18 @@ def test_a_run_that_others_write_to_can_be_read(
 
 def test_the_tokenizer_may_be_elsewhere_than_recorded(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    run_dir = run_of(scored_groups(codec))
-    (tmp_path / "model").rename(tmp_path / "moved")
+    run_dir = run_of(scored_groups(tokenizer))
+    tokenizer_path(Path(run_dir)).rename(tmp_path / "moved")
 
     assert main(["samples", run_dir]) == 2
-    assert f"no directory {tmp_path}/model, which should hold a tokenizer; give the directory" in (
+    assert "policy.json does not exist, so the tokenizer is unknown: give the directory" in (
         capsys.readouterr().err
     )
     assert shown_ids(capsys, run_dir, "--best", "1", "--model", f"{tmp_path}/moved") == ["e0/b/0"]
-
-    (Path(run_dir) / "settings.json").unlink()
-    assert main(["samples", run_dir]) == 2
-    assert "settings.json does not exist, so the tokenizer is unknown: give the" in (
-        capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(
@@ -288,14 +281,14 @@ def test_the_tokenizer_may_be_elsewhere_than_recorded(
 )
 def test_wrong_use_is_an_error(
     run_of: Callable[[Sequence[Event]], str],
-    codec: TextCodec,
+    tokenizer: ModelTokenizer,
     capsys: pytest.CaptureFixture[str],
     wrong: list[str],
     message: str,
 ) -> None:
     command, *options = wrong
 
-    assert main([command, run_of(scored_groups(codec)), *options]) == 2
+    assert main([command, run_of(scored_groups(tokenizer)), *options]) == 2
 
     output = capsys.readouterr()
     assert message in output.err

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from byte_tokenizer import byte_codec
+from byte_tokenizer import byte_tokenizer
 from ledger_samples import admitted, life_of_a_group, runs_of
 
 from umbra.runtime.dash.sample_index import Order, SampleIndex
@@ -63,23 +62,27 @@ def test_samples_appear_as_the_ledger_grows_and_none_is_lost_when_it_is_begun_ag
 
 
 def test_a_text_is_read_from_the_frames_of_its_sample(tmp_path: Path) -> None:
-    codec = byte_codec(tmp_path / "model")
+    tokenizer = byte_tokenizer(tmp_path)
     prompts: list[dict[str, Any]] = [
-        {"id": name, "prompt": text, "tokens": np.asarray(codec.encode(text), "<i4").tobytes(),
+        {"id": name, "prompt": text, "tokens": np.asarray(tokenizer.encode(text), "<i4").tobytes(),
          "row": {}}
         for name, text in (("a", "2+2="), ("b", "3+3="))
     ]  # fmt: skip
     write_prompts(tmp_path / "prompts.msgpack", prompts)
-    settings = {"folder": str(tmp_path), "settings": {"model": {"path": "model"}}}
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
     both = uids_of(0, 1)
     index = SampleIndex(tmp_path)
     with LedgerLog.open(ledger_folder(tmp_path, "rollouts"), "job") as log:
         write(log, [Version(0, 0), Version(1, 1), admitted(0, "b"), Started(both)])
-        write(log, [runs_of((1, 0, 0, codec.encode("no"))), runs_of((0, 0, 0, codec.encode("si")))])
+        write(
+            log,
+            [
+                runs_of((1, 0, 0, tokenizer.encode("no"))),
+                runs_of((0, 0, 0, tokenizer.encode("si"))),
+            ],
+        )
         index.refresh()
         unfinished = index.sample("e0/b/0")
-        write(log, [runs_of((0, 2, 1, codec.encode("x!"))), Finished(both, ["stop", "length"])])
+        write(log, [runs_of((0, 2, 1, tokenizer.encode("x!"))), Finished(both, ["stop", "length"])])
         write(log, [Scored(both, np.asarray([1.0, 0.0]))])
         index.refresh()
 

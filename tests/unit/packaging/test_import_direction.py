@@ -31,6 +31,7 @@ LAYERS: Final = (
     ("runtime.cluster",),
     ("runtime.actor",),
     ("runtime.engine_api",),
+    ("runtime.text",),
     ("runtime.weights.manifest", "runtime.weights.checksums", "runtime.weights.copy_planner"),
     ("runtime.weights.transports.cuda_ipc.rank_exports",),
     ("runtime.weights.sync_calls",),

@@ -5,40 +5,42 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from byte_tokenizer import END, byte_codec
+from byte_tokenizer import END, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.runtime.rollout.agents.sample_text import SampleText
-from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.dispatch.token_store import Segment
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return byte_codec(tmp_path_factory.mktemp("tokenizer"))
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
-def token_of_byte(codec: TextCodec) -> list[int]:
+def token_of_byte(tokenizer: ModelTokenizer) -> list[int]:
     """Tokens of all bytes that occur in UTF-8; bytes that never do have one that does."""
     tokens = [0] * 256
     for code in [*range(0x800), *range(0x800, 0x110000, 0x400)]:
         if not 0xD800 <= code < 0xE000:
-            for byte, token in zip(chr(code).encode(), codec.encode(chr(code)), strict=True):
+            for byte, token in zip(chr(code).encode(), tokenizer.encode(chr(code)), strict=True):
                 tokens[byte] = token
     return tokens
 
 
-def test_turns_have_their_versions_and_special_tokens_are_visible(codec: TextCodec) -> None:
+def test_turns_have_their_versions_and_special_tokens_are_visible(
+    tokenizer: ModelTokenizer,
+) -> None:
     parts = ["2+2=", "fo", f"ur{END}", "wrong", "4", END]
     segments: list[Segment] = []
     tokens: list[int] = []
     for part, version in zip(parts[1:], (3, 4, -1, 4, 5), strict=True):
-        tokens += codec.encode(part)
+        tokens += tokenizer.encode(part)
         segments.append(Segment(segments[-1].stop if segments else 0, len(tokens), version))
 
-    text = SampleText.decode(codec.decode_all, codec.encode(parts[0]), tokens, segments)
+    text = SampleText.decode(tokenizer.decode_all, tokenizer.encode(parts[0]), tokens, segments)
 
     assert text.prompt == "2+2="
     assert [(turn.versions, turn.text) for turn in text.turns] == [
@@ -51,17 +53,21 @@ def test_turns_have_their_versions_and_special_tokens_are_visible(codec: TextCod
     ]  # fmt: skip
 
 
-def test_a_character_that_is_split_between_turns_belongs_to_the_later_one(codec: TextCodec) -> None:
-    tokens = codec.encode("a🦉b")
+def test_a_character_that_is_split_between_turns_belongs_to_the_later_one(
+    tokenizer: ModelTokenizer,
+) -> None:
+    tokens = tokenizer.encode("a🦉b")
     segments = [Segment(0, 3, 1), Segment(3, 6, -1)]
 
-    text = SampleText.decode(codec.decode_all, [], tokens, segments)
+    text = SampleText.decode(tokenizer.decode_all, [], tokens, segments)
 
     assert [turn.text for turn in text.turns] == ["a", "🦉b"]
 
 
-def test_a_sample_without_tokens_is_its_prompt(codec: TextCodec) -> None:
-    assert SampleText.decode(codec.decode_all, codec.encode("é"), [], []) == SampleText("é", ())
+def test_a_sample_without_tokens_is_its_prompt(tokenizer: ModelTokenizer) -> None:
+    assert SampleText.decode(tokenizer.decode_all, tokenizer.encode("é"), [], []) == SampleText(
+        "é", ()
+    )
 
 
 @given(
@@ -70,7 +76,11 @@ def test_a_sample_without_tokens_is_its_prompt(codec: TextCodec) -> None:
     num_prompt=st.integers(0, 24),
 )
 def test_no_cut_changes_the_text(
-    codec: TextCodec, token_of_byte: list[int], data: bytes, cuts: list[int], num_prompt: int
+    tokenizer: ModelTokenizer,
+    token_of_byte: list[int],
+    data: bytes,
+    cuts: list[int],
+    num_prompt: int,
 ) -> None:
     tokens = [token_of_byte[byte] for byte in data]
     prompt, completion = tokens[:num_prompt], tokens[num_prompt:]
@@ -80,7 +90,7 @@ def test_no_cut_changes_the_text(
         for idx, (start, stop) in enumerate(pairwise(bounds))
     ]
 
-    text = SampleText.decode(codec.decode_all, prompt, completion, segments)
+    text = SampleText.decode(tokenizer.decode_all, prompt, completion, segments)
 
     joined = text.prompt + "".join(turn.text for turn in text.turns)
-    assert joined == codec.decode_all(tokens)
+    assert joined == tokenizer.decode_all(tokens)

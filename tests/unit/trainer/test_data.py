@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from training_models import CHARS, save_model, save_tokenizer
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import PromptSet
+from umbra.runtime.text.model_files import read_model_config
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.prompt_preparation import (
     PromptBudget,
@@ -21,7 +22,6 @@ from umbra.trainer.data.prompt_preparation import (
     check_data,
     prepare_prompts,
 )
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, read_model_config, stop_token_ids
 
 Rows = Sequence[Mapping[str, Any]]
 BUDGET = PromptBudget(max_context_len=32, max_new_tokens=8)
@@ -33,8 +33,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> PromptTokenizer:
-    return PromptTokenizer(model_dir)
+def tokenizer(model_dir: Path) -> ModelTokenizer:
+    return ModelTokenizer.open(model_dir)
 
 
 def write_jsonl(path: Path, rows: Rows) -> Path:
@@ -44,7 +44,7 @@ def write_jsonl(path: Path, rows: Rows) -> Path:
 
 def prepare(
     folder: Path,
-    tokenizer: PromptTokenizer,
+    tokenizer: ModelTokenizer,
     rows: Rows,
     ranks: int = 1,
     groups: int = 1,
@@ -66,7 +66,7 @@ def ids(text: str) -> list[int]:
     return [2 + CHARS.index(char) for char in text]
 
 
-def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
 
     files = prepare(tmp_path, tokenizer, rows)
@@ -81,9 +81,7 @@ def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: PromptToken
     prompts.close()
 
 
-def test_a_column_of_texts_may_be_users_messages(
-    tmp_path: Path, tokenizer: PromptTokenizer
-) -> None:
+def test_a_column_of_texts_may_be_users_messages(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"question": "hi", "answer": "1"}]
 
     files = prepare(tmp_path, tokenizer, rows, format="chat", messages_column="question")
@@ -93,7 +91,7 @@ def test_a_column_of_texts_may_be_users_messages(
     prompts.close()
 
 
-def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}], "prompt": "unused"}]
 
     files = prepare(tmp_path, tokenizer, rows)
@@ -105,7 +103,7 @@ def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: Prompt
 
 
 def test_a_chat_in_the_column_of_prompts_is_a_chat(
-    tmp_path: Path, tokenizer: PromptTokenizer
+    tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
     files = prepare(tmp_path, tokenizer, [{"prompt": [{"role": "user", "content": "hi"}]}])
 
@@ -114,7 +112,7 @@ def test_a_chat_in_the_column_of_prompts_is_a_chat(
     prompts.close()
 
 
-def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     arrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
     path = tmp_path / "train.parquet"
@@ -134,7 +132,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: PromptTokenizer) 
     prompts.close()
 
 
-def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": str(i)} for i in range(5)])
 
     files = prepare(tmp_path, tokenizer, [{"prompt": "1"}], eval=held_out, eval_limit=3)
@@ -143,7 +141,7 @@ def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: PromptTokeni
     assert num_prompts(files.eval_path) == 3
 
 
-def test_prompts_may_have_ids_of_their_own(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_prompts_may_have_ids_of_their_own(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"prompt": "1", "key": "one"}, {"prompt": "2", "key": "one"}]
 
     with pytest.raises(DataError, match="'one' occurs twice"):
@@ -165,13 +163,13 @@ def test_prompts_may_have_ids_of_their_own(tmp_path: Path, tokenizer: PromptToke
     ],
 )
 def test_a_bad_row_is_named_with_its_line(
-    tmp_path: Path, tokenizer: PromptTokenizer, rows: Rows, settings: dict[str, Any], said: str
+    tmp_path: Path, tokenizer: ModelTokenizer, rows: Rows, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
         prepare(tmp_path, tokenizer, rows, **settings)
 
 
-def test_overlong_prompts_can_be_dropped(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_overlong_prompts_can_be_dropped(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"prompt": "1" * 25}, {"prompt": "1" * 24}]
 
     files = prepare(tmp_path, tokenizer, rows, overlong="drop")
@@ -179,13 +177,13 @@ def test_overlong_prompts_can_be_dropped(tmp_path: Path, tokenizer: PromptTokeni
     assert num_prompts(files.train_path) == 1
 
 
-def test_more_ranks_than_prompts_is_an_error(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_more_ranks_than_prompts_is_an_error(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     with pytest.raises(DataError, match=r"1 prompts for 4 ranks.*use 1 ranks or fewer"):
         prepare(tmp_path, tokenizer, [{"prompt": "1"}], ranks=4)
 
 
 def test_fewer_prompts_than_a_step_takes_are_reported_once(
-    tmp_path: Path, tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tokenizer: ModelTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "1"}, {"prompt": "2"}]
 
@@ -204,7 +202,7 @@ def test_a_budget_without_room_for_a_prompt_is_an_error() -> None:
     PromptBudget(max_context_len=9, max_new_tokens=8).check()
 
 
-def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "1"}\n\n{"prompt": \n')
     data = DataSection(train=path)
@@ -268,14 +266,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, model_dir:
     save_tokenizer(tmp_path, first_id=60)
 
     with pytest.raises(DataError, match=r"token id 100.*vocab_size 64"):
-        PromptTokenizer(tmp_path)
+        ModelTokenizer.open(tmp_path)
 
 
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path, model_dir: Path) -> None:
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
 
     with pytest.raises(DataError, match="no usable tokenizer"):
-        PromptTokenizer(tmp_path)
+        ModelTokenizer.open(tmp_path)
 
 
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
@@ -288,18 +286,3 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match=r"config.json is not valid JSON: maximum recursion depth"):
         read_model_config(tmp_path)
-
-
-def test_stop_tokens_come_from_the_models_generation_settings(
-    tmp_path: Path, model_dir: Path, tokenizer: PromptTokenizer
-) -> None:
-    assert stop_token_ids(model_dir, tokenizer, [7]) == [1, 7]
-
-    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
-    assert stop_token_ids(tmp_path, tokenizer) == [1]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
-    assert stop_token_ids(tmp_path, tokenizer) == [3, 5]
-
-
-def test_tokens_are_those_of_transformers(tokenizer: PromptTokenizer) -> None:
-    assert np.array_equal(tokenizer.encode("a1"), tokenizer.raw("a1")["input_ids"])

@@ -17,20 +17,20 @@ from training_models import save_model
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.prompts import PromptSet
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.prompt_preparation import PromptBudget, check_data, prepare_prompts
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 BUDGET = PromptBudget(max_context_len=1000, max_new_tokens=8)
 GOOD: Final = b'{"prompt": "1", "messages": [{"role": "user", "content": "1"}], "id": 1}\n'
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
-    return PromptTokenizer(save_model(tmp_path_factory.mktemp("model")))
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer.open(save_model(tmp_path_factory.mktemp("model")))
 
 
-def prepare(data: DataSection, tokenizer: PromptTokenizer) -> list[dict[str, Any]]:
+def prepare(data: DataSection, tokenizer: ModelTokenizer) -> list[dict[str, Any]]:
     """The rows as they are read from the prompt file; checked as before a start, too."""
     check_data(data)
     files = prepare_prompts(
@@ -71,7 +71,7 @@ def prepare(data: DataSection, tokenizer: PromptTokenizer) -> list[dict[str, Any
 )
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_a_row_that_cannot_be_written_is_named_with_its_line(
-    tmp_path: Path, tokenizer: PromptTokenizer, line: str | bytes, said: str, comes_first: bool
+    tmp_path: Path, tokenizer: ModelTokenizer, line: str | bytes, said: str, comes_first: bool
 ) -> None:
     raw = line if isinstance(line, bytes) else line.encode()
     path = tmp_path / "rows.jsonl"
@@ -82,7 +82,7 @@ def test_a_row_that_cannot_be_written_is_named_with_its_line(
         check_data(data) if comes_first else prepare(data, tokenizer)
 
 
-def test_what_is_odd_but_can_be_written_is(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_what_is_odd_but_can_be_written_is(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     depth = 400
     row = {
         "prompt": "1\0\u2028\U0001f600",
@@ -97,7 +97,7 @@ def test_what_is_odd_but_can_be_written_is(tmp_path: Path, tokenizer: PromptToke
     assert prepare(DataSection(train=path), tokenizer) == [row]
 
 
-def test_two_rows_with_one_id_are_named(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+def test_two_rows_with_one_id_are_named(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + GOOD)
 
@@ -129,7 +129,7 @@ def write_parquet(path: Path, values: list[Any], type_name: str, *arguments: str
 )
 def test_a_value_of_a_parquet_file_that_cannot_be_written_is_named_with_its_row(
     tmp_path: Path,
-    tokenizer: PromptTokenizer,
+    tokenizer: ModelTokenizer,
     values: list[Any],
     kind: tuple[Any, ...],
     said: str,
@@ -141,7 +141,7 @@ def test_a_value_of_a_parquet_file_that_cannot_be_written_is_named_with_its_row(
 
 
 def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
-    tmp_path: Path, tokenizer: PromptTokenizer
+    tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
     data = write_parquet(tmp_path / "rows.parquet", ["1", "22"], "string")
     content = data.train.read_bytes()
@@ -153,7 +153,7 @@ def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
 
 
 def test_numbers_and_bytes_of_a_parquet_file_are_written(
-    tmp_path: Path, tokenizer: PromptTokenizer
+    tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
     data = write_parquet(tmp_path / "rows.parquet", [b"\xff", None], "binary")
 
@@ -182,7 +182,7 @@ ROWS = st.fixed_dictionaries(
 @given(row=ROWS, has_ids=st.booleans())
 def test_any_row_is_written_or_named(
     tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: PromptTokenizer,
+    tokenizer: ModelTokenizer,
     row: dict[str, Any],
     has_ids: bool,
 ) -> None:
@@ -201,7 +201,7 @@ def test_any_row_is_written_or_named(
 @settings(deadline=None)
 @given(line=st.binary(max_size=40) | st.text(max_size=20).map(str.encode))
 def test_any_line_is_read_or_named(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PromptTokenizer, line: bytes
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: ModelTokenizer, line: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_bytes(GOOD + line)

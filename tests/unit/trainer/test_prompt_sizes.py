@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 CORPUS = [
     "the thing that there is",
@@ -70,7 +70,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
     (folder / "config.json").write_text("{}")
-    return PromptTokenizer(folder)
+    return ModelTokenizer.open(folder)
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,7 +79,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     | st.lists(st.sampled_from([*CORPUS, " ", "-", "e\u0301", "각"]), max_size=6).map("".join)
 )
 def test_no_prompt_has_more_bytes_than_its_tokens_may_stand_for(
-    tokenizer: PromptTokenizer, text: str
+    tokenizer: ModelTokenizer, text: str
 ) -> None:
     num_tokens = len(tokenizer.encode(text))
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import byte_codec
+from byte_tokenizer import byte_tokenizer
 
 from umbra.runtime.durations import format_duration
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.text.model_files import read_model_config
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
@@ -29,7 +30,6 @@ from umbra.trainer.checkpoint.run_dir import (
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
-from umbra.trainer.data.prompt_tokenizer import read_model_config
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.progress_display import ProgressDisplay, format_step
@@ -365,18 +365,20 @@ def test_the_report_names_the_faults_that_the_run_survived(tmp_path: Path) -> No
     assert "No engine failed" not in page
 
 
-def held_out(codec: TextCodec, prompt: str, *turns: str, num_more: int = 0) -> dict[str, Any]:
+def held_out(
+    tokenizer: ModelTokenizer, prompt: str, *turns: str, num_more: int = 0
+) -> dict[str, Any]:
     """A sample of an evaluation; each second turn was given."""
     tokens: list[int] = []
     segments: list[list[int]] = []
     for idx, turn in enumerate(turns):
         start = len(tokens)
-        tokens += codec.encode(turn)
+        tokens += tokenizer.encode(turn)
         segments.append([start, len(tokens), -1 if idx % 2 else 7])
     return {
         "prompt_id": "p",
-        "prompt_tokens": codec.encode(prompt),
-        "num_prompt_tokens": len(codec.encode(prompt)) + num_more,
+        "prompt_tokens": tokenizer.encode(prompt),
+        "num_prompt_tokens": len(tokenizer.encode(prompt)) + num_more,
         "tokens": tokens,
         "num_tokens": len(tokens) + num_more,
         "segments": segments,
@@ -388,17 +390,17 @@ def held_out(codec: TextCodec, prompt: str, *turns: str, num_more: int = 0) -> d
 def test_the_report_shows_samples_of_each_evaluation_and_none_of_their_text_is_markup(
     tmp_path: Path,
 ) -> None:
-    config, codec = make_config(tmp_path), byte_codec(tmp_path / "model")
+    config, tokenizer = make_config(tmp_path), byte_tokenizer(tmp_path)
     with MetricsLog(tmp_path, first_step=1) as log:
         journal = reporter(config, log)
-        journal.evaluated(0, evaluation(0.25, held_out(codec, "2+2=", "before")), is_last=False)
+        journal.evaluated(0, evaluation(0.25, held_out(tokenizer, "2+2=", "before")), is_last=False)
         journal.step_done(1, ROW)
-        journal.evaluated(1, evaluation(0.5, held_out(codec, "2+2=", "lost")), is_last=False)
+        journal.evaluated(1, evaluation(0.5, held_out(tokenizer, "2+2=", "lost")), is_last=False)
         journal.step_done(2, ROW)
-        journal.evaluated(2, evaluation(0.5, held_out(codec, "2+2=", "gone")), is_last=False)
+        journal.evaluated(2, evaluation(0.5, held_out(tokenizer, "2+2=", "gone")), is_last=False)
     with MetricsLog(tmp_path, first_step=2) as log:  # resumes from the checkpoint of step 1
         journal = reporter(config, log)
-        first = held_out(codec, "2+2=", "<script>\x1b[2J", "tool: &", "4", num_more=9)
+        first = held_out(tokenizer, "2+2=", "<script>\x1b[2J", "tool: &", "4", num_more=9)
         journal.evaluated(1, evaluation(0.5, first), is_last=True)
 
     finish(config, journal, steps=1, engine_restarts=0, stopped_by="")

@@ -1,0 +1,86 @@
+"""Reads the JSON files of a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, cast
+
+from umbra.runtime.errors import DataError
+
+# Longest context if the config does not set one; an engine's KV cache grows with it.
+_DEFAULT_CONTEXT_LEN: Final = 4096
+
+
+def read_model_config(model_path: Path) -> dict[str, Any]:
+    """config.json of a model directory.
+
+    Raises:
+        DataError: no such directory, or no readable config.json in it.
+    """
+    try:
+        is_folder = model_path.is_dir()
+    except OSError as error:
+        raise DataError(
+            f"model.path: {model_path.absolute()} cannot be read: {error.strerror}"
+        ) from error
+    if not is_folder:
+        raise DataError(
+            f"model.path: no directory {model_path.absolute()}; give a Hugging Face model "
+            "directory (config.json, safetensors, tokenizer.json)"
+        )
+    advice = "it is not a Hugging Face model directory"
+    if (model_path / "export" / "config.json").exists():
+        advice += f"; that of the run's model is {model_path / 'export'}"
+    return _read_json(model_path / "config.json", advice)
+
+
+def vocab_size(model_path: Path) -> int:
+    """The model's vocabulary size; 0 if its config.json does not have it.
+
+    Raises: as for `read_model_config`.
+    """
+    known = (section.get("vocab_size") for section in _sections(read_model_config(model_path)))
+    return next((size for size in known if isinstance(size, int) and size > 0), 0)
+
+
+def default_context_len(model_path: Path) -> int:
+    """The model's limit in tokens, at most 4096."""
+    limit = read_model_config(model_path).get("max_position_embeddings")
+    return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN
+
+
+def configured_end_tokens(model_path: Path) -> set[int]:
+    """The ids of `eos_token_id` in config.json and generation_config.json, both together.
+
+    Raises: as for `read_model_config`.
+    """
+    generation_path = model_path / "generation_config.json"
+    generation = _read_json(generation_path, "") if generation_path.exists() else {}
+    found: set[int] = set()
+    for section in (generation, *_sections(read_model_config(model_path))):
+        ids = section.get("eos_token_id")
+        if ids is not None:
+            found.update(cast("list[int]", ids) if isinstance(ids, list) else [ids])
+    return found
+
+
+def _sections(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The config, and its part for text in models that take images, too."""
+    text = config.get("text_config")
+    return (config, cast("dict[str, Any]", text)) if isinstance(text, dict) else (config,)
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(
+            f"model.path: {path} cannot be read ({error.strerror}); {remedy}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"model.path: {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"model.path: {path} does not hold a JSON object")
+    return cast("dict[str, Any]", content)

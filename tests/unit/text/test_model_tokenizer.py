@@ -1,0 +1,84 @@
+"""One tokenizer for prompts, agents, judges and serving: what transformers makes of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from model_folders import special, write_model_folder
+from transformers import AutoTokenizer
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
+from umbra.trainer.serving.model_text import ModelText
+
+TEXT: Final = "tool result: " + "0123456789" * 5
+MESSAGES: Final = [{"role": "user", "content": "é <|im_end|> 2+2?"}]
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "truncation": {"saved": {"truncation": {"max_length": 16}}},
+    "padding": {"saved": {"padding": {"length": 96, "pad_id": 0, "pad_token": "<pad>"}}},
+    "bos": {"added": ["bos"]},
+}
+
+
+def saved_and_opened(tokenizer: ModelTokenizer, path: Path) -> ModelTokenizer:
+    tokenizer.save(path)
+    return ModelTokenizer.open(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_process_has_the_tokens_that_transformers_has(tmp_path: Path, kind: str) -> None:
+    folder = write_model_folder(tmp_path / "model", **KINDS[kind])
+    auto: Any = AutoTokenizer
+    expected = auto.from_pretrained(str(folder))
+    chat = expected.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    tokenizer = ModelTokenizer.open(folder)
+    plain_tokens = expected(TEXT, add_special_tokens=False)["input_ids"]
+
+    for opened in (tokenizer, saved_and_opened(tokenizer, tmp_path / "run" / "policy.json")):
+        assert opened.encode(TEXT) == plain_tokens
+        assert opened.encode_prompt(TEXT) == expected(TEXT)["input_ids"]
+        assert opened.render_chat(MESSAGES, {}) == chat
+        assert opened.decode_all(plain_tokens) == TEXT
+        assert opened.state == tokenizer.state
+
+    served = asyncio.run(ModelText(folder, trust_remote_code=False).encode(TEXT))
+    assert served == tokenizer.encode_prompt(TEXT)
+
+
+def test_a_prompt_has_at_most_one_bos_and_no_eos_behind_it(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, added=["bos", "eos"])
+    bos, eos = special("<s>", "</s>")
+    tokenizer = ModelTokenizer.open(folder)
+
+    for text in ("2+2=", "<s>2+2="):
+        tokens = tokenizer.encode_prompt(text)
+        assert (tokens.count(bos), tokens[0], tokens.count(eos)) == (1, bos, 0)
+        assert tokenizer.decode(tokens) == "2+2="
+
+
+def test_end_tokens_are_those_of_config_generation_config_and_tokenizer(tmp_path: Path) -> None:
+    turn, text = special("<|im_end|>", "</s>")
+
+    def ends(name: str, **ids: Any) -> list[int]:
+        folder = write_model_folder(tmp_path / name, **ids)
+        return ModelTokenizer.open(folder).stop_token_ids()
+
+    assert ends("tokenizer", eos="<|im_end|>", eos_of_config=2) == [text, turn]
+    assert ends("generation", eos_of_config=4, eos_of_generation=[0]) == [0, text, turn]
+    assert ends("all the same", eos_of_config=2, eos_of_generation=2) == [text]
+    assert ends("tokenizer alone", eos_of_config=None) == [text]
+
+
+def test_a_model_without_end_tokens_is_refused(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, eos_of_config=None)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"eos_token": "</s>", ', ""))
+    tokenizer = ModelTokenizer.open(folder)
+
+    assert tokenizer.stop_token_ids([7]) == [7]
+    with pytest.raises(DataError, match=r"names no eos_token_id .*set rollout.stop_token_ids"):
+        tokenizer.stop_token_ids()
