@@ -311,6 +311,8 @@ class Trainer:
         self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
         record_settings(config.with_steps(prompts.num_train))
         stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
+        shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)
+        self._notes.put(f"completions end with {shown}")
         starter.start_manager(prompts, stops, world.world_size, world.device.type)
         return prompts.num_train
 

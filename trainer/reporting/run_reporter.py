@@ -70,6 +70,7 @@ class RunReporter:
         self._display = display
         self._pace = StepPace(config.train.total_steps)
         self._has_warned = False
+        self._has_warned_of_ends = False
         self._tokenizer: ModelTokenizer | None = None
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
@@ -85,6 +86,14 @@ class RunReporter:
         if row["rollout/tokens"] == 0 and not self._has_warned:
             self._has_warned = True
             self._display.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
+        if row["rollout/truncated_share"] == 1.0 and not self._has_warned_of_ends:
+            self._has_warned_of_ends = True
+            self._display.note(
+                f"warning: no completion of step {step} ended with an end token, all "
+                f"{self._config.samples_per_step} were truncated: raise rollout.max_new_tokens = "
+                f"{self._config.rollout.max_new_tokens}; if the model ends its turns with another "
+                "token, add it to rollout.stop_token_ids"
+            )
 
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:
         """Logs and shows an evaluation after `step` steps; returns its metrics."""

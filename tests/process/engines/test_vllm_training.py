@@ -61,9 +61,7 @@ def embedded_accuracy(model: Path, rows: list[dict[str, str]]) -> float:
             await collect(engine, collector, len(rows))
 
     run_async(body)
-    answers = [
-        tokenizer.decode(collector[i].tokens, skip_special_tokens=True) for i in range(len(rows))
-    ]
+    answers = [tokenizer.decode(collector[i].tokens) for i in range(len(rows))]
     return sum(a == row["answer"] for a, row in zip(answers, rows, strict=True)) / len(rows)
 
 

@@ -46,6 +46,7 @@ ROW = {
     "rollout/reward_mean": 0.4312,
     "rollout/tokens": 6_049.0,
     "rollout/tokens_per_s": 17_234.0,
+    "rollout/truncated_share": 0.25,
     "time/rollout_s": 0.351,
     "time/sync_s": 0.02,
     "time/train_s": 0.184,
@@ -314,6 +315,22 @@ def test_a_step_without_tokens_is_reported_once(tmp_path: Path) -> None:
     assert told == [
         "  step 2 trained on nothing: the policy generated no token in any of its 256 completions; "
         f"see the engines' logs in {tmp_path / 'logs'}"
+    ]
+
+
+def test_a_step_whose_completions_never_end_is_warned_about_once(tmp_path: Path) -> None:
+    stream = io.StringIO()
+
+    with Progress("run", 4, 0, stream) as progress:
+        journal = RunReporter(make_config(tmp_path), None, progress)
+        for step, share in enumerate([0.96, 1.0, 1.0], 1):
+            journal.step_done(step, ROW | {"rollout/truncated_share": share})
+
+    told = [line for line in stream.getvalue().splitlines() if "warning" in line]
+    assert told == [
+        "  warning: no completion of step 2 ended with an end token, all 256 were truncated: raise "
+        "rollout.max_new_tokens = 256; if the model ends its turns with another token, add it to "
+        "rollout.stop_token_ids"
     ]
 
 
