@@ -127,7 +127,7 @@ class ModelTokenizer:
         if files and not any((folder / name).exists() for name in files):
             raise _no_tokenizer(folder, f"none of {', '.join(sorted(files))} is there")
         usual = library.PreTrainedTokenizerBase.apply_chat_template
-        renders_itself = type(found).apply_chat_template is not usual
+        renders_itself = found.apply_chat_template.__func__ is not usual
         rust: Any = None if renders_itself else getattr(found, "backend_tokenizer", None)
         if rust is not None:
             rust.no_truncation()
