@@ -28,6 +28,7 @@ from umbra.runtime.errors import (
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session import Session
 from umbra.runtime.settings import to_wire
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.algorithm_names import LOSSES
@@ -43,7 +44,7 @@ from umbra.trainer.checkpoint.run_dir import (
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config import setting_rules
-from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
+from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.loop import TrainingLoop
@@ -312,7 +313,7 @@ class Trainer:
         record_settings(config.with_steps(prompts.num_train))
         stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
         shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)
-        self._notes.put(f"completions end with {shown}")
+        self._display.note(f"completions end with {shown}")
         starter.start_manager(prompts, stops, world.world_size, world.device.type)
         return prompts.num_train
 
@@ -377,7 +378,7 @@ class Trainer:
             model.dtype,
             self._config.train.max_logprob_difference,
             versions,
-            partial(_decode_token, model),
+            partial(_decode_token, self._config.run.dir),
             self._display.note,
         )
 
@@ -433,9 +434,8 @@ class Trainer:
             self._display.note(line)
 
 
-def _decode_token(model: ModelSection, token_id: int) -> str:
-    tokenizer = PromptTokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    return tokenizer.raw.decode([token_id])
+def _decode_token(run_dir: Path, token_id: int) -> str:
+    return ModelTokenizer.open(tokenizer_path(run_dir)).decode_all([token_id])
 
 
 def _missed_deadline(error: Exception) -> bool:

@@ -25,7 +25,7 @@ from smollm2 import needs_smollm2, smollm2_folder
 from transformers import AutoModelForCausalLM
 from vllm_runs import needs_vllm, running_core
 
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [needs_smollm2, pytest.mark.slow, pytest.mark.process]
 
@@ -36,10 +36,10 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "stop_toke
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = PromptTokenizer(MODEL)
+    tokenizer = ModelTokenizer.open(MODEL)
     with (smollm2_folder() / "sums/eval.jsonl").open() as lines:
         chats = [json.loads(line)["messages"] for line in islice(lines, NUM_PROMPTS)]
-    return [tokenizer.encode_rendered(tokenizer.render_chat(chat, {})) for chat in chats]
+    return [tokenizer.encode(tokenizer.render_chat(chat, {})) for chat in chats]
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from smollm2 import needs_smollm2, smollm2_folder
+from transformers import AutoTokenizer
 
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 pytestmark = [needs_smollm2, pytest.mark.slow]
 
@@ -21,22 +22,23 @@ def read_rows(task: str, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_chat_is_rendered_by_the_models_own_template() -> None:
-    tokenizer = PromptTokenizer(MODEL)
+    auto: Any = AutoTokenizer
+    raw, tokenizer = auto.from_pretrained(MODEL), ModelTokenizer.open(MODEL)
 
     text = tokenizer.render_chat([{"role": "user", "content": "12 + 7 ="}], {})
-    tokens = tokenizer.encode_rendered(text)
+    tokens = tokenizer.encode(text)
 
     assert text == (
         "<|im_start|>system\n"
         "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.raw.convert_ids_to_tokens(tokens)[-14:] == [
+    assert raw.convert_ids_to_tokens(tokens)[-14:] == [
         *("user", "Ċ", "1", "2", "Ġ+", "Ġ", "7", "Ġ=", "<|im_end|>", "Ċ"),
         *("<|im_start|>", "ass", "istant", "Ċ"),
     ]
-    assert tokenizer.raw.decode(tokens) == text
-    assert stop_token_ids(MODEL, tokenizer) == [tokenizer.raw.convert_tokens_to_ids("<|im_end|>")]
+    assert tokenizer.decode_all(tokens) == text
+    assert tokenizer.end_token_ids == [raw.convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_the_config_is_that_of_the_published_model() -> None:

@@ -321,8 +321,9 @@ def test_a_step_without_tokens_is_reported_once(tmp_path: Path) -> None:
 def test_a_step_whose_completions_never_end_is_warned_about_once(tmp_path: Path) -> None:
     stream = io.StringIO()
 
-    with Progress("run", 4, 0, stream) as progress:
-        journal = RunReporter(make_config(tmp_path), None, progress)
+    with ProgressDisplay(stream) as display:
+        display.begin_steps("run", 0, 4)
+        journal = RunReporter(make_config(tmp_path), display, None)
         for step, share in enumerate([0.96, 1.0, 1.0], 1):
             journal.step_done(step, ROW | {"rollout/truncated_share": share})
 
