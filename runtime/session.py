@@ -52,10 +52,11 @@ from umbra.runtime.cluster.job_nodes import (
 from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.process.delayed_stops import delayed_stops
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
 from umbra.runtime.process.thread_stacks import answering_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.curve_keys import CurveKeys, sweep_keys
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
@@ -229,16 +230,17 @@ class Session:
         with contextlib.ExitStack() as stack, failure_reported(self._environment):
             stack.enter_context(answering_stack_requests())
             stack.enter_context(recording(self._trace_dir, self._node_id, f"rank-{self.rank}"))
-            if self.local_rank == 0 and not is_in_use(self._socket_dir):
-                self._guardian = self._start_supervisor()
-                stack.enter_context(self._guardian)
-            stack.enter_context(self._loop)
-            self._client = self._loop.run(self._open_client())
-            stack.callback(self._close_client)
-            ref = supervisor_ref(self._node_id, self._socket_dir)
-            self._supervisor = self._lead = self._client.handle(ref, awaits_start=True)
-            self._loop.start(self._follow_events())
             try:
+                if self.local_rank == 0 and not is_in_use(self._socket_dir):
+                    with delayed_stops():
+                        self._guardian = stack.enter_context(self._start_guardian())
+                    self._guardian.wait_ready(self._config.attach_timeout_s)
+                stack.enter_context(self._loop)
+                self._client = self._loop.run(self._open_client())
+                stack.callback(self._close_client)
+                ref = supervisor_ref(self._node_id, self._socket_dir)
+                self._supervisor = self._lead = self._client.handle(ref, awaits_start=True)
+                self._loop.start(self._follow_events())
                 self._await_attached()
                 if self._tcp_host:  # local rank 0 has made them before it started the supervisor
                     self._client.keys = CurveKeys.load(self._secret_file)
@@ -267,7 +269,8 @@ class Session:
             self._send_last("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
         self._send_last("detach", self.rank)
 
-    def _start_supervisor(self) -> GuardianProcess:
+    def _start_guardian(self) -> GuardianProcess:
+        """Starts the guardian, which starts the supervisor. Stop signals wait until it returns."""
         config, environment = self._config, self._environment
         log_path = self._log_dir / "supervisor.log"
         secret = keys_to_remove = ""
@@ -295,7 +298,7 @@ class Session:
         program = [sys.executable, "-m", "umbra.runtime.supervisor_host"]
         with self._owner_pidfd() as owner_pidfd, contextlib.ExitStack() as until_started:
             if keys_to_remove:
-                until_started.callback(os.unlink, keys_to_remove)
+                until_started.callback(Path(keys_to_remove).unlink, missing_ok=True)
             guardian = start_guardian(
                 [*program, run_dir],
                 config=settings.to_json(),
@@ -306,11 +309,6 @@ class Session:
                 keys_to_remove=keys_to_remove,
             )
             until_started.pop_all()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(guardian)
-            stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)
-            guardian.wait_ready(config.attach_timeout_s)
-            stack.pop_all()
         return guardian
 
     @contextlib.contextmanager
@@ -328,6 +326,8 @@ class Session:
             os.close(pidfd)
 
     def _job_keys(self) -> Path:
+        if not is_secret_file_named():
+            sweep_keys(self._secret_file.parent)
         if not self._secret_file.exists():
             with contextlib.suppress(FileExistsError):  # another node was faster
                 CurveKeys.generate().save(self._secret_file)

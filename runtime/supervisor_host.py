@@ -36,7 +36,7 @@ from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys
 from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
@@ -142,6 +142,8 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             parts=supervisor.call_parts,
         )
         with contextlib.ExitStack() as stack:
+            if config.secret_file:
+                stack.enter_context(holding_keys(Path(config.secret_file)))
             # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
             stack.enter_context(PidWatch.of_parent(guardian_pid, on_guardian_end))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +19,14 @@ from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import guardian
 from umbra.runtime.process.child_log import ChildLog
-from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.delayed_stops import delayed_stops
+from umbra.runtime.process.exit_status import STOP_SIGNALS, ExitStatus
 from umbra.runtime.process.memory_file import open_memory_file
 
 _MAX_READY_NBYTES = 64 * 1024
+
+_TAKE_OVER_LIMIT_S = 60.0
+"""From the guardian's start to its taking over: 40 ms on an idle machine."""
 
 
 class GuardianProcess:
@@ -33,6 +38,16 @@ class GuardianProcess:
         self._popen = popen
         self._ready_fd = ready_fd
         self._log = log
+
+    def wait_until_taken_over(self) -> None:
+        """Returns once it will remove what it was given.
+
+        Raises UmbraError if it ended before.
+        """
+        if not _is_readable(self._ready_fd, _TAKE_OVER_LIMIT_S) or not os.read(self._ready_fd, 1):
+            self._popen.kill()
+            self._popen.wait()
+            raise UmbraError(self._explain("was not started by its guardian"))
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
         """Returns the JSON object that the supervisor wrote as one line to its `--ready-fd`. Call
@@ -65,10 +80,16 @@ class GuardianProcess:
             return None
 
     def stop(self, timeout_s: float) -> ExitStatus | None:
-        """Asks it to end everything, and waits; for a start that failed."""
-        if self._popen.poll() is None:
-            self._popen.terminate()
-        return self.wait(timeout_s)
+        """Asks it to end everything, and waits; for a start that failed.
+
+        Asks again after half the time, because a first request waits for the ranks.
+        """
+        for _ in range(2):
+            if self._popen.poll() is None:
+                self._popen.terminate()
+            if (status := self.wait(timeout_s / 2)) is not None:
+                return status
+        return None
 
     def close(self) -> None:
         """Stops tracking it. It continues; if it has ended, it is reaped."""
@@ -111,18 +132,23 @@ def start_guardian(
     `config` is the supervisor's stdin, so secrets are neither on a command line nor in an
     environment. `owner_pidfd`: the process whose end is the job's end; the caller closes it.
     `grace_s`: the supervisor's time to stop once the owner has ended. The guardian takes over
-    `socket_dir` and removes it at the end; it is removed, too, if the guardian cannot be started.
-    `keys_to_remove`: a file of keys that the guardian removes as well, "" for none.
+    `socket_dir` and removes it at the end. `keys_to_remove`: a file of keys that it removes as
+    well, "" for none. If the guardian cannot be started, the directory is removed, and the file is
+    still the caller's.
+
+    A stop signal meanwhile takes effect afterwards, on this process and on the guardian.
 
     Raises ConfigError if the log cannot be written.
     """
-    with contextlib.ExitStack() as until_started, contextlib.ExitStack() as stack:
+    with delayed_stops(), contextlib.ExitStack() as until_started, contextlib.ExitStack() as stack:
         until_started.enter_context(socket_dir)
         log = ChildLog.begin(log_path, "guardian and supervisor")
         ready_fd, ready_write_fd = os.pipe()
         stack.callback(os.close, ready_write_fd)
         fds = (owner_pidfd, ready_write_fd, socket_dir.lock_fd)
         interpreter = [sys.executable, "-I", "-S", guardian.__file__]
+        # The guardian inherits the mask. Another thread gets the signal meanwhile.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             popen = subprocess.Popen(
                 [
@@ -143,9 +169,15 @@ def start_guardian(
         except OSError:
             os.close(ready_fd)
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        stack.close()  # of the pipe, only the guardian has the writing end
+        started = GuardianProcess(popen, ready_fd, log)
+        until_started.push(started)
+        started.wait_until_taken_over()
         until_started.pop_all()
-    socket_dir.release()
-    return GuardianProcess(popen, ready_fd, log)
+        socket_dir.release()
+    return started
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:

@@ -9,9 +9,13 @@ It starts `program ... --ready-fd READY_FD --guardian-pid PID` as the supervisor
 stdin, stdout and stderr, and then only waits:
 
     owner ended                     ──> SIGTERM to the supervisor, GRACE_S seconds for it
-    SIGTERM, SIGINT or SIGHUP       ──> the same to the supervisor, which stops the ranks first:
-                                        twice GRACE_S for it
+    SIGTERM, SIGINT or SIGHUP       ──> the same to the supervisor, which stops the ranks first,
+                                        however long their step takes
+    another one, a second later     ──> the same, and GRACE_S seconds for it
     supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR and KEYS, exit
+
+Its starter blocks the stop signals, which it unblocks once it would act on them. Then it writes an
+empty line to READY_FD: from there on it removes SOCKET_DIR and KEYS, and not its starter.
 
 While the supervisor lives, it adopts the orphans below it (it is a subreaper too); once it has
 ended, they all come here. If the guardian alone is killed, the supervisor notices by a pidfd and
@@ -26,12 +30,16 @@ Exit status: the supervisor's (128 + N for signal N).
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
 import sys
 import time
 from typing import TYPE_CHECKING
+
+_SAME_REQUEST_S = 1.0
+"""Signals that come closer together are one request; see `umbra.runtime.actor.job_stop`."""
 
 _KILL_DEADLINE_S = 60.0
 """How long to keep killing what does not die. A process in uninterruptible sleep (a hung device or
@@ -66,6 +74,7 @@ def main() -> int:
     prctl.become_subreaper()
     stop_fd = _catch_stop_signals()
     try:
+        os.write(ready_fd, b"\n")
         return _guard(program, ready_fd, owner_pidfd, stop_fd, grace_s)
     except OSError as error:
         _log(f"cannot guard {program[0]}: {error}")
@@ -82,16 +91,22 @@ def _guard(
 ) -> int:
     pid = _start_supervisor(program, ready_fd)
     pidfd = os.pidfd_open(pid)
-    ended = _wait_for([pidfd, owner_pidfd, stop_fd], timeout_s=None)
-    if pidfd not in ended:
-        number, reason = signal.SIGTERM, "the owner has ended"
-        if owner_pidfd not in ended:
+    watched, stopped_at, deadline = [pidfd, owner_pidfd, stop_fd], math.inf, math.inf
+    while (ended := _wait_for(watched, deadline - time.monotonic())) and pidfd not in ended:
+        now = time.monotonic()
+        if owner_pidfd in ended:
+            watched.remove(owner_pidfd)
+            number, reason, is_last = signal.SIGTERM, "the owner has ended", True
+        else:
             number = signal.Signals(os.read(stop_fd, 1)[0])
-            reason, grace_s = f"got {number.name}", 2 * grace_s
-        _log(f"{reason}: supervisor {pid} has {grace_s:g} s to stop")
+            reason, is_last = f"got {number.name}", now - stopped_at > _SAME_REQUEST_S
+            stopped_at = min(stopped_at, now)
+        if is_last:
+            deadline = min(deadline, now + grace_s)
+        limit = f" within {deadline - now:g} s" if deadline < math.inf else ""
+        _log(f"{reason}: supervisor {pid} has to stop{limit}")
         signal.pidfd_send_signal(pidfd, number)
         signal.pidfd_send_signal(pidfd, signal.SIGCONT)
-        _wait_for([pidfd], grace_s)
     if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         _log(f"supervisor {pid} is still there: killing it")
         descendants.kill_tree(pid)
@@ -119,6 +134,7 @@ def _start_supervisor(program: list[str], ready_fd: int) -> int:
         argv,
         os.environ,
         setsid=True,
+        setsigmask=[],
         # This interpreter ignores both signals at start, and `exec` would pass that on.
         setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
     )
@@ -131,8 +147,10 @@ def _catch_stop_signals() -> int:
     """A descriptor that becomes readable at SIGTERM, SIGINT or SIGHUP."""
     stop_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     return stop_fd
 
 
@@ -140,11 +158,12 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """Does nothing: the wake-up descriptor reports the signal."""
 
 
-def _wait_for(fds: list[int], timeout_s: float | None) -> list[int]:
+def _wait_for(fds: list[int], timeout_s: float) -> list[int]:
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
-    return [fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
+    limit_ms = None if timeout_s == math.inf else max(0.0, timeout_s * 1000)
+    return [fd for fd, _ in poller.poll(limit_ms)]
 
 
 def _end_descendants() -> None:

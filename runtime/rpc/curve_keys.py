@@ -3,12 +3,19 @@
 Every process of a job holds the same key pair, from a secret that travels by file (mode 0600)
 or inherited pipe, never by environment, argument or torchrun's store. CURVE alone would admit
 any client that knows how to speak it; the ZAP handler refuses every key but the job's own.
+
+Every supervisor of the job holds a shared lock (flock) on the file while it runs. A file whose lock
+is free belongs to a dead job, on whichever host that ran.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
+import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +25,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from umbra.runtime.errors import ConfigError
+
+_YOUNG_S = 600.0
+"""Files of keys are left alone this long, because no supervisor may hold them yet: those of a job's
+nodes start apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,25 @@ class CurveKeys:
         authenticator.start()
         authenticator.configure_curve_callback("*", credentials_provider=_OnlyKey(self.public))
         return authenticator
+
+
+@contextlib.contextmanager
+def holding_keys(path: Path) -> Generator[None]:
+    """Shows `sweep_keys` that a job uses this file, where the file system has locks."""
+    with path.open("rb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def sweep_keys(folder: Path) -> None:
+    """Removes the files of dead jobs' keys, which were killed with everything that would have."""
+    for path in folder.glob("*"):
+        # One that cannot be locked is in use; another sweep may remove it first.
+        with contextlib.suppress(OSError), path.open("rb+") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _YOUNG_S:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from watching import tree
 
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
 from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys, sweep_keys
 from umbra.runtime.rpc.envelopes import CALL, HELLO
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.wire import Encoder
@@ -284,3 +284,20 @@ def test_an_address_this_host_does_not_have_is_named(
 ) -> None:
     with pytest.raises(UmbraError, match=r"tcp_host.*203\.0\.113\.7"):
         umbra_session_factory(tcp_host="203.0.113.7")
+
+
+def test_the_keys_of_a_dead_job_are_swept_and_those_of_a_running_one_are_not(
+    tmp_path: Path,
+) -> None:
+    dead, alive, young = (tmp_path / name for name in ("dead", "alive", "young"))
+    for path in (dead, alive, young):
+        CurveKeys.generate().save(path)
+    for path in (dead, alive):
+        os.utime(path, (0.0, 0.0))
+
+    with holding_keys(alive):
+        sweep_keys(tmp_path)
+        assert sorted(tmp_path.iterdir()) == [alive, young]
+
+    sweep_keys(tmp_path)
+    assert list(tmp_path.iterdir()) == [young]

@@ -1,0 +1,42 @@
+"""Delays stop signals while something is made that a handler's exception would leave behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+from umbra.runtime.process.exit_status import STOP_SIGNALS
+
+
+@contextmanager
+def delayed_stops() -> Generator[None]:
+    """Stop signals that come inside the block go to their handlers at its end. The caller has then
+    stored what it made, for whoever cleans up. Handlers run on the main thread, so this has no
+    effect on another one.
+
+    It does not block the signals: the kernel would give them to another thread, and Python would
+    run the handler on the main one all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in handlers.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
