@@ -34,6 +34,8 @@ _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
 # collective with a lost node. A longer time delays that start; a shorter one cuts off the last
 # lines of loggers.
 _LOST_JOB_LIMIT_S: Final = 0.5
+# From a signal or the job's failure to the end of a rank that has nothing to save or cannot react.
+_GRACE_S: Final = 5.0
 # For the lock of a lost node's rank 0 to be free. Other nodes wait 60 s for this one.
 _LOST_LOCK_LIMIT_S: Final = 40.0
 _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
@@ -49,7 +51,7 @@ def main(console: Console) -> None:
         _configure_logging(environment.rank)
         config = _read_settings(arguments, environment, fatal_errors)
         is_elastic = environment.nodes_may_change
-        limit_s = _LOST_JOB_LIMIT_S if is_elastic else config.train.shutdown_grace_s
+        limit_s = _LOST_JOB_LIMIT_S if is_elastic else _GRACE_S
         fatal_errors = FatalErrorReporter(environment.rank, limit_s)
         code = _run(config, environment, fatal_errors, console)
     except UmbraError as error:
@@ -102,15 +104,14 @@ def _run(
     console: Console,
 ) -> int:
     display = ProgressDisplay(sys.stderr if environment.rank == 0 else None)
-    grace_s = config.train.shutdown_grace_s
     settings = SessionConfig(
-        run_dir=config.run.dir, shutdown_grace_s=grace_s, trace=config.run.trace
+        run_dir=config.run.dir, shutdown_grace_s=_GRACE_S, trace=config.run.trace
     )
     with (
         fatal_errors,
         display,
         _run_lock(config, environment),
-        StopSignals(grace_s, fatal_errors.stopped) as stop,
+        StopSignals(_GRACE_S, fatal_errors.stopped) as stop,
         Session.from_torchrun(
             settings,
             on_note=display.note,

@@ -41,6 +41,7 @@ from umbra.trainer.reporting.run_reporter import RunReporter
 from umbra.trainer.services import POOL
 from umbra.trainer.signals import StopRequested, StopSignals
 from umbra.trainer.step import TrainStep
+from umbra.trainer.stop_forecast import StopForecast
 from umbra.trainer.world import World, any_rank
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class TrainingLoop:
         display: ProgressDisplay,
         gpu_memory: GpuMemorySeen,
         stop: StopSignals,
+        forecast: StopForecast,
         step: int,
     ) -> None:
         self._config = config
@@ -94,6 +96,7 @@ class TrainingLoop:
         self._reporter = reporter
         self._display = display
         self._stop = stop
+        self._forecast = forecast
         self._memory = MemoryAccount(world.device)
         self._gpu_memory = gpu_memory
         self._first_step = step
@@ -146,19 +149,26 @@ class TrainingLoop:
         if any_rank(columns is None) or columns is None:
             return None
         self._gpu_memory.look("generation")
-        with span("put engines to sleep") as sleeping:
-            self._sleep_engines()
-            self._offload.bring_back()
-        batch = RankBatch.from_columns(columns, self._estimate)
-        row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
-        row |= {"time/rollout_s": waiting.seconds, "time/sleep_s": sleeping.seconds}
-        with self._memory.phase("train"), self._display.activity(f"training step {self.step + 1}"):
-            row |= self._train_step.run(batch, self.step)
-        self._gpu_memory.look("train")  # torch's cache still holds the peak
+        with self._forecast.phase("step"):
+            row |= self._train_on(columns)
+        row["time/rollout_s"] = waiting.seconds
         row |= self._memory.take() | self._gpu_memory.metrics()
         self.step += 1
         if offload_s := self._offload.take_seconds():
             row["time/offload_s"] = offload_s
+        return row
+
+    def _train_on(self, columns: Mapping[str, Any]) -> dict[str, float]:
+        """Updates the weights with a batch; returns its metrics."""
+        with span("put engines to sleep") as sleeping:
+            self._sleep_engines()
+            self._offload.bring_back()
+        batch = RankBatch.from_columns(columns, self._estimate)
+        row = {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
+        row["time/sleep_s"] = sleeping.seconds
+        with self._memory.phase("train"), self._display.activity(f"training step {self.step + 1}"):
+            row |= self._train_step.run(batch, self.step)
+        self._gpu_memory.look("train")  # torch's cache still holds the peak
         return row
 
     def _publish(self) -> dict[str, float] | None:
@@ -262,7 +272,11 @@ class TrainingLoop:
             seed=self._train.seed,
             ledger=self._rollouts.position() if is_lead else "",
         )
-        with span("checkpoint", step=self.step), self._display.activity("saving a checkpoint"):
+        with (
+            span("checkpoint", step=self.step),
+            self._forecast.phase("checkpoint"),
+            self._display.activity("saving a checkpoint"),
+        ):
             self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
             if is_lead:
                 self._rollouts.checkpointed(state.step, state.version)

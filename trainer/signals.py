@@ -3,12 +3,12 @@
     first signal ──▶ `requested` is set; an `interruptible()` block (waiting for rollouts) ends
         │                 with StopRequested, and the ranks agree to stop at the next boundary
         ├─ second signal, at least a second later ──▶ StopNow in the main thread
-        ├─ shutdown_grace_s later                 ──▶ StopNow in the main thread
+        ├─ its grace later (SIGINT has no limit)  ──▶ StopNow in the main thread
         │     └─ if StopNow does not end it       ──▶ the process ends
         └─ it is passed on to the other ranks, which act as if they had got it (`pass_in`)
 
-    `umbra stop`, `umbra preempt` ──▶ the supervisor passes SIGTERM or SIGUSR1 in, with a time that
-                                      replaces shutdown_grace_s
+    `umbra stop`, `umbra preempt` ──▶ the supervisor passes SIGTERM or SIGUSR1 in, with a grace of
+                                      its own
 
 torchrun passes a signal on to its ranks, and a terminal sends it to all of them, too: signals
 within a second of the first are the same request. If a signal reaches only one rank, that rank ends
@@ -24,6 +24,7 @@ started ignores SIGHUP, and still does.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, Self
+from typing import Final, NoReturn, Protocol, Self
 
 from umbra.runtime.cluster.run_notice import NOTHING_TO_SAVE, PREEMPT_SIGNAL, stop_status
 from umbra.runtime.errors import JobFailed
@@ -73,6 +74,22 @@ class StopNow(SystemExit):
         return f" failed: {StopNow.__name__}: " in str(failure)
 
 
+class Deferral(Protocol):
+    """What a stop waits for. Called on several threads, and in handlers: must return at once."""
+
+    def grace_s(self, number: signal.Signals) -> float:
+        """The time that the work in progress has after a signal; infinite for no limit."""
+        ...
+
+    def announce(self, cause: str) -> None:
+        """Tells the operator what a stop waits for. Called on a thread of its own."""
+        ...
+
+    def loss(self) -> str:
+        """What is lost by an end now, as the end of a sentence; "" for nothing."""
+        ...
+
+
 class StopSignals:
     """Handles stop signals while entered; restores former handlers on exit. Main thread only.
 
@@ -80,6 +97,7 @@ class StopSignals:
     Owns the thread that ends the process as a last resort.
 
     Args:
+        grace_s: time from a signal to the end of the process, where no `Deferral` gives another.
         on_last_resort: reports that, on that thread.
     """
 
@@ -88,11 +106,15 @@ class StopSignals:
     ) -> None:
         self.received: signal.Signals | None = None
         self._grace_s = grace_s
+        self._asked_grace_s: float | None = None
         self._on_last_resort = on_last_resort
         self._is_deferring = False
+        self._deferral: Deferral | None = None
+        self._is_second = False  # a second signal came
         self._is_interruptible = False
         self._is_importing = False
         self._received_at = 0.0
+        self._limit_s = 0.0
         self._passed_in: signal.Signals | None = None
         self._asker = ""  # the command, if it was not a signal
         self._pass_on: Callable[[signal.Signals], None] | None = None
@@ -142,29 +164,58 @@ class StopSignals:
         stack.callback(signal.set_wakeup_fd, former)
 
     def _last_resort(self, reader: socket.socket) -> None:
-        """Runs on its own thread until the writing end is closed."""
-        while data := reader.recv(1):
-            number = data[0] if data[0] in _SIGNALS else self._passed_in
-            if number is not None:
-                self._await_end(number)
-                return
-
-    def _await_end(self, number: int) -> None:
         """Makes the main thread run its handler; ends the process if that does not end it.
 
         A signal may come just before the main thread begins to wait for a lock. Python then runs
-        the handler after the wait, unless another signal interrupts it.
+        the handler after the wait, unless another signal interrupts it. Runs on its own thread
+        until the writing end is closed.
         """
-        grace_s = self._grace_s if self._is_deferring else 0.0
-        deadline = time.monotonic() + grace_s + _LAST_RESORT_S
-        while (left_s := deadline - time.monotonic()) > 0:
-            if self._disarmed.wait(left_s if self.requested else min(left_s, _WAKE_S)):
+        first: signal.Signals | None = None
+        seen_at = end_at = math.inf
+        while True:
+            left_s = end_at - time.monotonic()
+            if first is not None and not self.requested:
+                left_s = min(left_s, _WAKE_S)
+            reader.settimeout(min(max(left_s, 0.001), threading.TIMEOUT_MAX))
+            try:
+                data = reader.recv(1)
+            except TimeoutError:
+                if first is not None and not self.requested:
+                    signal.pthread_kill(self._main_thread, signal.SIGALRM)
+            else:
+                if not data:
+                    return
+                is_signal, now = data[0] in _SIGNALS, time.monotonic()
+                if first is not None:
+                    if is_signal and now - seen_at >= _SAME_REQUEST_S:
+                        end_at = min(end_at, now + _LAST_RESORT_S)
+                elif is_signal or self._passed_in is not None:
+                    first = signal.Signals(data[0]) if is_signal else self._passed_in
+                    assert first is not None
+                    seen_at, end_at = now, now + self._grace_of(first) + _LAST_RESORT_S
+                    self._announce(first)
+            if first is not None and self._disarmed.is_set():
                 return
-            if not self.requested:
-                signal.pthread_kill(self._main_thread, signal.SIGALRM)
+            if first is not None and time.monotonic() >= end_at:
+                self._end(first)
+
+    def _end(self, number: signal.Signals) -> NoReturn:
         if self._on_last_resort is not None:
-            self._on_last_resort(self._stop_of(signal.Signals(number)))
+            self._on_last_resort(self._stop_of(number))
         os._exit(stop_status(number))
+
+    def _grace_of(self, number: signal.Signals) -> float:
+        if not self._is_deferring:
+            return 0.0
+        if self._asked_grace_s is not None:
+            return self._asked_grace_s
+        return self._grace_s if self._deferral is None else self._deferral.grace_s(number)
+
+    def _announce(self, number: signal.Signals) -> None:
+        if self._is_deferring and self._deferral is not None:
+            # The output may be stuck, and the last resort must not be.
+            args = (self._asker or number.name,)
+            threading.Thread(target=self._deferral.announce, args=args, daemon=True).start()
 
     @property
     def requested(self) -> bool:
@@ -181,7 +232,11 @@ class StopSignals:
         """The signal's name, or ""."""
         return self.received.name if self.received is not None else ""
 
-    def defer(self, pass_on: Callable[[signal.Signals], None] | None = None) -> None:
+    def defer(
+        self,
+        pass_on: Callable[[signal.Signals], None] | None = None,
+        deferral: Deferral | None = None,
+    ) -> None:
         """Makes a first signal wait for the step boundary from now on.
 
         Args:
@@ -189,6 +244,7 @@ class StopSignals:
                 once and raise nothing.
         """
         self._pass_on = pass_on
+        self._deferral = deferral
         self._is_deferring = True
 
     def pass_in(self, number: int, grace_s: float | None = None) -> None:
@@ -201,7 +257,7 @@ class StopSignals:
                 `umbra preempt` give one, signals do not.
         """
         if grace_s is not None and not self.requested:
-            self._grace_s = grace_s
+            self._asked_grace_s = grace_s
             self._asker = "umbra preempt" if number == PREEMPT_SIGNAL else "umbra stop"
         self._passed_in = signal.Signals(number)
         signal.pthread_kill(self._main_thread, signal.SIGALRM)
@@ -246,14 +302,14 @@ class StopSignals:
         if self.received is None:
             self._begin(signal.Signals(number))
         elif time.monotonic() - self._received_at >= _SAME_REQUEST_S:
-            why = "a second signal came before the step in progress had ended"
-            self._stop_now(StopNow(self.received, why))
+            self._is_second = True
+            self._stop_now(self._stop_of(self.received))
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             if self._passed_in is not None:
                 self._begin(self._passed_in)
-        elif time.monotonic() - self._received_at >= self._grace_s:
+        elif time.monotonic() - self._received_at >= self._limit_s:
             self._stop_now(self._stop_of(self.received))
         elif self._is_interruptible:
             raise StopRequested
@@ -261,11 +317,12 @@ class StopSignals:
     def _begin(self, received: signal.Signals) -> None:
         self.received = received
         self._received_at = time.monotonic()
+        self._limit_s = self._grace_of(received)
         if not self._is_deferring:
             self._stop_now(self._stop_of(received))
         if self._pass_on is not None and self._passed_in is None:
             self._pass_on(received)
-        signal.setitimer(signal.ITIMER_REAL, min(_REPEAT_S, self._grace_s), _REPEAT_S)
+        signal.setitimer(signal.ITIMER_REAL, min(_REPEAT_S, self._limit_s), _REPEAT_S)
         if self._is_interruptible:
             raise StopRequested
 
@@ -292,6 +349,9 @@ class StopSignals:
         cause = self._asker or number.name
         if not self._is_deferring:
             return StopNow(number, f"stopped by {cause} {NOTHING_TO_SAVE}")
-        return StopNow(
-            number, f"the step in progress did not end within {self._grace_s:g} s of {cause}"
-        )
+        if self._is_second:
+            why = "a second signal came before the step in progress had ended"
+        else:
+            why = f"the step in progress did not end within {self._limit_s:g} s of {cause}"
+        loss = "" if self._deferral is None else self._deferral.loss()
+        return StopNow(number, f"{why}; {loss}" if loss else why)

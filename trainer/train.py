@@ -71,6 +71,7 @@ from umbra.trainer.services import (
 )
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
+from umbra.trainer.stop_forecast import StopForecast
 from umbra.trainer.waits import collective_timeout_s
 from umbra.trainer.world import (
     World,
@@ -161,6 +162,7 @@ class Trainer:
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
             versions = VersionCounter(self._run_dir.versions, newest, writes=world.is_lead)
             reporter = self._open_reporter(stack, world, step)
+            forecast = StopForecast(step, config.train.shutdown_grace_s, self._display.note)
             loop = TrainingLoop(
                 config,
                 world,
@@ -200,9 +202,10 @@ class Trainer:
                 display=self._display,
                 gpu_memory=gpu_memory,
                 stop=self._stop,
+                forecast=forecast,
                 step=step,
             )
-            self._stop.defer(self._session.pass_on_signal)
+            self._stop.defer(self._session.pass_on_signal, forecast)
             loop.run()
             self._stop.disarm()
             if gpu_memory.seen_nbytes:

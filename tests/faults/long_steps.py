@@ -1,4 +1,4 @@
-"""Losses that make the first step long: they wait for the file `go_on` in the current folder."""
+"""Losses that make a step long: they wait for, or because of, a file in the current folder."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from umbra.trainer.config.trainer_config import TrainSection
 def waiting_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
     Path("waiting").touch()
     while not Path("go_on").exists():
+        time.sleep(0.02)
+    return cispo_loss(logprobs, inputs, settings)
+
+
+def held_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """Waits while there is a file `held`."""
+    while Path("held").exists():
+        Path("waiting").touch()
         time.sleep(0.02)
     return cispo_loss(logprobs, inputs, settings)
 

@@ -281,20 +281,29 @@ class Terminal:
     """A terminal window: a process holds its other end, and its end hangs up the terminal.
 
     The session of the process that takes it then gets SIGHUP, as when a window or ssh is closed.
+
+    Args:
+        output: file that gets what the terminal shows; None for nowhere.
     """
 
-    def __init__(self) -> None:
-        window_end, self.descriptor = os.openpty()
-        self._window = subprocess.Popen(
-            ["cat"], stdin=window_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(window_end)
+    def __init__(self, output: Path | None = None) -> None:
+        self._keyboard, self.descriptor = os.openpty()
+        with open(output or os.devnull, "wb") as shown:
+            self._window = subprocess.Popen(
+                ["cat"], stdin=self._keyboard, stdout=shown, stderr=subprocess.DEVNULL
+            )
 
     def take(self) -> None:
         """Called in the new process, which leads its session."""
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
+    def press_ctrl_c(self) -> None:
+        os.write(self._keyboard, b"\x03")
+
     def close_window(self) -> None:
+        if self._keyboard >= 0:
+            os.close(self._keyboard)
+            self._keyboard = -1
         self._window.kill()
         self._window.wait()
 

@@ -307,8 +307,9 @@ class TrainSection(Settings):
         export: Whether to write a Hugging Face directory at the end.
         seed: Seed of data order and sampling.
         shutdown_grace_s: How long the step in progress may take to end and be checkpointed after
-            SIGINT, SIGTERM or SIGHUP. For 30 s and more, give torchrun a longer --shutdown-timeout.
-            `umbra stop` and `umbra preempt` have a limit of their own (--within).
+            SIGTERM or SIGHUP. Without a value it is twice the longest step and checkpoint so far,
+            at least 5 s. SIGINT (Ctrl-C) has no limit; `umbra stop` and `umbra preempt` have one of
+            their own (--within).
         device: Device of the trainer. "auto" is cuda where there is one.
     """
 
@@ -348,7 +349,7 @@ class TrainSection(Settings):
     keep_best_by: Literal["accuracy", "reward"] | None = None
     export: bool = True
     seed: Count = 0
-    shutdown_grace_s: Seconds = 5.0
+    shutdown_grace_s: Seconds | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @property

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.process
 PREAMBLE = """
 import os, signal, sys, threading, time
 from umbra.trainer.signals import StopRequested, StopSignals
+from umbra.trainer.stop_forecast import StopForecast
 def say(text): print(text, flush=True)
 """
 
@@ -262,6 +263,31 @@ def test_a_second_signal_a_second_later_is_immediate() -> None:
 
         process.wait(timeout=20)
         assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_ctrl_c_cuts_nothing_until_it_comes_again() -> None:
+    """The second one even ends a rank that waits in C, where no handler runs."""
+    code = """
+        import ctypes
+        lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        with StopSignals(grace_s=0.2) as stop:
+            stop.defer(deferral=StopForecast(4, 0.2, say))
+            lock(mutex)
+            say("ready")
+            lock(mutex)
+    """
+    with rank(code) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("SIGINT: ending what is in progress")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3.0)  # longer than the grace of other signals
+
+        process.send_signal(signal.SIGTERM)  # torchrun passes a second SIGINT on so
+
+        process.wait(timeout=20)
+        assert process.returncode == 128 + signal.SIGINT
 
 
 def test_handlers_are_restored() -> None:

@@ -1,0 +1,90 @@
+"""What a stop waits for, and what an end before that would lose."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+
+from umbra.trainer.stop_forecast import Phase, StopForecast
+
+
+class Run:
+    """Steps and checkpoints of a run, at times of the test's own."""
+
+    def __init__(self, step: int = 0, given_grace_s: float | None = None) -> None:
+        self.now = 0.0
+        self.shown: list[str] = []
+        self.forecast = StopForecast(step, given_grace_s, self.shown.append, lambda: self.now)
+
+    def do(self, phase: Phase, seconds: float) -> None:
+        with self.forecast.phase(phase):
+            self.now += seconds
+
+
+def test_a_stop_names_the_end_of_the_step_from_the_time_that_steps_took() -> None:
+    run = Run(step=8)
+    run.do("step", 60.0)
+    run.do("step", 50.0)
+
+    with run.forecast.phase("step"):
+        run.now += 19.0
+        run.forecast.announce("SIGINT")
+        assert run.forecast.loss() == "steps 9 to 11 are lost; the newest checkpoint is of step 8"
+
+    assert run.shown == [
+        "SIGINT: step 11 ends in about 41 s; then a checkpoint is written. Ctrl-C again ends the "
+        "run at once: steps 9 to 11 are lost; the newest checkpoint is of step 8"
+    ]
+
+
+def test_a_stop_in_the_first_step_does_not_foretell_its_end() -> None:
+    run = Run()
+
+    with run.forecast.phase("step"):
+        run.forecast.announce("SIGTERM")
+
+    assert run.shown == [
+        "SIGTERM: step 1 has to end, and no step has been timed yet; then a checkpoint is written."
+    ]
+
+
+def test_a_stop_outside_of_a_step_writes_the_checkpoint_if_there_is_something_new() -> None:
+    run = Run()
+    run.do("step", 1.0)
+    run.forecast.announce("SIGTERM")
+    with run.forecast.phase("checkpoint"):
+        run.forecast.announce("umbra stop")
+        assert run.forecast.loss() == "step 1 is lost; there is no checkpoint"
+    run.forecast.announce("SIGTERM")
+
+    assert run.forecast.loss() == ""
+    assert run.shown == [
+        "SIGTERM: writing the checkpoint of step 1.",
+        "umbra stop: writing the checkpoint of step 1.",
+        "SIGTERM: ending what is in progress; there is no new step to save.",
+    ]
+
+
+def test_the_grace_of_a_signal_is_measured_unless_it_is_given_and_ctrl_c_has_no_limit() -> None:
+    run = Run()
+    assert run.forecast.grace_s(signal.SIGTERM) == 5.0
+    run.do("step", 60.0)
+    assert run.forecast.grace_s(signal.SIGTERM) == 2 * (60.0 + 30.0)
+    run.do("checkpoint", 10.0)
+    run.do("step", 40.0)
+
+    assert run.forecast.grace_s(signal.SIGHUP) == 2 * (60.0 + 10.0)
+    assert Run(given_grace_s=7.0).forecast.grace_s(signal.SIGTERM) == 7.0
+    assert run.forecast.grace_s(signal.SIGINT) == math.inf
+
+
+def test_a_step_that_failed_is_not_counted() -> None:
+    run = Run()
+
+    with pytest.raises(ValueError, match="broken"), run.forecast.phase("step"):
+        raise ValueError("broken")
+
+    assert run.forecast.loss() == ""
+    assert run.forecast.grace_s(signal.SIGTERM) == 5.0

@@ -1,0 +1,49 @@
+"""What umbra changes in torchrun's own process, so that a stop may take its time and ends in words.
+
+torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
+ends with a stack whose cause is that signal. It loads the entry points of the group
+`torchrun.handlers` before it reads its settings; this one has no effect unless torchrun starts
+`umbra.trainer`. Whoever sets --shutdown-timeout or TORCH_ELASTIC_SHUTDOWN_TIMEOUT decides.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, stop_status
+from umbra.runtime.process.exit_status import STOP_SIGNALS
+
+_TIMEOUT_S: Final = 7 * 24 * 3600
+"""Ranks end by themselves in time: see `umbra.trainer.signals`. A shorter time cuts a long step."""
+_STOPPED: Final = frozenset(stop_status(number) for number in (*STOP_SIGNALS, PREEMPT_SIGNAL))
+
+
+def prepare_torchrun() -> object:
+    """The entry point. Returns what torchrun expects, a maker of rendezvous handlers."""
+    if "umbra.trainer" in sys.argv:
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TIMEOUT_S))
+        sys.excepthook = _end_in_words
+    return _refuse
+
+
+def _refuse(parameters: object) -> NoReturn:
+    raise ValueError("umbra has no rendezvous of its own: use --rdzv-backend c10d")
+
+
+def _end_in_words(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if kind.__name__ == "SignalException" or _is_stop(error):
+        print("torchrun: ended by a stop; the lines above tell what was saved", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Whether it is torch's ChildFailedError of ranks that a stop signal ended."""
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    codes = {failure.exitcode for failure in failures.values()}
+    return bool(codes) and codes <= _STOPPED
