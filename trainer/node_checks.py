@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
 from umbra.runtime.package_versions import outside_tested_range
 from umbra.runtime.process.nvml import Nvml
+from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.auxiliary_pools import auxiliary_pool_spec
@@ -45,16 +47,18 @@ from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.data.prompt_preparation import check_data
+from umbra.trainer.data.prompt_preparation import check_data, prepare_prompts
 from umbra.trainer.hub.local_paths import hub_settings
 from umbra.trainer.memory_needs import ITEMSIZES, job_needs
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.metrics_logger import check_loggers, logger_names
+from umbra.trainer.reward_trial import try_reward
 from umbra.trainer.run_files import writing
 from umbra.trainer.services import (
     POOL,
     engine_pool_spec,
+    open_policy_tokenizer,
     prompt_budget,
     user_folders,
     worker_specs,
@@ -134,6 +138,7 @@ class NodeChecks:
         self._nodes = nodes
         self._gpu_nbytes = gpu_nbytes
         self._plan: Plan | None = None
+        self._first_prompt: Prompt | None = None
         self._failed: set[str] = set()
         self._not_downloaded = hub_settings(config)  # else they would be local paths
 
@@ -144,6 +149,7 @@ class NodeChecks:
         yield self._verdict("model", self._model, after=self._hub("model", "pools"))
         yield self._verdict("context", self._context, after="model")
         yield self._verdict("data", self._data, after=self._hub("data", "eval"))
+        yield self._verdict("prompts", self._prompts, after=("model", "context", "data"))
         yield verdict_of("loss", self._loss)
         for text in setting_rules.warnings(self._config):
             yield Verdict("settings", "warning", text)
@@ -162,6 +168,7 @@ class NodeChecks:
         yield verdict_of("/dev/shm", self._shared_memory)
         yield verdict_of("locked memory", self._locked_memory)
         yield self._verdict("reward, agent", self._user_functions, after="model")
+        yield self._verdict("first reward", self._reward, after=("prompts", "reward, agent"))
         yield verdict_of("GPUs", self._gpus)
         yield verdict_of("placement", self._placement)
         if self._plan is None:
@@ -173,12 +180,15 @@ class NodeChecks:
                 f"engine {name}", lambda name=name: self._engine(name), after="model"
             )
 
-    def _verdict(self, name: str, check: Callable[[], str], after: str = "") -> Verdict:
-        """Makes a check, unless the one that it builds on has failed or was not made: for the same
+    def _verdict(
+        self, name: str, check: Callable[[], str], after: str | Sequence[str] = ()
+    ) -> Verdict:
+        """Makes a check, unless one that it builds on has failed or was not made: for the same
         cause, it would fail too."""
-        if after == HUB or after in self._failed:
-            self._failed.add(name)
-            return not_checked(name, after)
+        for cause in (after,) if isinstance(after, str) else after:
+            if cause == HUB or cause in self._failed:
+                self._failed.add(name)
+                return not_checked(name, cause)
         verdict = verdict_of(name, check)
         if verdict.state == "FAILED":
             self._failed.add(name)
@@ -217,6 +227,22 @@ class NodeChecks:
         return ", ".join(
             str(path) for path in (self._config.data.train, self._config.data.eval) if path
         )
+
+    def _prompts(self) -> str:
+        """Reads and tokenizes all rows."""
+        config = self._config
+        with tempfile.TemporaryDirectory(prefix="umbra-doctor-") as folder:
+            files = prepare_prompts(
+                config.data,
+                open_policy_tokenizer(config),
+                prompt_budget(config),
+                folder=Path(folder),
+                min_prompts=self._environment.world_size,
+                groups_per_step=config.rollout.groups_per_step,
+            )
+            with contextlib.closing(PromptSet.open(files.train_path)) as prompts:
+                self._first_prompt = prompts[0]
+        return f"{files.num_train:,} to train on, {files.num_eval:,} held out"
 
     def _loss(self) -> str:
         train, folders = self._config.train, user_folders(self._config)
@@ -362,6 +388,18 @@ class NodeChecks:
     def _user_functions(self) -> str:
         check_actor(worker_specs(self._config, 1, self._config.run.dir)[0])
         return ", ".join(filter(None, (self._config.reward.function, self._config.rollout.agent)))
+
+    def _reward(self) -> str:
+        config = self._config
+        if not config.reward.function:
+            raise NotApplicable("the agent loop gives all rewards")
+        if config.pools:
+            names = ", ".join(config.pools)
+            raise NotApplicable(f"it may ask {names}, and no engine runs here")
+        assert self._first_prompt is not None
+        rewards = try_reward(config, self._first_prompt)
+        shown = ", ".join(f"{reward:.4g}" for reward in dict.fromkeys(rewards))
+        return f"{shown} for {len(rewards)} completions that repeat the first prompt"
 
     def _engine(self, name: str) -> str:
         assert self._plan is not None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import pytest
 from huggingface_hub import constants
@@ -16,12 +17,27 @@ from umbra.trainer.node_checks import listen
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+_REWARDS: Final = """
+import os, signal
+
+def score(prompts, completions, answer):
+    return [len(completion) for completion in completions]
+
+def raises(prompts, completions, **columns):
+    return [1 / 0]
+
+def exits(prompts, completions, **columns):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 @pytest.fixture
 def config(tmp_path: Path, umbra_tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
-    Path("rewards.py").write_text("def score(prompts, completions, **columns):\n    return []\n")
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    Path("rewards.py").write_text(_REWARDS)
+    Path("other.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 2)
+    Path("cut.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+')
     path = Path("config.toml")
     path.write_text(
         f"""
@@ -56,7 +72,9 @@ def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0, output
     assert output.rstrip().endswith("all is well")
     assert "This node alone was checked" in output
+    assert found["prompts"] == "ok: 2 to train on, 0 held out"
     assert found["reward, agent"] == "ok: rewards:score"
+    assert found["first reward"] == "ok: 4 for 8 completions that repeat the first prompt"
     assert found["engine policy"] == "ok: echo"
     assert found["placement"] == "ok: 2 ranks on cpu, engines: 1 of policy"
     assert found["CUDA IPC"].startswith("-: ")
@@ -70,6 +88,10 @@ def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("data", "data.train=none.jsonl", "data.train: no file"),
         ("loss", "train.loss=rewards:loss", "has no function 'loss'"),
         ("reward, agent", "reward.function=rewards:scor", "did you mean 'score'?"),
+        ("prompts", "data.train=cut.jsonl", "cut.jsonl, line 2: not JSON"),
+        ("first reward", "data.train=other.jsonl", "takes ['answer'], which the data set lacks"),
+        ("first reward", "reward.function=rewards:raises", "raised ZeroDivisionError"),
+        ("first reward", "reward.function=rewards:exits", "killed by SIGKILL"),
         ("run directory", "run.dir=train.jsonl/run", "is a file, not a folder"),
         ("engine policy", "pool.engine_args={vocab=42}", "pool.engine_args.vocab: "),
         ("context", "rollout.max_new_tokens=9999", "leaves no room for a prompt"),
