@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
-from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.runtime.errors import ConfigError, how_to_install
+from umbra.runtime.engine_api.engine_names import ENGINES, EngineKind, engine_kind
+from umbra.runtime.engine_api.weight_files import WeightFiles
+from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.text.model_files import read_model_config, vocab_size
 from umbra.trainer.auxiliary_pools import auxiliary_model_config
@@ -49,30 +51,57 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
 
 
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
-    """Raises DataError if a path is not a model directory, and ConfigError if the embedded engine
-    does not support the model's architecture, or the context is too long for it.
+    """Checks the folders of models. Engines report other problems when they start: their libraries
+    take long to import.
 
-    Other engines report problems when they start: their libraries take long to import.
+    Raises:
+        DataError: a path is not a model directory, or its weights are incomplete.
+        ConfigError: the embedded engine does not support the model's architecture, or the context
+            is too long for it.
 
     Args:
         only: the section of one pool, such as "pools.judge"; "": all.
     """
-    pools: dict[str, tuple[EnginePoolSettings, Mapping[str, Any]]] = {}
+    served: dict[str, tuple[EnginePoolSettings, Path, Mapping[str, Any]]] = {}
     if only in ("", "pool"):
-        pools["pool"] = config.pool, read_model_config(config.model.path)
+        served["pool"] = config.pool, config.model.path, read_model_config(config.model.path)
     for name, pool in config.pools.items():
         if only in ("", f"pools.{name}"):
-            pools[f"pools.{name}"] = pool, auxiliary_model_config(name, pool)
-    for section, (served, model) in pools.items():
-        if _is_embedded(served):
-            _check_embedded(section, served, model)
+            model = auxiliary_model_config(name, pool)
+            served[f"pools.{name}"] = pool, pool.model_path, model
+    for section, (pool, folder, model) in served.items():
+        kind = _kind(pool)
+        if kind is ENGINES["embedded"]:
+            _check_embedded(section, pool, model)
+        is_trained = section == "pool" and isinstance(config, TrainerConfig)
+        if is_trained or kind.reads_weight_files:
+            setting = "model.path" if section == "pool" else f"{section}.model_path"
+            _check_weights(setting, folder, reads_all=kind.wraps_library and not is_trained)
 
 
-def _is_embedded(pool: EnginePoolSettings) -> bool:
-    engine = pool.engine
-    if engine == "faulty":
-        engine = str(pool.engine_args.get("inner", "embedded"))
-    return engine_target(engine) == engine_target("embedded")
+def _kind(pool: EnginePoolSettings) -> EngineKind:
+    """The engine, or the one that it wraps."""
+    kind = engine_kind(pool.engine)
+    return (
+        engine_kind(str(pool.engine_args.get("inner", "embedded"))) if kind.wraps_engine else kind
+    )
+
+
+def _check_weights(setting: str, folder: Path, *, reads_all: bool) -> None:
+    """Raises DataError for incomplete weights.
+
+    Args:
+        reads_all: an engine reads every safetensors file of a folder without an index.
+    """
+    try:
+        stored = WeightFiles(folder)
+    except DataError as error:
+        raise DataError(f"{setting}: {error}") from None
+    if reads_all and stored.strays:
+        raise DataError(
+            f"{setting}: {folder} has {', '.join(stored.strays)} beside {stored.files[0].name}, "
+            "and its engine would read both: move it to another folder"
+        )
 
 
 def _check_embedded(section: str, pool: EnginePoolSettings, model: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from umbra.engines.embedded.parameters import Parameters
+from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError
 
 DTYPES: Final = {
@@ -32,7 +32,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def load_checkpoint(model_path: str, parameters: Parameters) -> None:
-    """Fills all parameters from `model_path`/*.safetensors, converting to their dtype.
+    """Fills all parameters from the weights in `model_path`, converting to their dtype.
 
     Raises:
         DataError: files or tensors are missing, unexpected, mis-shaped or of an unusable dtype.
@@ -42,17 +42,16 @@ def load_checkpoint(model_path: str, parameters: Parameters) -> None:
         for name, tensor, file in _tensors(model_path, stack):
             if name.endswith(_IGNORED_SUFFIXES):
                 continue
-            target = parameters.destinations.get(parameters.aliases.get(name, name))
+            own_name = parameters.aliases.get(name, name)
+            target = parameters.destinations.get(own_name)
             if target is None:
                 raise DataError(
                     f"{file} holds {name!r}, which this architecture does not have; config.json "
                     "and the weights are from different models"
                 )
             _check(name, tensor, target, file)
-            if name in parameters.aliases:
-                continue  # a tied tensor that was written twice
-            target.copy_(tensor)
-            missing.discard(name)
+            target.copy_(tensor)  # a tied tensor may be there twice, with the same bytes
+            missing.discard(own_name)
     if missing:
         names = sorted(missing)
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
@@ -77,7 +76,7 @@ def _check(name: str, tensor: Tensor, target: Tensor, file: Path) -> None:
 
 
 def _tensors(model_path: str, stack: ExitStack) -> Iterator[tuple[str, Tensor, Path]]:
-    for file in _files(Path(model_path)):
+    for file in WeightFiles(Path(model_path)).files:
         try:
             reader = cast(Any, stack.enter_context(safe_open(str(file), framework="pt")))
             names: list[str] = list(reader.keys())
@@ -85,25 +84,3 @@ def _tensors(model_path: str, stack: ExitStack) -> Iterator[tuple[str, Tensor, P
                 yield name, cast(Tensor, reader.get_tensor(name)), file
         except (OSError, SafetensorError) as error:
             raise DataError(f"{file} cannot be read: {error}") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """The checkpoint's files: those its index names, else every *.safetensors."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{index} cannot be read: {error!r}") from error
-        files = [folder / str(name) for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise DataError(f"{index} names {absent}, which {folder} does not have")
-    if not files:
-        raise DataError(
-            f"{folder} holds no *.safetensors; save the model with save_pretrained (pickled "
-            "*.bin checkpoints are not read)"
-        )
-    return files

@@ -355,19 +355,9 @@ class SglangCore(AdapterCore):
             self._adapter_id = SYNCED_ADAPTER
         else:
             reports = await self._order("load", weights=update)
-            self._check_all_read(reports)
+            self.check_all_read(report["unread"] for report in reports)
         self.log_loading(report["way"] for report in reports)
         return [report["regions"] for report in reports]
-
-    @staticmethod
-    def _check_all_read(reports: Sequence[Mapping[str, Any]]) -> None:
-        unread = set[str].intersection(*(set(report["unread"]) for report in reports))
-        if unread:
-            names = sorted(unread)
-            raise EngineError(
-                f"SGLang's model lacks {len(names)} of the trainer's weights: "
-                f"{', '.join(names[:5])}"
-            )
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         if self._settings.followers:

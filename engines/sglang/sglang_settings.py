@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -131,15 +131,16 @@ class SglangSettings(SpanningSettings):
             "context_length": self.max_context_len + _SPARE_CONTEXT_LEN,
             "max_running_requests": self.max_num_seqs,
             "skip_tokenizer_init": True,
-            "load_format": "auto" if self.reads_weights else "dummy",
+            # "auto" would prefer Mistral's own files to those that the trainer reads.
+            "load_format": "safetensors" if self.reads_weights else "dummy",
             "custom_weight_loader": [WEIGHT_LOADER],
             "watchdog_timeout": _NEVER_S,  # it would take frozen requests for a stall
             "enable_memory_saver": True,
             "sleep_on_idle": True,  # else each process keeps a core busy while the trainer works
             "log_level": "warning",
             # Requests carry their stop tokens; the model's own would end them, too.
-            "json_model_override_args": _without_stop_tokens(
-                args.pop("json_model_override_args", "{}")
+            "json_model_override_args": _model_overrides(
+                args.pop("json_model_override_args", "{}"), self._config_changes()
             ),
         }
         if self.lora_rank:
@@ -165,6 +166,15 @@ class SglangSettings(SpanningSettings):
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
 
+    def _config_changes(self) -> dict[str, Any]:
+        changes = self.config_changes()
+        if "text_config" in changes:  # SGLang would replace that part of the config as a whole
+            raise ConfigError(
+                f"{self.model_path}/config.json ties the head to the embeddings, and the weights "
+                "have a head that differs: set tie_word_embeddings to false there, for SGLang"
+            )
+        return changes
+
     def _check_context_len(self) -> None:
         config = read_config(self.model_path)
         limit = config.get("max_position_embeddings")
@@ -178,7 +188,7 @@ class SglangSettings(SpanningSettings):
             )
 
 
-def _without_stop_tokens(overrides: Any) -> str:
+def _model_overrides(overrides: Any, changes: Mapping[str, Any]) -> str:
     try:
         values: Any = json.loads(overrides)
     except (TypeError, ValueError) as error:
@@ -189,4 +199,4 @@ def _without_stop_tokens(overrides: Any) -> str:
         raise ConfigError(
             f"pool.engine_args.json_model_override_args is not a JSON object: {overrides!r}"
         )
-    return json.dumps({**values, "eos_token_id": None})
+    return json.dumps({**changes, **values, "eos_token_id": None})

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora_matrices import LoraBase, check_lora_rank
+from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError, DataError
 
 
@@ -51,6 +52,12 @@ class AdapterSettings:
     def reads_weights(self) -> bool:
         """Whether it starts with the weights in `model_path`."""
         return self.load_weights or self.lora_rank > 0
+
+    def config_changes(self) -> dict[str, Any]:
+        """What the library must read in config.json in place of what is there, to have the model
+        that transformers loads."""
+        config = _read_whole_config(self.model_path)
+        return untied(config) if has_own_head(Path(self.model_path), config) else {}
 
     @property
     def lora_base(self) -> LoraBase | None:
@@ -136,6 +143,12 @@ class EngineOptions:
 
 def read_config(model_path: str) -> dict[str, Any]:
     """The model directory's config.json; for a model with several parts, the text part's."""
+    config = _read_whole_config(model_path)
+    inner = config.get("text_config")
+    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+
+
+def _read_whole_config(model_path: str) -> dict[str, Any]:
     path = Path(model_path) / "config.json"
     try:
         raw: Any = json.loads(path.read_text())
@@ -143,6 +156,4 @@ def read_config(model_path: str) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path} does not hold a JSON object")
-    config = cast("dict[str, Any]", raw)
-    inner = config.get("text_config")
-    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+    return cast("dict[str, Any]", raw)

@@ -200,6 +200,23 @@ class AdapterCore(PolledCore):
             logger.log(level, "%s: %s", self.name, way)
             self._ways.add(way)
 
+    def check_all_read(self, unread: Iterable[Collection[str]]) -> None:
+        """Raises WeightSyncError if there is a tensor of the trainer that no worker has read: what
+        is trained is more than what generates.
+
+        Args:
+            unread: the names that each worker has not read.
+        """
+        names = sorted(set[str].intersection(*map(set, unread)))
+        if names:
+            hint = ""
+            if any(name.endswith("lm_head.weight") for name in names):
+                hint = ". Set tie_word_embeddings to false in the model's config.json"
+            raise WeightSyncError(
+                f"{self.name}'s model lacks {len(names)} of the trainer's weights: "
+                f"{', '.join(names[:5])}{hint}"
+            )
+
     def check_update(self, manifest: Manifest) -> None:
         if self._lora_base is None:
             super().check_update(manifest)

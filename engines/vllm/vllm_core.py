@@ -238,13 +238,14 @@ class VllmCore(AdapterCore):
         if self._settings.followers:
             await self._open_weights(await self._followers.send_image(description))
         method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
-        reports: list[tuple[Regions, str]] = await self._in_workers(method)
+        reports: list[tuple[Regions, str, list[str]]] = await self._in_workers(method)
+        self.check_all_read(unread for _, _, unread in reports)
         if self._settings.lora_rank:
             name, number = SYNCED_ADAPTER
             self._adapters[""] = self.library.LoRARequest(name, number, "no folder")
         await self._load_adapters()
-        self.log_loading(way for _, way in reports)
-        return [regions for regions, _ in reports]
+        self.log_loading(way for _, way, _ in reports)
+        return [regions for regions, _, _ in reports]
 
     async def close_memory(self) -> None:
         await self.call(self._llm.collective_rpc("umbra_close_memory"))

@@ -154,7 +154,8 @@ class VllmSettings(SpanningSettings):
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
-            "load_format": "auto" if self.reads_weights else "dummy",
+            # "auto" would prefer Mistral's own files to those that the trainer reads.
+            "load_format": "safetensors" if self.reads_weights else "dummy",
             "worker_extension_cls": WORKER_EXTENSION,
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
             "disable_log_stats": True,
@@ -166,7 +167,10 @@ class VllmSettings(SpanningSettings):
             options["kv_cache_memory_bytes"] = nbytes
             if not is_cpu:
                 options["gpu_memory_utilization"] = _LEAST_MEMORY_SHARE
-        return options | dict(self.engine_args)
+        args = dict(self.engine_args)
+        if changes := self.config_changes():
+            options["hf_overrides"] = changes | args.pop("hf_overrides", {})
+        return options | args
 
     def environment(self, *, is_cpu: bool) -> dict[str, str]:
         """Variables for vLLM's processes, unless the user has set them."""

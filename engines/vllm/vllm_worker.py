@@ -27,6 +27,7 @@ from umbra.engines.vllm.vllm_lora import load_adapter
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import UmbraError, WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
+from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
@@ -68,18 +69,20 @@ class UpdateInfo:
     """Empty: the update is open already."""
 
 
-LoadReport = tuple[Regions, str]
+LoadReport = tuple[Regions, str, list[str]]
 
 
 class SourceTransferEngine(_base):
     """Loads all weights at once, in `receive_weights`.
 
-    `report` is of the last update: the regions that it has read, and how it was loaded.
+    `report` is of the last update: the regions that it has read, how it was loaded, and the names
+    of tensors that a recorded load has not read.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    report: LoadReport = ([], "")
+    report: LoadReport = ([], "", [])
+    _loader: LayerwiseLoader | None = None
     _loading: PlannedLoading | None = None
     _update: OpenUpdate | None = None
 
@@ -88,8 +91,8 @@ class SourceTransferEngine(_base):
 
     def start_weight_update(self) -> None:
         if self._loading is None:  # before the first update, which may leave the model half-loaded
-            loader = LayerwiseLoader(self.model, self.model_config)
-            self._loading = PlannedLoading(self.model, loader)
+            self._loader = LayerwiseLoader(self.model, self.model_config)
+            self._loading = PlannedLoading(self.model, self._loader)
 
     @property
     def update(self) -> OpenUpdate:
@@ -101,11 +104,12 @@ class SourceTransferEngine(_base):
         self.update.open(description, self._loading)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
+        """Raises WeightSyncError if a parameter gets no value."""
         assert self._loading is not None
+        assert self._loader is not None
         with self.update.taken() as source:
             way = self._loading.load(source, self.update.staged)
-            self.report = source.regions, way
+            self.report = source.regions, way, self._loader.unread
 
     def finish_weight_update(self) -> None:
         pass
@@ -124,15 +128,21 @@ class LayerwiseLoader:
     derived from its weights, and copies the result to where the layer was.
 
     It is recorded outside layerwise reload, except for layers that need it for certain.
+
+    Attributes:
+        unread: names of tensors that the last recorded load has not read; empty if it failed, and
+            vLLM's loader loaded them unwatched.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
         self._ties = _ties(model)
+        self.unread: list[str] = []
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
         """Loads once, or again in layerwise reload if that may change what was loaded."""
+        self._check_ties(source.manifest)
         self._restore()
         found = {layer: _why_reloaded(layer) for layer in self._model.modules()}
         reasons = {layer: reason for layer, reason in found.items() if reason}
@@ -140,10 +150,12 @@ class LayerwiseLoader:
         try:
             with recording, _processing_apart(recording):
                 self._load(list(reasons), recording.watch(source.tensors()), recording)
+            self.unread = recording.unread()
         except WeightSyncError:
             raise
         except Exception as error:  # noqa: BLE001 - a loader may refuse parameters in any way
             reasons = {self._model: f"its loader failed: {type(error).__name__}: {error}"}
+            self.unread = []
             self._restore()
         reloaded = {child for layer in reasons for child in layer.modules()}
         moved = recording.tensors.moved() - reloaded
@@ -163,6 +175,16 @@ class LayerwiseLoader:
             tied = recording.tensors.layers[storage]
             reasons = dict.fromkeys(tied, "it is tied and prepacked") | reasons
         return recording, dict.fromkeys(moved, "its loader moves its parameters") | reasons
+
+    def _check_ties(self, manifest: Manifest) -> None:
+        """Raises WeightSyncError for two tensors where vLLM has one."""
+        sent = {_tail(entry.name): entry.name for entry in manifest.entries}
+        for second, first in self._ties.items():
+            if _tail(second) in sent and _tail(first) in sent:
+                raise WeightSyncError(
+                    f"vLLM's model ties {second} to {first}, and the trainer has two tensors: set "
+                    "tie_word_embeddings to false in the model's config.json"
+                )
 
     def _kept(self, reloaded: Collection[nn.Module]) -> list[Any]:
         """The layers outside layerwise reload."""
@@ -312,6 +334,11 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def _tail(name: str) -> str:
+    """The end of a name, which is the same in the checkpoint and in vLLM."""
+    return ".".join(_plain(name).split(".")[-2:])
+
+
 def _loaded_as(name: str) -> set[str]:
     """The names that vLLM's loaders give to a loaded parameter: before 0.32, experts are those of
     the layer above."""
@@ -398,7 +425,7 @@ class UmbraWorkerExtension:
         """An update that brings a LoRA adapter: the weights stay."""
         with self.weight_transfer_engine.update.taken() as source:
             way = load_adapter(self.model_runner.lora_manager, source)
-            return source.regions, way
+            return source.regions, way, []
 
     def umbra_close_memory(self) -> None:
         self.weight_transfer_engine.update.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError, DataError
 
 MODEL_TYPES: Final = ("llama", "qwen2", "qwen3")
@@ -52,7 +53,7 @@ class ModelConfig:
 
 
 def load_model_config(model_path: str) -> ModelConfig:
-    """Reads `model_path`/config.json.
+    """Reads `model_path`/config.json. A head that the weights have is not tied; see `has_own_head`.
 
     Raises:
         DataError: the directory or the file is missing or unreadable.
@@ -72,7 +73,8 @@ def load_model_config(model_path: str) -> ModelConfig:
         raise DataError(f"{path / 'config.json'} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path / 'config.json'} does not hold a JSON object")
-    return parse_model_config(cast(dict[str, Any], raw))
+    config = cast(dict[str, Any], raw)
+    return parse_model_config(config | untied(config) if has_own_head(path, config) else config)
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:

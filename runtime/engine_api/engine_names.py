@@ -26,6 +26,7 @@ class EngineKind:
 
     Attributes:
         target: its `module:Class`.
+        reads_weight_files: it reads weights from the model's folder, unless a trainer sends them.
         wraps_library: `pool.engine_args` holds options of a library, and the engine takes the whole
             table as one argument of that name. Otherwise each entry is an argument of its own.
         parallel_option: the one of them that is an engine's number of GPUs; "": it has one.
@@ -38,6 +39,7 @@ class EngineKind:
     """
 
     target: str
+    reads_weight_files: bool = False
     wraps_library: bool = False
     parallel_option: str = ""
     wraps_engine: bool = False
@@ -79,10 +81,12 @@ class EngineKind:
 ENGINES: Final[Mapping[str, EngineKind]] = {
     "embedded": EngineKind(
         target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
+        reads_weight_files=True,
         has_known_memory=True,
     ),
     "vllm": EngineKind(
         target="umbra.engines.vllm.vllm_engine:VllmEngine",
+        reads_weight_files=True,
         wraps_library=True,
         parallel_option="tensor_parallel_size",
         has_lora=True,
@@ -92,6 +96,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
     ),
     "sglang": EngineKind(
         target="umbra.engines.sglang.sglang_engine:SglangEngine",
+        reads_weight_files=True,
         wraps_library=True,
         parallel_option="tp_size",
         has_known_memory=True,

@@ -14,8 +14,8 @@ from umbra.runtime.engine_api.lora_matrices import (
     check_fits,
     model_shapes,
     module_shapes,
-    read_shapes,
 )
+from umbra.runtime.engine_api.weight_files import read_header
 from umbra.runtime.errors import DataError
 
 _CONFIG: Final = "adapter_config.json"
@@ -47,10 +47,10 @@ class LoraAdapter:
         """
         try:
             config = _read_config(path / _CONFIG)
-            shapes = read_shapes(path / _WEIGHTS)
+            shapes = {name: each.shape for name, each in read_header(path / _WEIGHTS).items()}
             ranks = _ranks(config, shapes)
             check_fits(shapes, model_shapes(model_path))
-        except (OSError, ValueError) as error:
+        except (DataError, OSError, ValueError) as error:
             raise DataError(
                 f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected a folder as "
                 "PEFT's save_pretrained writes it)"

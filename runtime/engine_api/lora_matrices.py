@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
-from umbra.runtime.errors import ConfigError, ProtocolError, WeightSyncError, brief
+from umbra.runtime.engine_api.weight_files import WeightFiles
+from umbra.runtime.errors import ConfigError, DataError, ProtocolError, WeightSyncError, brief
 
 _PREFIX: Final = "base_model.model."
-_MAX_HEADER_NBYTES: Final = 100 << 20  # safetensors' own limit
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -162,33 +162,12 @@ def check_fits(shapes: Shapes, model: Shapes) -> None:
 
 
 def model_shapes(model_path: Path) -> Shapes:
-    """Shapes of a model's weights, by name; none if they are quantised, as they may be packed."""
+    """Shapes of a model's weights, by name; none if they are quantised, as they may be packed, or
+    not in the folder, as an engine may get them from the trainer."""
     config: Any = json.loads((model_path / "config.json").read_text())
     if "quantization_config" in config:
         return {}
-    return {
-        name: shape
-        for path in sorted(model_path.glob("*.safetensors"))
-        for name, shape in read_shapes(path).items()
-    }
-
-
-def read_shapes(path: Path) -> Shapes:
-    """Shapes of a safetensors file's tensors, by name."""
-    with path.open("rb") as file:
-        nbytes = int.from_bytes(file.read(8), "little")
-        if nbytes > _MAX_HEADER_NBYTES:
-            raise ValueError(f"{path.name} is no safetensors file")
-        header: Any = json.loads(file.read(nbytes))
-    if not isinstance(header, dict):
-        raise ValueError(f"{path.name} is no safetensors file")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, entry in cast("dict[str, Any]", header).items():
-        match name, entry:
-            case "__metadata__", _:
-                pass
-            case _, {"shape": [*shape]} if all(isinstance(size, int) for size in shape):
-                shapes[name] = tuple(shape)
-            case _:
-                raise ValueError(f"{path.name} is no safetensors file: {name} has no shape")
-    return shapes
+    try:
+        return {name: each.shape for name, each in WeightFiles(model_path).tensors.items()}
+    except DataError:
+        return {}

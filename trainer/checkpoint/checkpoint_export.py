@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from umbra.runtime.engine_api.hub_snapshot import local_model
+from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters, load_parameters
 from umbra.trainer.checkpoint.model_folder import (
     MAX_SHARD_NBYTES,
     copy_files,
+    correct_config,
     model_folder,
-    set_dtype,
     write_shards,
 )
 from umbra.trainer.checkpoint.policy_export import write_whole_model
@@ -78,9 +80,11 @@ def export_checkpoint(
         write_whole_model(model, model.state_dict(), target, section.path, dtype)
         return
     tensors = _Tensors(prepared.model, prepared.weights, StoredParameters(checkpoint), dtype)
+    config = read_model_config(section.path)
+    changes = untied(config) if has_own_head(section.path, config) else {}
     with model_folder(target, section.path, sum(tensors.sizes.values())) as folder:
         copy_files(section.path, folder, ("config.json", "generation_config.json"))
-        set_dtype(folder / "config.json", dtype)
+        correct_config(folder / "config.json", dtype, changes)
         write_shards(folder, tensors.sizes, tensors.read, max_shard_nbytes)
 
 
@@ -109,7 +113,7 @@ class _Tensors:
         parameters = dict(model.named_parameters())
         trained.check_fit(parameters)
         for names, tensor in distinct_tensors(model):
-            (name,) = (each for each in names if each in start.names)
+            name = next(each for each in names if each in start.names)
             saved_name = next((each for each in names if each in parameters), "")
             if saved_name:
                 self._saved_names[name] = saved_name

@@ -55,11 +55,16 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
             shutil.copy2(path, folder / path.name)
 
 
-def set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Corrects the dtype in a config.json, which is that of another copy of the model."""
+def correct_config(
+    path: Path, dtype: torch.dtype, changes: Mapping[str, Any] | None = None
+) -> None:
+    """Corrects the dtype and other entries in a config.json, which are those of another copy of the
+    model."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    for key, value in (changes or {}).items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from umbra.trainer.checkpoint.model_folder import MAX_SHARD_NBYTES, model_folder, set_dtype
+from umbra.trainer.checkpoint.model_folder import MAX_SHARD_NBYTES, correct_config, model_folder
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.world import World, barrier, from_lead
 
@@ -52,7 +52,7 @@ def write_whole_model(
             max_shard_size=MAX_SHARD_NBYTES,
         )
         # transformers writes the dtype of the live model, not that of the tensors.
-        set_dtype(folder / "config.json", dtype)
+        correct_config(folder / "config.json", dtype)
 
 
 def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor]:

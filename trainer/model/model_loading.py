@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
@@ -57,9 +58,9 @@ def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
     """The causal language model in `section.path` with parameters in `dtype`.
 
-    The parameters take no memory if the weights are safetensors under the model's own names.
-    Weights that need conversion or are incomplete are left to transformers, which loads all of them
-    on the CPU or reports what is missing.
+    The parameters take no memory if the weights have the model's own names. Weights that need
+    conversion or are incomplete are left to transformers, which loads all of them on the CPU or
+    reports what is missing.
 
     Raises:
         DataError: there is no such directory, or its weights are unreadable or incomplete.
@@ -67,11 +68,8 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     """
     model = _without_memory(section, dtype)
     is_packed = _choose_attention(section, model)
-    try:
-        weights = StoredWeights(section.path)
-        obstacle = _conversion(model, dtype) or weights.obstacle(model)
-    except DataError as error:
-        weights, obstacle = None, str(error)
+    weights = StoredWeights(section.path)
+    obstacle = _conversion(model, dtype) or weights.obstacle(model)
     if not obstacle:
         return PreparedModel(model, is_packed, weights)
     logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
@@ -86,16 +84,9 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     library = _transformers()
     auto, generation = library.AutoModelForCausalLM, library.GenerationConfig
     trusts = {"trust_remote_code": section.trust_remote_code}
-    read_model_config(section.path)  # its errors are clearer
     try:
         with _parameters_on_meta():
-            model = auto.from_config(
-                library.AutoConfig.from_pretrained(
-                    str(section.path), local_files_only=True, **trusts
-                ),
-                dtype=dtype,
-                **trusts,
-            )
+            model = auto.from_config(_read_config(section), dtype=dtype, **trusts)
         if (section.path / "generation_config.json").exists():
             model.generation_config = generation.from_pretrained(str(section.path))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -103,6 +94,24 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def _read_config(section: ModelSection) -> Any:
+    """The model's config. It says of a head in the files that it is not tied, see `has_own_head`;
+    so do exports, which have this config."""
+    has_own = has_own_head(section.path, read_model_config(section.path))
+    config = _transformers().AutoConfig.from_pretrained(
+        str(section.path), local_files_only=True, trust_remote_code=section.trust_remote_code
+    )
+    if has_own:
+        logger.warning(
+            "%s ties the head to the embeddings, and the weights have a head that differs: trainer "
+            "and engines use that one. Set tie_word_embeddings to false there to silence this",
+            section.path / "config.json",
+        )
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
+    return config
 
 
 @contextmanager
@@ -175,11 +184,10 @@ def _packing_obstacle(model: Any) -> str:
 
 
 def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
-    library = _transformers()
-    read_model_config(section.path)  # its errors are clearer
     try:
-        model, report = library.AutoModelForCausalLM.from_pretrained(
+        model, report = _transformers().AutoModelForCausalLM.from_pretrained(
             str(section.path),
+            config=_read_config(section),
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,

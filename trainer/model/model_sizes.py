@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.model.stored_weights import StoredWeights
@@ -51,7 +52,7 @@ class ModelSizes:
         if isinstance(config.get("text_config"), dict):
             config = cast("dict[str, Any]", config["text_config"])
         weights = StoredWeights(folder)
-        is_tied = bool(config.get("tie_word_embeddings"))
+        is_tied = bool(config.get("tie_word_embeddings")) and not has_own_head(folder, whole)
         try:
             num_heads = int(config["num_attention_heads"])
             hidden_size, vocab_size = int(config["hidden_size"]), int(config["vocab_size"])

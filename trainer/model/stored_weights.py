@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,53 +14,56 @@ from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnkn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import DataError
 from umbra.runtime.weights.shards import local_part, rows_held
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
 
 class StoredWeights:
-    """The index of the safetensors files of a directory. Reads nothing but their headers.
+    """The weights of a model directory. Reads nothing but the headers of their files.
 
     Attributes:
         num_elements: of all tensors.
         nbytes: of all files.
 
     Raises:
-        DataError: a file is missing or unreadable.
+        DataError: see `WeightFiles`.
     """
 
     def __init__(self, folder: Path) -> None:
+        try:
+            self._stored = WeightFiles(folder)
+        except DataError as error:
+            raise DataError(f"model.path: {error}") from error
         self._folder = folder
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, list[int]] = {}
-        self.nbytes = 0
-        for file in self._find_files():
-            with ExitStack() as stack:
-                reader = self._open(file, stack)
-                for name in cast("list[str]", reader.keys()):
-                    self._files[name] = file
-                    self._shapes[name] = list(reader.get_slice(name).get_shape())
-            self.nbytes += file.stat().st_size
-        self.num_elements = sum(map(math.prod, self._shapes.values()))
+        self._tensors = self._stored.tensors
+        self.nbytes = sum(file.stat().st_size for file in self._stored.files)
+        self.num_elements = sum(math.prod(each.shape) for each in self._tensors.values())
 
     @property
     def names(self) -> Collection[str]:
         """The names of all tensors."""
-        return self._shapes.keys()
+        return self._tensors.keys()
 
     def obstacle(self, model: nn.Module) -> str:
-        """Why these are not simply the model's tensors under their own names; "" if they are."""
+        """Why these are not simply the model's tensors under their own names; "" if they are.
+
+        Raises:
+            DataError: the model ties tensors that differ here.
+        """
         for names, tensor in distinct_tensors(model):
-            stored = [name for name in names if name in self._files]
+            stored = [name for name in names if name in self._tensors]
             if not stored:
                 return f"they lack {names[0]}"
-            if len(stored) > 1:  # transformers checks whether they are equal
-                return f"they have {' and '.join(stored)}, which are one tensor"
-            if self._shapes[stored[0]] != list(tensor.shape):
+            if any(self._tensors[name].shape != tuple(tensor.shape) for name in stored):
                 return f"{stored[0]} has another shape"
+            for one, other in pairwise(stored):
+                if not self._stored.are_equal(self._tensors[one], self._tensors[other]):
+                    raise DataError(
+                        f"model.path: {self._folder}/config.json ties {one} to {other}, which have "
+                        "other values: set tie_word_embeddings to false there, or remove one of "
+                        "them from the files"
+                    )
         return ""
 
     @torch.no_grad()
@@ -75,8 +78,8 @@ class StoredWeights:
         """
         by_file: dict[Path, list[str]] = {}
         for name in tensors:
-            if name in self._files:
-                by_file.setdefault(self._files[name], []).append(name)
+            if name in self._tensors:
+                by_file.setdefault(self._tensors[name].file, []).append(name)
         for file, names in by_file.items():
             with ExitStack() as stack:
                 reader = self._open(file, stack)
@@ -85,15 +88,6 @@ class StoredWeights:
                         _fill(name, tensors[name], reader)
                 except (OSError, SafetensorError) as error:
                     raise self._unreadable(error) from error
-
-    def _find_files(self) -> list[Path]:
-        if not (self._folder / _INDEX).is_file():
-            return [self._folder / _SINGLE]
-        try:
-            index = json.loads((self._folder / _INDEX).read_text(encoding="utf-8"))
-            return [self._folder / str(name) for name in sorted(set(index["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise self._unreadable(error) from error
 
     def _open(self, file: Path, stack: ExitStack) -> Any:
         try:

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides)
     config = with_local_paths(config, TorchrunEnvironment.read({}))
     sets = _held_out_sets(config)
-    check_models(config)
+    check_models(read_serve_config(arguments.config, overrides))
     check_stop_tokens(config)
     prompt_budget(config).for_eval().check()
     for name, path in sets.items():

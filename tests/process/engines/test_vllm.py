@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Callable, Coroutine, Generator
@@ -20,7 +21,7 @@ from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of
 from conformance_suite import *  # noqa: F403 - the tests
 from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
-from model_factory import make_model
+from model_factory import make_model, save_model
 from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_runs import MAX_NUM_SEQS, needs_vllm, running_core
@@ -133,6 +134,14 @@ def with_unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"model.layers.1.unknown.weight": torch.ones(3)}
 
 
+def with_another_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+
+
+def with_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"model.layers.1.mlp.down_proj.bias": torch.ones(48)}
+
+
 def without_k_proj(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return without(tensors, "model.layers.1.self_attn.k_proj.weight")
 
@@ -145,6 +154,8 @@ def without_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ("change", "text"),
     [
         (with_unknown, "layers.1.unknown"),
+        (with_another_head, "ties lm_head.weight to model.embed_tokens.weight, and the trainer"),
+        (with_bias, "lacks 1 of the trainer's weights: model.layers.1.mlp.down_proj.bias"),
         (without_k_proj, "self_attn.qkv_proj"),
         (without_norm, "model.norm.weight"),
     ],
@@ -254,18 +265,22 @@ def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(make_engine: Ma
 
 
 @pytest.mark.umbra_allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")
-def test_a_model_with_untied_weights_is_updated_by_one_recorded_plan(
-    model_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_head_of_its_own_is_updated_by_one_recorded_plan_though_the_config_ties_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM prepacks linear layers and embeddings for the CPU; the norms are left to the plan."""
     kind = "qwen3-untied"
+    folder = tmp_path / "model"
+    save_model(folder, kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     (prompt,) = long_prompts(1)
     asked = [wire_request(i, prompt, max_new_tokens=12, temperature=0.0) for i in range(4)]
     caplog.set_level(logging.DEBUG, "umbra.engines.shell.engine_core")
 
     async def body() -> None:
         engine = VllmEngine(
-            model_path=str(model_folder(kind)),
+            model_path=str(folder),
             dtype="float32",
             device="cpu",
             max_context_len=512,

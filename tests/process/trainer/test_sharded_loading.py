@@ -13,12 +13,16 @@ import pytest
 import torch
 from loading_programs import compare_loading
 from training_models import make_model, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.testing.distributed_world import DistributedWorld
+from umbra.trainer.checkpoint.policy_export import write_whole_model
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def save_in_shards(folder: Path, kind: str, **changes: Any) -> Path:
@@ -37,8 +41,15 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def add_head(weights: dict[str, torch.Tensor]) -> None:
+    weights[HEAD] = torch.randn_like(weights[EMBEDDINGS]) * 0.2
+
+
 def loading_cases(tmp_path: Path) -> list[list[str]]:
     tied = str(save_model(tmp_path / "tied"))
+    untied, copied = save_model(tmp_path / "untied"), save_model(tmp_path / "copied")
+    change_weights(untied, add_head)
+    change_weights(copied, lambda weights: weights.update({HEAD: weights[EMBEDDINGS].clone()}))
     sharded = str(save_in_shards(tmp_path / "sharded", "llama"))
     # 65 rows, and 3 heads of 8, do not divide by two: the last shard is padded
     odd: dict[str, Any] = {"vocab_size": 65, "hidden_size": 24, "num_attention_heads": 3}
@@ -49,6 +60,8 @@ def loading_cases(tmp_path: Path) -> list[list[str]]:
         [sharded, "float32", "layer"],
         [sharded, "bfloat16", "root"],
         [uneven, "float32", "layer"],
+        [str(untied), "float32", "root"],
+        [str(copied), "float32", "layer"],
     ]
 
 
@@ -145,11 +158,11 @@ def test_incomplete_weights_are_named_as_before(tmp_path: Path) -> None:
         prepare_causal_lm(ModelSection(path=folder), torch.float32)
 
 
-def test_missing_weights_are_named_as_before(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     (folder / "model.safetensors").unlink()
 
-    with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded"):
+    with pytest.raises(DataError, match=f"model.path: {folder} has neither model.safetensors nor"):
         prepare_causal_lm(ModelSection(path=folder), torch.float32)
 
 
@@ -174,5 +187,39 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded"):
         prepared.weights.fill(make_model().state_dict())
-    with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded"):
+    with pytest.raises(DataError, match=rf"model.path: {folder}/model.safetensors is no safetens"):
         StoredWeights(folder)
+
+
+@pytest.mark.slow
+def test_a_head_of_its_own_is_trained_and_exported_though_the_config_ties_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(tmp_path / "model")
+    change_weights(folder, add_head)
+    auto: Any = AutoModelForCausalLM
+    expected = auto.from_pretrained(folder)
+
+    prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
+    tensors = {
+        name: torch.empty_like(p, device="cpu") for name, p in prepared.model.named_parameters()
+    }
+    assert prepared.weights is not None
+    prepared.weights.fill(tensors)
+    exported = tmp_path / "exported"
+    write_whole_model(prepared.model, dict(tensors), exported, folder, torch.float32)
+
+    assert "config.json ties the head to the embeddings" in caplog.text
+    assert torch.equal(tensors[HEAD], expected.lm_head.weight)
+    assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(auto.from_pretrained(exported).lm_head.weight, tensors[HEAD])
+
+
+def test_other_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    change_weights(folder, lambda weights: weights.update(other=weights[EMBEDDINGS] + 1))
+    model = prepare_causal_lm(ModelSection(path=folder), torch.float32).model
+    model.register_parameter("other", model.get_parameter(EMBEDDINGS))
+
+    with pytest.raises(DataError, match=rf"ties (other|{EMBEDDINGS}) to .* which have other value"):
+        StoredWeights(folder).obstacle(model)

@@ -84,6 +84,19 @@ def test_a_bfloat16_checkpoint_widens_exactly(tmp_path: Path) -> None:
     assert torch.equal(parameters.final_norm, norm.double())
 
 
+def test_a_tied_matrix_may_be_stored_under_the_name_of_the_head(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "qwen3")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    edit(tmp_path, rename)
+
+    parameters = load_model(tmp_path).parameters
+
+    assert torch.equal(parameters.embedding, model.state_dict()["model.embed_tokens.weight"])
+
+
 def drop_norm(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.norm.weight"]
 
@@ -135,16 +148,16 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(DataError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(DataError, match=r"model\.safetensors has .* cut off or damaged"):
         load_model(tmp_path)
 
     file.unlink()
-    with pytest.raises(DataError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(DataError, match=r"has neither model\.safetensors nor"):
         load_model(tmp_path)
 
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
-    with pytest.raises(DataError, match=r"names \['part-1\.safetensors'\]"):
+    with pytest.raises(DataError, match=r"names part-1\.safetensors"):
         load_model(tmp_path)
 
     index.write_text("{}")

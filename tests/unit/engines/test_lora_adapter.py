@@ -110,5 +110,5 @@ def test_a_folder_that_is_none_of_an_adapter_is_refused(
     with pytest.raises(DataError, match="is no safetensors file"):
         LoraAdapter.read("a", path, model_folder("qwen3"))
     (path / "adapter_model.safetensors").write_bytes(b"\x07" + bytes(7) + b'{"w":1}')
-    with pytest.raises(DataError, match="w has no shape"):
+    with pytest.raises(DataError, match="is no safetensors file"):
         LoraAdapter.read("a", path, model_folder("qwen3"))

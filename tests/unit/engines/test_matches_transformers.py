@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import forced_logprobs, load_model, make_core, make_request, run_to_end
-from model_factory import KINDS, make_model
+from model_factory import KINDS, make_model, save_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 VOCAB_SIZE = 97
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
@@ -30,6 +32,21 @@ def test_prefill_and_decode_give_the_logprobs_of_transformers(
     found = forced_logprobs(load_model(model_folder(kind), dtype), sequences, num_prompt=70)
 
     torch.testing.assert_close(found, expected[:, 69:], rtol=0, atol=TOLERANCES[dtype])
+
+
+def test_a_head_of_its_own_is_used_though_the_config_ties_it(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"]) * 0.2
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    sequences = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 30)).tolist()
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(torch.tensor(sequences)).logits, -1)
+
+    found = forced_logprobs(load_model(tmp_path), sequences, num_prompt=20)
+
+    torch.testing.assert_close(found, expected[:, 19:], rtol=0, atol=TOLERANCES["float32"])
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3-rope-bias"])

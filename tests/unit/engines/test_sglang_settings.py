@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import make_request
+from weight_file import write_weight_file
 
 from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import (
@@ -71,12 +72,24 @@ def test_options_are_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
     assert json.loads(json.dumps(options)) == options  # to followers
 
 
+def test_sglang_is_told_of_a_head_that_the_config_ties(tmp_path: Path) -> None:
+    weights = {"model.embed_tokens.weight": b"12", "lm_head.weight": b"13"}
+    write_weight_file(tmp_path / "model.safetensors", weights)
+
+    options = settings(tmp_path).options(KNOWN)
+
+    overrides = json.loads(options["json_model_override_args"])
+    assert overrides == {"eos_token_id": None, "tie_word_embeddings": False}
+    with pytest.raises(ConfigError, match=r"set tie_word_embeddings to false there, for SGLang"):
+        settings(tmp_path, {"text_config": {"max_position_embeddings": 512}}).options(KNOWN)
+
+
 def test_the_adapter_of_syncs_goes_over_weights_from_the_folder(tmp_path: Path) -> None:
     known = [*KNOWN, "lora_target_modules"]
     options = settings(tmp_path, lora_rank=16).options(known)
     chosen = settings(tmp_path, lora_rank=16, engine_args={"lora_target_modules": ["all"]})
 
-    assert options["load_format"] == "auto"
+    assert options["load_format"] == "safetensors"
     assert (options["enable_lora"], options["max_lora_rank"]) == (True, 16)
     assert {"q_proj", "down_proj"} < set(options["lora_target_modules"])
     assert chosen.options(known)["lora_target_modules"] == ["all"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from adapter_factory import save_adapter
 from engine_runs import make_request
+from weight_file import write_weight_file
 
 from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.engines.vllm.vllm_requests import check_request, draw_seed
@@ -56,6 +57,22 @@ def test_options_are_what_umbra_needs_of_vllm(tmp_path: Path) -> None:
     assert options["enforce_eager"] is True
     assert options["enable_chunked_prefill"] is False
     assert options["tensor_parallel_size"] == 2
+
+
+def test_vllm_is_told_of_a_head_that_the_config_ties(tmp_path: Path) -> None:
+    weights = {"model.embed_tokens.weight": b"12", "lm_head.weight": b"13"}
+    write_weight_file(tmp_path / "model.safetensors", weights)
+    given = {"hf_overrides": {"rope_theta": 5.0}}
+    known = [*KNOWN, "hf_overrides"]
+
+    plain = settings(tmp_path).options(KNOWN, is_cpu=True)
+    more = settings(tmp_path, engine_args=given).options(known, is_cpu=True)
+    write_weight_file(tmp_path / "model.safetensors", weights | {"lm_head.weight": b"12"})
+    tied = settings(tmp_path).options(KNOWN, is_cpu=True)
+
+    assert plain["hf_overrides"] == {"tie_word_embeddings": False}
+    assert more["hf_overrides"] == {"tie_word_embeddings": False, "rope_theta": 5.0}
+    assert "hf_overrides" not in tied
 
 
 def test_the_kv_cache_on_the_cpu_holds_whole_blocks_for_all_sequences(tmp_path: Path) -> None:
@@ -210,7 +227,7 @@ def test_the_adapter_of_syncs_has_one_slot_over_weights_from_the_folder(tmp_path
     options = settings(tmp_path, lora_rank=9).options(KNOWN, is_cpu=True)
 
     assert (options["max_lora_rank"], options["max_loras"], options["max_cpu_loras"]) == (16, 1, 1)
-    assert options["load_format"] == "auto"
+    assert options["load_format"] == "safetensors"
     with pytest.raises(ConfigError, match="lora_rank = 9 and lora_adapters exclude each other"):
         with_adapters(tmp_path, 4, lora_rank=9)
     with pytest.raises(ConfigError, match="a LoRA adapter of a sync has rank 600"):

@@ -15,7 +15,10 @@ from whole_model import load_whole_model
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.config.trainer_config import ModelSection
-from umbra.trainer.model.model_loading import _packing_obstacle  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.model_loading import (
+    _packing_obstacle,  # pyright: ignore[reportPrivateUsage]
+    prepare_causal_lm,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -107,5 +110,5 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     save_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
 
-    with pytest.raises(DataError, match=f"model.path: {tmp_path} cannot be loaded"):
-        load_whole_model(ModelSection(path=tmp_path), torch.float32)
+    with pytest.raises(DataError, match=f"model.path: {tmp_path} has neither model.safetensors"):
+        prepare_causal_lm(ModelSection(path=tmp_path), torch.float32)

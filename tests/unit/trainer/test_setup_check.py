@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weight_file import write_weight_file
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.errors import ConfigError, DataError, UmbraError
 from umbra.trainer.config.config_file import check_config
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.setup_check import check_models, check_setup
 
 MODEL = {
@@ -32,6 +33,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(MODEL))
+    write_weight_file(Path("model/model.safetensors"), {"a": b"1234"})
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
     return {
         "model": {"path": "model"},
@@ -125,6 +127,7 @@ def test_a_model_that_the_embedded_engine_does_not_know_is_refused_before_it_sta
 ) -> None:
     Path("other").mkdir()
     Path("other/config.json").write_text(json.dumps(MODEL | change))
+    write_weight_file(Path("other/model.safetensors"), {"a": b"1234"})
     if section == "pool":
         values["model"] = {"path": "other"}
         config = config_of(values, "pool", **engine)
@@ -136,6 +139,49 @@ def test_a_model_that_the_embedded_engine_does_not_know_is_refused_before_it_sta
         return
     with pytest.raises(ConfigError, match=rf"^{section}.engine = {said}"):
         check_models(config)
+
+
+@pytest.mark.parametrize("setting", ["model.path", "pools.judge.model_path"])
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
+def test_damaged_weights_are_refused_before_anything_starts(
+    values: dict[str, Any], setting: str, engine: str
+) -> None:
+    Path("other").mkdir()
+    Path("other/config.json").write_text(json.dumps(MODEL))
+    Path("other/model.safetensors").write_bytes(Path("model/model.safetensors").read_bytes()[:-1])
+    values["pool"] = {"engine": engine}
+    values["pools"]["judge"]["engine"] = engine
+    if setting == "model.path":
+        values["model"] = {"path": "other"}
+    else:
+        values["pools"]["judge"]["model_path"] = "other"
+
+    with pytest.raises(DataError, match=rf"^{setting}: other/model\.safetensors has .* cut off"):
+        check_setup(config_of(values), environment())
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_refused"), [("embedded", False), ("vllm", True), ("sglang", True)]
+)
+def test_files_that_an_engine_would_add_to_the_weights_are_refused(
+    values: dict[str, Any], engine: str, is_refused: bool
+) -> None:
+    write_weight_file(Path("model/model_old.safetensors"), {"a": b"5678"})
+    served = {
+        "model": {"path": "model"},
+        "pool": {"engine": engine},
+        "pools": {"judge": {"model_path": "model", "engine": engine}},
+    }
+    config = check_config(ServeConfig, served, "config")
+
+    for section, setting in (("pool", "model"), ("pools.judge", "pools.judge.model_")):
+        if is_refused:
+            with pytest.raises(DataError, match=rf"^{setting}.*path: model has model_old\.safete"):
+                check_models(config, only=section)
+        else:
+            check_models(config, only=section)
+    values["pools"] = {}
+    check_models(config_of(values, "pool", engine=engine))  # the trainer sends what it reads
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

@@ -1,0 +1,187 @@
+"""Which files of a model directory are its weights, and what their headers say.
+
+    model.safetensors.index.json    names the files of weights that are in several
+    model.safetensors               else all weights are in this one; other files are none of them
+
+Every process finds them here, so that trainer and engines have the same model. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.errors import DataError
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+_MAX_HEADER_NBYTES: Final = 100 << 20  # safetensors' own limit
+_COMPARED_NBYTES: Final = 1 << 20
+_HEAD: Final = "lm_head.weight"
+_MEND: Final = "download it again, or save the model again with save_pretrained"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        dtype: its name in safetensors, such as "BF16".
+        start: its first byte in the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class WeightFiles:
+    """The safetensors files of a model directory. Reads nothing but the index and their headers.
+
+    Attributes:
+        files: with the weights.
+        tensors: by name.
+
+    Raises:
+        DataError: a file is missing, cut off or damaged, or it is not clear which are the weights.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = folder / _INDEX
+        places = _read_index(index) if index.is_file() else {}
+        self.files = [folder / name for name in sorted(set(places.values())) or [_SINGLE]]
+        if (missing := [file.name for file in self.files if not file.is_file()]) and not places:
+            raise DataError(_no_weights(folder))
+        if missing:
+            raise DataError(
+                f"{index} names {', '.join(missing)}, and {folder} does not have "
+                f"{'it' if len(missing) == 1 else 'them'}: {_MEND}"
+            )
+        if places and (folder / _SINGLE) not in self.files and (folder / _SINGLE).exists():
+            raise DataError(
+                f"{folder} has {_SINGLE}, and an index that names {self.files[0].name} in its "
+                "place: transformers reads the one and engines the other. Remove what is not the "
+                "model"
+            )
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in self.files:
+            self.tensors |= read_header(file)
+        if lost := [name for name in places if name not in self.tensors]:
+            raise DataError(
+                f"{index} places {lost[0]} in {places[lost[0]]}, which does not have it: {_MEND}"
+            )
+
+    @property
+    def strays(self) -> list[str]:
+        """Other safetensors files in the folder, unless there is an index."""
+        if (self._folder / _INDEX).is_file():
+            return []
+        found = {path.name for path in self._folder.glob("*.safetensors")}
+        return sorted(found - {file.name for file in self.files})
+
+    def are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
+        """Whether two tensors have the same bytes. Stops reading at the first difference."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
+
+
+def has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the model's config.json ties its head to the embeddings, or leaves that open, and its
+    files have a head that differs. transformers then does not tie them. Engines read only the
+    config, so they have to be told.
+
+    An engine that gets its weights from the trainer may have no files of them; then it is False.
+    """
+    inner: Any = config.get("text_config") or {}
+    if config.get("tie_word_embeddings", inner.get("tie_word_embeddings")) is False:
+        return False
+    try:
+        stored = WeightFiles(folder)
+    except DataError:
+        return False
+    heads = {name: each for name, each in stored.tensors.items() if name.endswith(_HEAD)}
+    for head in heads.values():
+        embeddings = [
+            each
+            for name, each in stored.tensors.items()
+            if name not in heads and ".layers." not in name and each.shape == head.shape
+        ]
+        if embeddings and not any(stored.are_equal(head, each) for each in embeddings):
+            return True
+    return False
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of config.json that say that the head is not tied to the embeddings."""
+    changes: dict[str, Any] = {"tie_word_embeddings": False}
+    if isinstance(config.get("text_config"), Mapping):
+        changes["text_config"] = {"tie_word_embeddings": False}
+    return changes
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name.
+
+    Raises:
+        DataError: it cannot be read, is cut off, or is no such file.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    try:
+        file_nbytes = file.stat().st_size
+        with file.open("rb") as opened:
+            header_nbytes = int.from_bytes(opened.read(8), "little")
+            if not 0 < header_nbytes <= _MAX_HEADER_NBYTES:
+                raise ValueError("it has no header")
+            text = opened.read(header_nbytes)
+        if len(text) < header_nbytes:
+            raise ValueError(f"its header ends after {len(text)} of {header_nbytes} bytes")
+        header: Any = json.loads(text)
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = map(int, entry["data_offsets"])
+                shape = tuple(map(int, entry["shape"]))
+                start = 8 + header_nbytes + first
+                tensors[name] = StoredTensor(file, entry["dtype"], shape, start, last - first)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is no safetensors file: {error!r}; {_MEND}") from error
+    ends = [each.start + each.nbytes for each in tensors.values()]
+    if file_nbytes != (expected := max(ends, default=8 + header_nbytes)):
+        raise DataError(
+            f"{file} has {file_nbytes} bytes, and its header says {expected}: it is cut off or "
+            f"damaged; {_MEND}"
+        )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        places: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in places.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index} cannot be read: {error!r}; {_MEND}") from error
+
+
+def _no_weights(folder: Path) -> str:
+    found = sorted(
+        path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")
+    )
+    beside = f" It has {', '.join(found[:3])}, which umbra does not read." if found else ""
+    return (
+        f"{folder} has neither {_SINGLE} nor {_INDEX}.{beside} Load the model with transformers, "
+        "and save it with save_pretrained"
+    )
+
+
+def _chunks(tensor: StoredTensor) -> Iterator[bytes]:
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        for done in range(0, tensor.nbytes, _COMPARED_NBYTES):
+            yield file.read(min(_COMPARED_NBYTES, tensor.nbytes - done))
