@@ -33,6 +33,41 @@ def test_the_last_number_has_to_be_the_answer(
     assert exact(["?"], [completion], answer=[solution], question=["?"]) == [reward]
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("15 - 43 - 75 = -28 - 75 = -103.", "-103", 1.0),
+        ("The answer is 1,450", "1450", 1.0),
+        ("12 + 7 is 19, not 20", "19", 0.0),
+        ("I do not know.", "19", 0.0),
+    ],
+)
+def test_the_last_number_of_a_sum_has_to_be_its_value(
+    completion: str, answer: str, reward: float
+) -> None:
+    exact: Any = runpy.run_path(str(RECIPES / "arithmetic" / "arithmetic_reward.py"))["exact"]
+
+    assert exact(["?"], [completion], answer=[answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("['4.0', '40.0', '75.0']", 1.0),
+        ("As in ['1', '2'], this is ['4.0', '40.0', '75.0'].", 1.0),
+        ("['40.0', '4.0', '75.0']", 0.3),
+        ("['4.0', '40.0']", 0.1),
+        ("[4.0, 40.0, 75.0]", 0.0),
+        ("4.0, 40.0, 75.0", 0.0),
+    ],
+)
+def test_a_sorted_list_gets_more_the_more_of_it_is_right(completion: str, reward: float) -> None:
+    module = runpy.run_path(str(RECIPES / "arithmetic" / "arithmetic_reward.py"))
+    sorted_list: Any = module["sorted_list"]
+
+    assert sorted_list(["?"], [completion], answer=["['4.0', '40.0', '75.0']"]) == [reward]
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_names_a_reward_that_is_there(path: Path) -> None:
     reward = load_config(path).reward

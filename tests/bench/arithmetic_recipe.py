@@ -1,0 +1,314 @@
+"""One training of the recipe in launch/recipes/arithmetic, by umbra or by TRL, within a given time.
+
+    python tests/bench/arithmetic_recipe.py umbra --metrics FILE [--task sums] [--seed 1]
+        [--steps 500] [--learning-rate 2e-5] [--groups 32] [--group-size 8] [--eval-every 50]
+        [--seconds 520] [--kill-at STEP] [section.key=value ...]
+    TRL_PYTHON tests/bench/arithmetic_recipe.py trl --metrics FILE [the same, but for the last two]
+
+Both train on the same model, problems and rewards, with vLLM on the same GPU; `--assets` is the
+folder that `make smollm2` made. Held-out accuracy is of greedy answers to eval.jsonl. `--kill-at`
+kills umbra's whole job after that step and starts it again. FILE gets one JSON object a line: first
+the options and versions, then each step (`step`, `time_s` since the start, `reward`, `entropy`,
+`grad_norm`, `completion_len`, `step_s`; where it was evaluated, `accuracy`), then the end, with
+`final_accuracy`, which the same code measures for both. Several of them may run side by side, each
+with CUDA_VISIBLE_DEVICES of its own.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+RECIPE: Final = Path(__file__).parents[2] / "launch/recipes/arithmetic"
+STOP_LIMIT_S: Final = 20.0
+"""From SIGTERM to SIGKILL, at the end of the time."""
+FINAL_S: Final = 25.0
+"""Kept for the final evaluation."""
+NAMES: Final = {
+    "rollout/reward_mean": "reward",
+    "train/entropy": "entropy",
+    "train/grad_norm": "grad_norm",
+    "train/behaviour_kl": "behaviour_kl",
+    "rollout/completion_len_mean": "completion_len",
+    "rollout/truncated_share": "truncated_share",
+    "time/step_s": "step_s",
+    "eval/accuracy": "accuracy",
+}
+"""Metric of umbra -> its name in FILE."""
+TRL_NAMES: Final = {
+    "reward": "reward",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "completions/mean_length": "completion_len",
+    "completions/clipped_ratio": "truncated_share",
+}
+STARTED: Final = time.time()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("trainer", choices=["umbra", "trl"])
+    parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--assets", type=Path, help="default: where `make smollm2` has it")
+    parser.add_argument("--task", default="sums", help="sums or sorting")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--eval-every", type=int, default=50)
+    parser.add_argument("--eval-limit", type=int, default=512, help="held-out problems")
+    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it")
+    parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
+    parser.add_argument("settings", nargs="*", help="of umbra: section.key=value")
+    options = parser.parse_intermixed_args()
+    if options.assets is None:
+        options.assets = runpy.run_path(str(RECIPE / "arithmetic_assets.py"))["assets_folder"]()
+    options.metrics.parent.mkdir(parents=True, exist_ok=True)
+    with options.metrics.open("w", buffering=1) as file:
+
+        def write(row: dict[str, Any]) -> None:
+            file.write(json.dumps(row) + "\n")
+
+        write(describe(options))
+        return run_umbra(options, write) if options.trainer == "umbra" else run_trl(options, write)
+
+
+def describe(options: argparse.Namespace) -> dict[str, Any]:
+    versions: dict[str, str] = {}
+    for name in ("torch", "transformers", "vllm", "trl"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    given = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+    return {"options": given, "versions": versions, "device": device}
+
+
+def recipe_of(options: argparse.Namespace) -> dict[str, Any]:
+    return tomllib.loads((RECIPE / f"{options.task}.toml").read_text())
+
+
+def run_umbra(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> int:
+    deadline = STARTED + options.seconds - FINAL_S
+    with tempfile.TemporaryDirectory(prefix="umbra-recipe-") as folder:
+        run_dir = Path(folder) / "run"
+        settings = {
+            "run.dir": run_dir,
+            "run.resume": "auto",
+            "model.path": options.assets / "model",
+            "data.train": options.assets / options.task / "train.jsonl",
+            "data.eval": options.assets / options.task / "eval.jsonl",
+            "data.eval_limit": options.eval_limit,
+            "reward.python_path": json.dumps([str(RECIPE)]),
+            "rollout.groups_per_step": options.groups,
+            "rollout.group_size": options.group_size,
+            "train.steps": options.steps,
+            "train.learning_rate": options.learning_rate,
+            "train.eval_every": options.eval_every,
+            "train.seed": options.seed,
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "1", "-m", "umbra.trainer"]
+        command += [str(RECIPE / f"{options.task}.toml")]
+        command += [*(f"{key}={value}" for key, value in settings.items()), *options.settings]
+        if options.kill_at:
+            run_job(command, run_dir, deadline, kill_at=options.kill_at)
+        status = run_job(command, run_dir, deadline)
+        for row in read_metrics(run_dir):
+            named = {NAMES[name]: value for name, value in row.items() if name in NAMES}
+            write({"step": row["step"], "time_s": row["time"] - STARTED} | named)
+        end: dict[str, Any] = {"status": status, "train_s": time.time() - STARTED}
+        if (run_dir / "export").exists():
+            end["final_accuracy"] = final_accuracy(run_dir / "export", options)
+        write(end | {"wall_s": time.time() - STARTED})
+    return status
+
+
+def run_job(command: list[str], run_dir: Path, deadline: float, kill_at: int = 0) -> int:
+    """The job's status; ends it by SIGTERM when the time is over, or by SIGKILL after a step."""
+    with subprocess.Popen(command, start_new_session=True) as job:
+        while job.poll() is None and time.time() < deadline:
+            if kill_at and any(row["step"] >= kill_at for row in read_metrics(run_dir)):
+                os.killpg(job.pid, signal.SIGKILL)
+            time.sleep(0.2)
+        if job.poll() is None:
+            job.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(STOP_LIMIT_S)
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+        return job.wait()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
+
+
+def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> int:
+    import datasets  # pyright: ignore[reportMissingTypeStubs]
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    has_gpu = torch.cuda.is_available()
+    recipe = recipe_of(options)
+    deadline = STARTED + options.seconds - FINAL_S
+    data = options.assets / options.task
+    problems = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in problems]
+    score = reward_of(options)
+
+    def reward(
+        prompts: list[Any], completions: list[Any], answer: list[str], **_: Any
+    ) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return score([], texts, answer=answer)
+
+    class Log(TrainerCallback):
+        """Writes a row as soon as TRL logs a step, and evaluates where umbra does."""
+
+        def __init__(self) -> None:
+            self.began = time.time()
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            write({"step": 0, "accuracy": accuracy_of(trainer.model, options)})
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began = time.time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            self.step_s = time.time() - self.began
+            if time.time() > deadline:
+                control.should_training_stop = True
+            return control
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            if "reward" not in logs:
+                return
+            row = {"step": state.global_step, "time_s": time.time() - STARTED}
+            row |= {TRL_NAMES[name]: float(logs[name]) for name in TRL_NAMES if name in logs}
+            row["step_s"] = self.step_s
+            if state.global_step % options.eval_every == 0:
+                row["accuracy"] = accuracy_of(trainer.model, options)
+            write(row)
+
+    with tempfile.TemporaryDirectory(prefix="trl-recipe-") as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.groups * options.group_size,
+            num_generations=options.group_size,
+            gradient_accumulation_steps=1,
+            max_completion_length=recipe["rollout"]["max_new_tokens"],
+            temperature=1.0,
+            learning_rate=options.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            beta=0.0,
+            epsilon=0.2,
+            loss_type="dapo",  # the mean over the batch's tokens
+            scale_rewards="group",
+            num_iterations=1,
+            bf16=has_gpu,
+            use_cpu=not has_gpu,
+            gradient_checkpointing=False,
+            use_vllm=has_gpu,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.3,
+            vllm_max_model_length=recipe["pool"]["max_context_len"],
+            model_init_kwargs={"dtype": "float32"},
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=options.seed,
+        )
+        model = str(options.assets / "model")
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(model),
+            callbacks=[Log()],
+        )
+        trainer.train()
+        end = {"status": 0, "train_s": time.time() - STARTED}
+        end["final_accuracy"] = accuracy_of(trainer.model, options)
+        write(end | {"wall_s": time.time() - STARTED})
+    return 0
+
+
+def reward_of(options: argparse.Namespace) -> Callable[..., list[float]]:
+    module, _, function = recipe_of(options)["reward"]["function"].partition(":")
+    found: Callable[..., list[float]] = runpy.run_path(str(RECIPE / f"{module}.py"))[function]
+    return found
+
+
+def final_accuracy(folder: Path, options: argparse.Namespace) -> float:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return accuracy_of(auto.from_pretrained(folder, dtype=torch.float32).to(device), options)
+
+
+def accuracy_of(model: Any, options: argparse.Namespace) -> float:
+    """The share of held-out problems that greedy answers of transformers solve."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.assets / "model", padding_side="left")
+    lines = (options.assets / options.task / "eval.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[: options.eval_limit]]
+    texts = [
+        tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
+        for row in rows
+    ]
+    device = next(model.parameters()).device
+    inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+    inputs = inputs.to(device)
+    was_training = model.training
+    model.eval()
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
+    ):
+        tokens = model.generate(
+            **inputs,
+            max_new_tokens=recipe_of(options)["rollout"]["max_new_tokens"],
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    model.train(was_training)
+    answers = tokenizer.batch_decode(
+        tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    rewards = reward_of(options)([], answers, answer=[row["answer"] for row in rows])
+    return sum(reward >= 1.0 for reward in rewards) / len(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
