@@ -355,7 +355,10 @@ def _add_trace_arguments(trace: argparse.ArgumentParser) -> None:
         "(default: all that the trace has)",
     )
     trace.add_argument(
-        "-o", "--output", metavar="FILE", help="default RUN_DIR/trace/steps-A-B.json.gz"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=".json or .json.gz (default RUN_DIR/trace/steps-A-B.json.gz)",
     )
 
 

@@ -48,11 +48,11 @@ def trace_json(events: Iterable[tuple[TracedProcess, TraceEvent]]) -> list[dict[
 
 
 def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
-    """Writes them compressed, as the viewer reads them."""
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
-        encode = json.JSONEncoder(separators=(",", ":")).encode
-        lines = ",\n".join(map(encode, events))
-        file.write(f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n')
+    """Writes them, compressed if the name ends with .gz; the viewer reads both."""
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    lines = ",\n".join(map(encode, events))
+    text = f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'.encode()
+    path.write_bytes(gzip.compress(text, compresslevel=5) if path.suffix == ".gz" else text)
 
 
 def _converted(

@@ -87,7 +87,6 @@ def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
         "zero_variance_groups": float(sum(group.has_zero_variance for group in groups)),
         "tokens": float(lengths.sum()),
         "gen_s": gen_s,
-        "tokens_per_s": float(lengths.sum()) / gen_s if gen_s > 0 else 0.0,
         "completion_len_mean": float(lengths.mean()),
         "completion_len_max": float(lengths.max()),
         "truncated_share": float(np.mean([s.finish_reason == "length" for s in samples])),

@@ -88,6 +88,7 @@ class Dispatcher:
 
     Attributes:
         idleness: learns here which engines hold requests, and from the fleet their states.
+        num_generated: tokens that engines generated for trajectories, also for held-out ones.
         counters: failures so far. "lost_tokens" counts tokens that engines made and no sample has:
             late ones, missing ones, those behind a gap, and those that agent loops discarded. It
             does not include what a killed engine had not sent yet, at most one tick of tokens.
@@ -114,6 +115,7 @@ class Dispatcher:
         self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
+        self.num_generated = 0
         self.counters = dict.fromkeys(_COUNTERS, 0)
         # The counters at the last `take_metrics`.
         self._reported: dict[str, int] = dict.fromkeys(_REPORTED_COUNTERS, 0)
@@ -293,6 +295,7 @@ class Dispatcher:
         self.pump()
 
     def _on_appended(self, engine: EngineId, runs: Runs) -> None:
+        self.num_generated += len(runs.tokens)
         self._router.progress(engine, len(runs.tokens))
         recorded = runs.recorded()
         if len(recorded.uids):

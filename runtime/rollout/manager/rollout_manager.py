@@ -98,6 +98,7 @@ class RolloutManager:
             self._versions,
             self._recorder,
             self._dispatcher.take_metrics,
+            lambda: self._dispatcher.num_generated,
             on_change=flow_changed.set,
             on_failure=self._fail,
             note=self._operator_messages.put,

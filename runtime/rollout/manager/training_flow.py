@@ -46,6 +46,7 @@ class TrainingFlow:
 
     Args:
         take_metrics: returns metrics of the engines since the last batch.
+        num_generated: returns how many tokens engines have generated so far.
         on_change: called when a batch may have become ready.
         on_failure: called with an error that ends the job.
         note: called with lines for the operator.
@@ -59,6 +60,7 @@ class TrainingFlow:
         versions: VersionSteps,
         recorder: Recorder,
         take_metrics: Callable[[], Mapping[str, float]],
+        num_generated: Callable[[], int],
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
@@ -75,6 +77,7 @@ class TrainingFlow:
         )
         self._recorder = recorder
         self._take_metrics = take_metrics
+        self._num_generated = num_generated
         self._next_idx: int | None = None
         self._is_abandoned = False
         self._on_change = on_change
@@ -86,8 +89,9 @@ class TrainingFlow:
         self._leases: dict[int, list[Group]] = {}  # by step
         self._failed = FailedGroups(settings.max_failed_share, note)
         self._zero_variance = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
-        self._began = time.monotonic()
-        self._since_last: dict[str, float] = {}  # metrics of the time between the last two batches
+        self._begin_batch()
+        # Metrics of the time between the last two batches; a new manager does not know it.
+        self._since_last: dict[str, float] = {"tokens_per_s": 0.0}
         self._dropped_tokens = 0
         self.gen_s = 0.0
         self.num_admitted = 0
@@ -110,9 +114,10 @@ class TrainingFlow:
         if self._next_idx is None:
             self._next_idx = step * self._settings.groups_per_step
         if step > self._step:
+            # Nothing was generated for this batch before: the run starts, or the ranks trained.
+            if self._step < 0 or self._settings.max_staleness == 0:
+                self._begin_batch()
             self._step = step
-            if self._settings.max_staleness == 0:
-                self._began = time.monotonic()  # nothing was generated while the ranks trained
         for done in [leased for leased in self._leases if leased < step]:
             self.num_trained += len(self._leases.pop(done))
         for order_idx in [p for p, group in self._open.items() if self._is_too_old(group)]:
@@ -195,10 +200,14 @@ class TrainingFlow:
             self._recorder.leased(step, groups)
             self._zero_variance.batch_taken()
             past_span("batch", self._began, "batches", step=step + 1)
-            now = time.monotonic()
-            self.gen_s, self._began = now - self._began, now
-            dropped_tokens, self._dropped_tokens = float(self._dropped_tokens), 0
-            self._since_last = {**self._take_metrics(), "dropped_tokens": dropped_tokens}
+            self.gen_s = time.monotonic() - self._began
+            self._since_last = {
+                **self._take_metrics(),
+                "dropped_tokens": float(self._dropped_tokens),
+                "tokens_per_s": (self._num_generated() - self._generated_before) / self.gen_s,
+            }
+            self._begin_batch()
+            self._dropped_tokens = 0
         return self._leases[step]
 
     def leased(self, step: int) -> list[Group] | None:
@@ -254,6 +263,9 @@ class TrainingFlow:
         }
 
     # -- private -------------------------------------------------------------------------
+
+    def _begin_batch(self) -> None:
+        self._began, self._generated_before = time.monotonic(), self._num_generated()
 
     @property
     def _num_open(self) -> int:

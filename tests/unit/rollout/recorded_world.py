@@ -191,6 +191,7 @@ class Life:
             self.versions,
             self.recorder,
             self.dispatcher.take_metrics,
+            lambda: self.dispatcher.num_generated,
             on_change=lambda: None,
             on_failure=self.failures.append,
             note=lambda text: None,

@@ -105,7 +105,6 @@ def test_metrics_are_of_the_whole_batch() -> None:
 
     assert metrics["reward_mean"] == 0.75
     assert metrics["tokens"] == 4
-    assert metrics["tokens_per_s"] == 2
     assert metrics["truncated_share"] == 0.5
     assert metrics["segments_per_trajectory"] == 1.5
     assert (metrics["version_min"], metrics["version_max"]) == (3, 4)

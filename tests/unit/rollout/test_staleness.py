@@ -36,6 +36,7 @@ class World:
         self.running: dict[str, tuple[Group, OnScored, OnFailed]] = {}
         self.failure: UmbraError | None = None
         self.num_changes = 0
+        self.num_generated = 0
         self.notes: list[str] = []
         self.step = 0
         versions = VersionSteps()
@@ -47,6 +48,7 @@ class World:
             versions,
             Recorder(None, self._on_failure),
             dict[str, float],
+            lambda: self.num_generated,
             on_change=self._on_change,
             on_failure=self._on_failure,
             note=self.notes.append,
@@ -84,6 +86,7 @@ class World:
         version = self.step + 100 + is_updated
         for sample in self.running[group_id][0].trajectories:
             sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), version)
+            self.num_generated += 1
 
     def score(self, group_id: str, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
         group, on_scored, _ = self.running.pop(group_id)
@@ -146,6 +149,32 @@ def test_one_step_off_the_next_batch_is_generated_meanwhile() -> None:
     assert list(world.running) == ids(4, 5)
     assert world.taken() == ids(2, 3)
     assert world.flow.metrics(world.flow.take(1) or [])["staleness_mean"] == 1.0
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_the_rate_counts_the_tokens_of_its_own_time_not_those_of_the_batch(
+    max_staleness: int,
+) -> None:
+    def num_counted(step: int) -> int:
+        metrics = world.flow.metrics(world.flow.take(step) or [])
+        return round(metrics["tokens_per_s"] * world.flow.gen_s)
+
+    world = World(max_staleness=max_staleness)
+    world.num_generated += 500  # for held-out prompts, before the first step
+    world.advance(0)
+    ahead = ids(*range(2 + 2 * max_staleness))
+    for group_id in ahead:
+        world.generate(group_id)
+        world.score(group_id)
+
+    assert num_counted(0) == 2 * len(ahead), "those that wait for the next batch, too"
+    world.num_generated += 500  # for held-out prompts, between the steps
+    world.advance(1)
+    if not max_staleness:
+        for group_id in ids(2, 3):
+            world.generate(group_id)
+            world.score(group_id)
+    assert num_counted(1) == (500 if max_staleness else 4), "not those that waited"
 
 
 def test_a_batch_is_the_same_however_often_it_is_asked_for() -> None:

@@ -181,3 +181,17 @@ def test_the_command_writes_the_steps_that_were_asked_for(
     path = tmp_path / "trace" / "steps-2-3.json.gz"
     assert capsys.readouterr().out == f"{path}: open it at https://ui.perfetto.dev\n"
     assert [e["args"]["step"] for e in spans_of(read_timeline(path), "rank-0", "step")] == [2, 3]
+
+
+def test_a_file_of_the_command_is_what_its_name_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_file(tmp_path, "n.rank-0", header("rank-0"), steps(1, 2))
+    plain, compressed = tmp_path / "x.json", tmp_path / "x.json.gz"
+
+    assert main(["trace", str(tmp_path), "-o", str(plain)]) == 0
+    assert main(["trace", str(tmp_path), "-o", str(compressed)]) == 0
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 2
+
+    assert json.loads(plain.read_text())["traceEvents"] == read_timeline(compressed)
+    assert "x.html: end the name with .json or .json.gz" in capsys.readouterr().err
