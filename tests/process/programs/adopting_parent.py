@@ -1,0 +1,86 @@
+"""A subreaper whose children leave children behind, and which also has ended children of its own.
+
+    python adopting_parent.py
+
+Prints a line of JSON: how many children there are that have ended, before and after those that were
+adopted are reaped, and the exit statuses of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+from typing import Any
+
+from umbra.runtime.process.adopted_children import AdoptedChildren, note_own_children
+from umbra.runtime.process.descendants import child_pids, process_stat
+from umbra.runtime.process.prctl import become_subreaper
+
+NUM_ADOPTED = 5
+
+
+def num_ended() -> int:
+    stats = [process_stat(pid) for pid in child_pids(os.getpid())]
+    return sum(stat is not None and stat.has_ended for stat in stats)
+
+
+def wait_for_ends(number: int) -> None:
+    while num_ended() < number:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+
+
+def adopt() -> None:
+    """A shell in between ends before what it started, which reports its end by closing a pipe."""
+    for _ in range(NUM_ADOPTED):
+        subprocess.run(["sh", "-c", "read line < /dev/null & exit 0"], check=True)
+
+
+async def with_asyncio() -> int:
+    child = await asyncio.create_subprocess_exec("sh", "-c", "exit 6")
+    reap_twice()
+    return await child.wait()
+
+
+def reap_twice() -> None:
+    children = AdoptedChildren()
+    children.reap()
+    children.reap()
+
+
+def main() -> None:
+    become_subreaper()
+    note_own_children()
+    program = subprocess.Popen(["sh", "-c", "exit 3"])
+    forked = os.fork()
+    if forked == 0:
+        os._exit(4)
+    processes: list[Any] = []
+    for method in ("fork", "spawn"):
+        context: Any = multiprocessing.get_context(method)
+        processes.append(context.Process(target=os._exit, args=(5,)))
+        processes[-1].start()
+    spawned = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], os.environ)
+    adopt()
+    wait_for_ends(NUM_ADOPTED + 5)
+    before = num_ended()
+    reap_twice()
+    after = num_ended()
+    by_asyncio = asyncio.run(with_asyncio())
+    for process in processes:
+        process.join()
+    statuses = {
+        "subprocess": program.wait(),
+        "os.fork": os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]),
+        "fork": processes[0].exitcode,
+        "spawn": processes[1].exitcode,
+        "posix_spawn": os.waitstatus_to_exitcode(os.waitpid(spawned, 0)[1]),
+        "asyncio": by_asyncio,
+    }
+    print(json.dumps([before, after, statuses]))
+
+
+if __name__ == "__main__":
+    main()
