@@ -233,6 +233,7 @@ def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[Ac
             kwargs=kwargs,
             restart=_WORKER_RESTARTS,
             role="rollout",
+            frees_main_thread=True,
         )
         for name in worker_names(config, num_nodes)
     ]

@@ -15,9 +15,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, NoReturn
+from types import FrameType
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgpack
 import uvloop
@@ -25,12 +27,14 @@ import zmq
 
 from umbra.runtime.actor.actor_spec import ActorContext, ActorSpec, set_actor_context
 from umbra.runtime.actor.actor_target import make_target
+from umbra.runtime.actor.function_queue import FunctionQueue
 from umbra.runtime.actor.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.errors import ActorError, UmbraError
+from umbra.runtime.process.adopted_children import AdoptedChildren, note_own_children
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.cpu_affinity import confine, cores_near
 from umbra.runtime.process.exit_status import STOP_SIGNALS
-from umbra.runtime.process.forked_signals import handle_signals
+from umbra.runtime.process.forked_signals import keep_from_forks
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -41,11 +45,18 @@ from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.settings import from_wire
 from umbra.runtime.tracing.trace_writer import recording
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 _REPORT_LIMIT_S: Final = 10.0
 """If the supervisor has not answered by then, the actor presumes that it cannot stop it, and ends
 itself."""
+_REAP_INTERVAL_S: Final = 1.0
+"""A longer interval leaves more processes that have ended; a shorter one wakes idle actors."""
+_FREE_LIMIT_S: Final = 1.0
+"""For the main thread to come back from user code when the actor ends. Longer: user code that hangs
+delays the successor. Shorter: what would soon be done is cut off, exit handlers included."""
 
 
 class _Host:
@@ -65,11 +76,14 @@ class _Host:
         self._signalled = asyncio.Event()
         self._stop = asyncio.Event()
         self.signal: signal.Signals | None = None  # the first one received
+        self._on_stop: Callable[[], object] = self._stop.set
+        self.main_thread = FunctionQueue() if self._spec.frees_main_thread else None
 
     async def serve(self) -> None:
         starting = asyncio.current_task()
         assert starting is not None
-        self._on_stop_signal(starting.cancel)
+        self._on_stop = starting.cancel
+        await self._on_main_thread(self._signal_handling(asyncio.get_running_loop()))
         incarnation: int = self._config["incarnation"]
         async with (
             Client(self._config["node_id"], self._keys) as client,
@@ -85,11 +99,15 @@ class _Host:
                     node_id=self._config["node_id"],
                     supervisor=client.handle(supervisor),
                     client=client,
+                    main_thread=self.main_thread,
                     tcp_host=self._config["tcp_host"],
                 )
             )
             gc.disable()  # looking for garbage among a library's modules takes a sixth of the time
-            target = make_target(self._spec.target, self._spec.kwargs, self._spec.kwarg_settings)
+            spec = self._spec
+            target = await self._on_main_thread(
+                lambda: make_target(spec.target, spec.kwargs, spec.kwarg_settings)
+            )
             gc.freeze()  # they never become garbage
             gc.enable()
             if hasattr(target, "__aenter__"):
@@ -103,7 +121,7 @@ class _Host:
             stack.enter_context(
                 HeartbeatResponder(context, self._config["heartbeat"], incarnation, ticker)
             )
-            self._on_stop_signal(self._signalled.set)
+            self._on_stop = self._signalled.set
             self._announce({"tcp_endpoint": tcp_endpoint})
             await self._run(server, ticker, target, client.handle(supervisor))
 
@@ -135,6 +153,7 @@ class _Host:
             stop = tasks.create_task(self._stop.wait())
             reporting = tasks.create_task(self._report_signals(supervisor))
             running = {stop, tasks.create_task(server.run()), tasks.create_task(ticker.run())}
+            running.add(tasks.create_task(_reap_adopted()))
             if run is not None:
                 running.add(tasks.create_task(_as_coroutine(run())))
             while not self._stop.is_set():
@@ -163,13 +182,30 @@ class _Host:
                 )
         self._stop.set()
 
-    def _on_stop_signal(self, callback: Callable[[], object]) -> None:
-        def observe(number: signal.Signals) -> None:
-            logger.info("received %s", number.name)
-            self.signal = self.signal or number
-            callback()
+    async def _on_main_thread(self, function: Callable[[], T]) -> T:
+        """Calls it there; the actor's loop waits, or has that thread."""
+        if self.main_thread is None:
+            return function()
+        return await asyncio.wrap_future(self.main_thread.put(function))
 
-        handle_signals(STOP_SIGNALS, observe)
+    def _signal_handling(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        """Installs the handlers when it is called, on the main thread."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so does the process
+                loop.call_soon_threadsafe(self._observe, signal.Signals(number))
+
+        def install() -> None:
+            for number in STOP_SIGNALS:
+                signal.signal(number, handle)
+            keep_from_forks(*STOP_SIGNALS)
+
+        return install
+
+    def _observe(self, number: signal.Signals) -> None:
+        logger.info("received %s", number.name)
+        self.signal = self.signal or number
+        self._on_stop()
 
     def _announce(self, outcome: dict[str, Any]) -> None:
         if not self._announced:
@@ -190,6 +226,14 @@ class _Host:
         )
 
 
+async def _reap_adopted() -> None:
+    """Runs until cancelled."""
+    children = AdoptedChildren()
+    while True:
+        await asyncio.sleep(_REAP_INTERVAL_S)
+        children.reap()
+
+
 async def _as_coroutine(awaitable: Coroutine[Any, Any, None]) -> None:
     await awaitable
 
@@ -205,6 +249,7 @@ def main() -> None:
     traceback it logs."""
     die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     become_subreaper()
+    note_own_children()
     answer_stack_requests()
     ready_fd = int(sys.argv[1])
     config = _unpack_config(sys.stdin.buffer.read())
@@ -218,11 +263,38 @@ def main() -> None:
     )
     sys.path[:0] = config["spec"]["sys_path"]
     host = _Host(config, ready_fd)
-    with recording(config["trace_dir"], config["node_id"], config["spec"]["name"]):
-        status = _serve(host)
+    if host.main_thread is None:
+        status = _serve_recorded(host, config)
+    else:
+        status = _serve_beside(host.main_thread, lambda: _serve_recorded(host, config))
     if host.signal is None and config["spec"]["role"] == "engine":
         _leave_at_once(status)
     sys.exit(status)
+
+
+def _serve_beside(main_thread: FunctionQueue, serve: Callable[[], int]) -> int:
+    """Serves on another thread, while this one, the main thread, runs what is put there."""
+    status = 1
+
+    def serve_and_stop() -> None:
+        nonlocal status
+        try:
+            status = serve()
+        finally:
+            main_thread.stop()
+            if not main_thread.has_stopped.wait(_FREE_LIMIT_S):
+                _leave_at_once(status)
+
+    thread = threading.Thread(target=serve_and_stop, name="actor", daemon=True)
+    thread.start()
+    main_thread.serve()
+    thread.join()
+    return status
+
+
+def _serve_recorded(host: _Host, config: dict[str, Any]) -> int:
+    with recording(config["trace_dir"], config["node_id"], config["spec"]["name"]):
+        return _serve(host)
 
 
 def _serve(host: _Host) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from umbra.runtime.actor.function_queue import FunctionQueue
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -51,6 +52,8 @@ class ActorSpec:
         memory_limit_nbytes: the process and all below it are killed when their resident memory
             reaches this; 0 means no limit.
         role: what the process is, for listings and logs.
+        frees_main_thread: the actor's loop runs on another thread, and the target may use the main
+            one (`ActorContext.main_thread`), where alone Python lets code handle signals.
         gpus: of an engine: the GPUs that it computes on, by index or UUID; none on the CPU. None:
             it may be on any GPU.
     """
@@ -70,6 +73,7 @@ class ActorSpec:
     sys_path: tuple[str, ...] = ()
     memory_limit_nbytes: int = 0
     role: Role = "actor"
+    frees_main_thread: bool = False
     gpus: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +93,8 @@ class ActorContext:
             name (after an elastic restart) continues that name's incarnations, but counts restarts
             from 0.
         supervisor: the supervisor of this node.
+        main_thread: runs functions on the process's main thread; None where the actor's loop has
+            it.
         tcp_host: this node's address for other nodes; "" in a job that listens on none.
     """
 
@@ -98,6 +104,7 @@ class ActorContext:
     node_id: str
     supervisor: Handle
     client: Client
+    main_thread: FunctionQueue | None = None
     tcp_host: str = ""
 
     def connect(self, ref: ActorRef) -> Handle:

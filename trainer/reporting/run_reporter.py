@@ -72,6 +72,7 @@ class RunReporter:
         self._has_warned = False
         self._has_warned_of_ends = False
         self._tokenizer: ModelTokenizer | None = None
+        self._has_warned_of_zeros = False
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
 
@@ -93,6 +94,17 @@ class RunReporter:
                 f"{self._config.samples_per_step} were truncated: raise rollout.max_new_tokens = "
                 f"{self._config.rollout.max_new_tokens}; if the model ends its turns with another "
                 "token, add it to rollout.stop_token_ids"
+            )
+        if (
+            row["rollout/reward_min"] == row["rollout/reward_max"] == 0.0
+            and not self._has_warned_of_zeros
+        ):
+            self._has_warned_of_zeros = True
+            self._display.note(
+                f"warning: every reward of step {step} is 0; if `umbra samples "
+                f"{self._config.run.dir}` shows good completions, check that the reward function "
+                "reads their format, and does not catch errors of its own code and return 0 for "
+                "them"
             )
 
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:

@@ -24,11 +24,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.token_ids import token_ids
-from umbra.runtime.errors import ConfigError, RolloutError
+from umbra.runtime.errors import ConfigError, RewardError, RolloutError
 from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
-from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.rollout.agents.user_function import (
     advice,
     check_call,
@@ -36,6 +35,7 @@ from umbra.runtime.rollout.agents.user_function import (
     is_async,
     load_function,
 )
+from umbra.runtime.rollout.agents.user_thread import UserThread
 
 _CATCH: Final = "; catch what may fail inside the loop"
 _NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
@@ -180,9 +180,11 @@ class AgentLoop:
         try:
             async with deadline:
                 deadline.start()
-                result = await self._thread.run_async(
-                    lambda: self._function(context, context.sample), sample_id
+                return await self._thread.run_async(
+                    lambda: self._reward(context, sample_id), sample_id
                 )
+        except RewardError:
+            raise
         except (Exception, SystemExit) as error:  # user code may raise anything
             if deadline.expired:
                 raise RolloutError(
@@ -193,6 +195,10 @@ class AgentLoop:
                 f"agent loop {self.target} raised {describe(error)} for sample {sample_id}"
                 f"{advice(error, _CATCH)}"
             ) from error
+
+    async def _reward(self, context: AgentContext, sample_id: str) -> float | None:
+        """Runs where user code runs, because so does `__float__` of what it returns."""
+        result = await self._function(context, context.sample)
         if result is None:
             return None
         return reward_value(result, f"agent loop {self.target}", sample_id, _NO_NUMBER)

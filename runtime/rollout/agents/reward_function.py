@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError, RewardError
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller, RewardContext
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
-from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.rollout.agents.user_function import (
     advice,
     check_call,
@@ -18,6 +18,7 @@ from umbra.runtime.rollout.agents.user_function import (
     is_async,
     load_function,
 )
+from umbra.runtime.rollout.agents.user_thread import UserThread
 
 _VARIADIC: Final = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _SHOWN_SAMPLES: Final = 4
@@ -65,6 +66,8 @@ class RewardFunction:
             keywords=[*given, *sorted(self._required.difference(given))],
         )
         self.is_async = is_async(self._function)
+        if not self.is_async:
+            thread.expect_functions()
         self._takes_context = _CONTEXT in self._accepted
         if self._takes_context and not self.is_async:
             raise ConfigError(
@@ -90,34 +93,46 @@ class RewardFunction:
             columns[_CONTEXT] = RewardContext(self._pools, deadline)
         try:
             async with deadline:
-                result = await self._call(prompts, completions, columns, sample_ids[0], deadline)
+                return await self._call(prompts, completions, columns, sample_ids, deadline)
+        except RewardError:
+            raise
         except (Exception, SystemExit) as error:  # user code may raise anything
             if deadline.expired:
-                raise RewardError(
-                    f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
-                    f"{samples}; make it faster or raise reward.timeout_s"
-                ) from None
+                raise RewardError(self._too_slow(samples)) from None
             raise RewardError(
                 f"reward function {self.target} raised {describe(error)} for {samples}"
                 f"{advice(error, _LET_IT_RETURN)}"
             ) from error
-        return self._checked(result, sample_ids)
+
+    def _too_slow(self, samples: str) -> str:
+        return (
+            f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
+            f"{samples}; make it faster, limit its waits, or raise reward.timeout_s"
+        )
 
     async def _call(
         self,
         prompts: list[str],
         completions: list[str],
         columns: dict[str, Any],
-        label: str,
+        sample_ids: Sequence[str],
         deadline: ExtendableDeadline,
-    ) -> Any:
-        def call() -> Any:
-            return self._function(prompts=prompts, completions=completions, **columns)
+    ) -> list[float]:
+        # The result is checked where user code runs, because reading it may run user code, too.
+        def call() -> list[float]:
+            result = self._function(prompts=prompts, completions=completions, **columns)
+            return self._checked(result, sample_ids)
 
+        async def call_async() -> list[float]:
+            result = await self._function(prompts=prompts, completions=completions, **columns)
+            return self._checked(result, sample_ids)
+
+        label = sample_ids[0]
         # The time that a call waits for others to return is theirs.
         if self.is_async:
-            return await self._thread.run_async(call, label, deadline.start)
-        return await self._thread.run_sync(call, deadline.start)
+            return await self._thread.run_async(call_async, label, deadline.start)
+        too_slow = self._too_slow(_name(sample_ids))
+        return await self._thread.run_sync(call, label, self._timeout_s, too_slow)
 
     def _columns(self, rows: Sequence[Mapping[str, Any]], samples: str) -> dict[str, Any]:
         """The data set's columns that the function takes, each as a list."""
@@ -135,15 +150,17 @@ class RewardFunction:
 
     def _checked(self, result: Any, sample_ids: Sequence[str]) -> list[float]:
         try:
-            values = list(result)
+            iterator: Iterator[Any] = iter(result)
         except TypeError:
             raise RewardError(
                 f"reward function {self.target} returned {type(result).__name__} for "
                 f"{_name(sample_ids)}; return a list with one number for each completion"
             ) from None
+        values = list(itertools.islice(iterator, len(sample_ids) + 1))  # it may have no end
         if len(values) != len(sample_ids):
+            number = len(values) if len(values) < len(sample_ids) else "more"
             raise RewardError(
-                f"reward function {self.target} returned {len(values)} rewards for "
+                f"reward function {self.target} returned {number} rewards for "
                 f"{len(sample_ids)} completions ({_name(sample_ids)}); return one for each"
             )
         return [

@@ -13,8 +13,10 @@ from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
+from umbra.runtime.rollout.agents.main_thread_signals import explain_signals
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.task_host import TaskHost, UserThread
+from umbra.runtime.rollout.agents.task_host import TaskHost
+from umbra.runtime.rollout.agents.user_thread import UserThread
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.runtime.tracing.spans import span
@@ -55,7 +57,8 @@ class RolloutWorker:
         self._tokenizer_path = tokenizer_path
         self._opened: ModelTokenizer | None = None
         self._stack = contextlib.AsyncExitStack()
-        self._thread = UserThread("user-code")
+        explain_signals()
+        self._thread = UserThread("user-code", actor_context().main_thread)
         self._pools = PoolCaller(pools or {})
         self._reward = (
             RewardFunction(reward, self._thread, reward_timeout_s, self._pools) if reward else None
@@ -81,22 +84,17 @@ class RolloutWorker:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Ends the process when user code blocks the event loop that all user code shares.
+        """Ends the process when user code makes it useless for others: a reward function that does
+        not return, or an agent loop that blocks or ends the event loop that all of them share.
 
         Raises:
             RolloutError: always, if it returns at all.
         """
-        blocked = await self._thread.blocked(self._block_limit_s)
-        reason = (
-            f"user code for sample {blocked.label or 'unknown'} did not yield for "
-            f"{self._block_limit_s:.3g} s, at {blocked.location}; all user code of a process "
-            "shares one event loop: await asynchronous calls, put blocking ones into "
-            f"asyncio.to_thread, or raise {self._block_setting}"
-        )
+        label, reason = await self._thread.broken(self._block_limit_s, self._block_setting)
         context = actor_context()
         for manager in list(self._managers.values()):
             with contextlib.suppress(UmbraError):  # then the manager finds out by quarantine
-                arguments = (context.name, context.incarnation, blocked.label or "", reason)
+                arguments = (context.name, context.incarnation, label or "", reason)
                 await manager.call("report_blocked", *arguments, timeout_s=_REPORT_TIMEOUT_S)
         raise RolloutError(reason)
 

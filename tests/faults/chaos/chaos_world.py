@@ -134,6 +134,7 @@ class ChaosWorld:
             },
             restart=_RESTARTS,
             hung_limit_s=HUNG_LIMIT_S,
+            frees_main_thread=True,
         )
 
     def _start_manager(self) -> SyncHandle:

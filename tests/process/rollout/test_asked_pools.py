@@ -19,7 +19,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.task_host import UserThread
+from umbra.runtime.rollout.agents.user_thread import UserThread
 from umbra.runtime.session import Session
 
 RESTART = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)

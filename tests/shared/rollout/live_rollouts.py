@@ -153,6 +153,7 @@ class LiveRollouts:
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
             kwargs=self._worker_kwargs | changes,
             restart=self._worker_restarts,
+            frees_main_thread=True,
         )
         self.session.spawn(spec, node=node)
 

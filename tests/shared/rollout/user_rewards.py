@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,47 @@ def dies_always(prompts: list[str], completions: list[str], **_: Any) -> list[fl
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
     return []
+
+
+def hangs_lazily(prompts: list[str], completions: list[str], **_: Any) -> Iterator[float]:
+    return map(lambda text: float(hang_is_over.wait(30)), completions)
+
+
+def lazy(prompts: list[str], completions: list[str], **_: Any) -> Iterator[float]:
+    return (float(len(text)) for text in completions)
+
+
+def endless(prompts: list[str], completions: list[str], **_: Any) -> Iterator[float]:
+    return itertools.repeat(0.0)
+
+
+def raises_lazily(prompts: list[str], completions: list[str], **_: Any) -> Iterator[float]:
+    yield 0.0
+    raise KeyError("late")
+
+
+def ends_by_alarm(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        while True:
+            pass
+    except TimeoutError:
+        return [0.5] * len(completions)
+    finally:
+        signal.signal(signal.SIGALRM, former)
+
+
+async def alarms_in_a_thread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return await asyncio.to_thread(ends_by_alarm, prompts, completions)
+
+
+def leaves_processes(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    statuses = [subprocess.run(["sh", "-c", "true & exit 0"]).returncode for _ in range(5)]
+    return [float(sum(statuses))] * len(completions)
 
 
 async def by_judge(prompts: list[str], completions: list[str], ctx: Any) -> list[float]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import user_rewards
 
 from umbra.runtime.errors import ConfigError, RewardError
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.task_host import UserThread
+from umbra.runtime.rollout.agents.user_thread import Broken, UserThread
 
 IDS = ["e0/p/0", "e0/p/1"]
 
@@ -91,11 +92,36 @@ def test_a_column_that_is_not_there_is_named(name: str) -> None:
         score(name, [{"solution": "x"}, {"solution": "y"}])
 
 
-def test_a_reward_that_hangs_times_out() -> None:
-    with pytest.raises(RewardError, match=r"took longer than 0.05 s for samples e0/p/0, e0/p/1"):
-        score("hangs", timeout_s=0.05)
+async def why_broken(name: str) -> Broken:
+    """What the thread says of a call that does not return."""
+    async with UserThread("user") as thread, asyncio.TaskGroup() as tasks:
+        reward = RewardFunction(f"user_rewards:{name}", thread, 0.05)
+        call = tasks.create_task(reward(IDS, ["p", "p"], ["x", "yyy"], [{}, {}]))
+        broken = await thread.broken(5.0, "a limit")
+        call.cancel()
+        user_rewards.hang_is_over.set()
+        return broken
 
-    user_rewards.hang_is_over.set()
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hangs", "hangs_lazily"])
+def test_a_reward_that_hangs_is_found_with_its_place(name: str) -> None:
+    user_rewards.hang_is_over.clear()
+
+    label, reason = asyncio.run(why_broken(name))
+
+    assert label == IDS[0]
+    assert "took longer than 0.05 s for samples e0/p/0, e0/p/1: it is at /" in reason
+    assert re.search(r"user_rewards.py:\d+ in .*hang_is_over.wait.*; make it faster", reason)
+
+
+def test_lazy_results_are_read_like_lists_and_only_as_far_as_needed() -> None:
+    assert score("lazy") == [1.0, 3.0]
+
+    with pytest.raises(RewardError, match="returned more rewards for 2 completions"):
+        score("endless")
+    with pytest.raises(RewardError, match=r"raised KeyError: 'late' \(.*user_rewards.py:\d+ in "):
+        score("raises_lazily")
 
 
 @pytest.mark.slow

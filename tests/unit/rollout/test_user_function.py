@@ -16,8 +16,8 @@ from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.agents.agent_loop import AgentLoop
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.rollout.agents.user_function import describe, load_function
+from umbra.runtime.rollout.agents.user_thread import UserThread
 
 
 def said_of(function: Callable[[], object]) -> str:

@@ -44,6 +44,8 @@ from umbra.trainer.run_files import (
 
 ROW = {
     "rollout/reward_mean": 0.4312,
+    "rollout/reward_min": 0.0,
+    "rollout/reward_max": 1.0,
     "rollout/tokens": 6_049.0,
     "rollout/tokens_per_s": 17_234.0,
     "rollout/truncated_share": 0.25,
@@ -333,6 +335,21 @@ def test_a_step_whose_completions_never_end_is_warned_about_once(tmp_path: Path)
         "rollout.max_new_tokens = 256; if the model ends its turns with another token, add it to "
         "rollout.stop_token_ids"
     ]
+
+
+def test_a_step_whose_rewards_are_all_zero_is_reported_once(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    zero = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
+
+    with ProgressDisplay(stream) as display:
+        display.begin_steps("run", 0, 4)
+        journal = RunReporter(make_config(tmp_path), display, None)
+        for step, row in enumerate([zero | {"rollout/reward_max": 1.0}, zero, zero], 1):
+            journal.step_done(step, ROW | row)
+
+    told = [line for line in stream.getvalue().splitlines() if "every reward" in line]
+    assert len(told) == 1
+    assert told[0].startswith("  warning: every reward of step 2 is 0; If `umbra samples")
 
 
 # -- the end -----------------------------------------------------------------------------

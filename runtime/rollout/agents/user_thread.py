@@ -1,0 +1,238 @@
+"""The threads of user code: a worker's own code never waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+from umbra.runtime.actor.function_queue import FunctionQueue
+from umbra.runtime.rollout.agents.guarded_loop import GuardedLoop
+from umbra.runtime.rollout.agents.task_host import TaskHost
+from umbra.runtime.rollout.agents.user_function import describe, frame_in_user_code
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# User code that does not yield for this long at shutdown is abandoned.
+_JOIN_TIMEOUT_S: Final = 1.0
+# A process that was stopped by SIGSTOP finds its deadlines expired when it continues. This is the
+# extra time that user code then gets to react.
+_RESUMED_GRACE_S: Final = 0.5
+_SHARED: Final = "all user code of a process shares one event loop: "
+
+
+class Broken(NamedTuple):
+    """Why no more user code can run in this process.
+
+    Attributes:
+        label: of the call that is the cause, as passed to `run_async` or `run_sync`; None for other
+            code, and for a call that has returned.
+        reason: with the place in user code, and the remedy.
+    """
+
+    label: str | None
+    reason: str
+
+
+class UserThread:
+    """Runs user code, which may block its threads, or never return. Use `async with`.
+
+    Asynchronous code shares an event loop. Synchronous functions run one at a time, since user code
+    is seldom thread-safe. They get the main thread, if there is one to have, because Python lets
+    only that one set alarms, as verifiers do; the loop gets it where no functions run.
+
+    At exit, tasks are cancelled; a thread that hangs in user code is abandoned until the process
+    ends.
+    """
+
+    def __init__(self, name: str, main_thread: FunctionQueue | None = None) -> None:
+        self._name = name
+        self._main_thread = main_thread
+        self._runs_functions = False
+        self._own_threads: list[FunctionQueue] = []
+        self._started: concurrent.futures.Future[TaskHost] = concurrent.futures.Future()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._broken: Broken | None = None
+        self._is_loop_broken = False
+        self._breaking: asyncio.Future[Broken]
+        self._caller: asyncio.AbstractEventLoop
+        self._loop: GuardedLoop
+        self._loop_thread: FunctionQueue
+        self._functions: FunctionQueue
+        self._stop: asyncio.Event
+        self._host: TaskHost
+
+    def expect_functions(self) -> None:
+        """Keeps the main thread for `run_sync`. Called before this is entered."""
+        self._runs_functions = True
+
+    async def __aenter__(self) -> Self:
+        self._caller = asyncio.get_running_loop()
+        self._breaking = self._caller.create_future()
+        main = self._main_thread
+        self._functions = main if main and self._runs_functions else self._own_thread("functions")
+        self._loop_thread = main if main and not self._runs_functions else self._own_thread("loop")
+        self._loop_thread.put(self._serve_loop)
+        self._host = await asyncio.wrap_future(self._started)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_TIMEOUT_S):
+                await asyncio.wrap_future(self._ended)
+        for thread in self._own_threads:
+            thread.stop()
+
+    def _own_thread(self, kind: str) -> FunctionQueue:
+        thread = FunctionQueue()
+        thread.serve_on_a_thread(f"{self._name}-{kind}")
+        self._own_threads.append(thread)
+        return thread
+
+    async def run_async(
+        self,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        label: str,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Awaits `function()` on the user loop.
+
+        Args:
+            label: names the call's sample.
+            on_begin: called here when `function` is about to run: the loop may be blocked before.
+        """
+
+        async def call() -> T:
+            self._caller.call_soon_threadsafe(on_begin)
+            return await self._loop.run_call(label, function)
+
+        try:
+            return await self._host.run(call)
+        finally:
+            task = asyncio.current_task()
+            if self._is_loop_broken and not (task and task.cancelling()):
+                # Another call may be to blame for what came out: it is run again elsewhere.
+                await asyncio.get_running_loop().create_future()
+
+    async def run_sync(
+        self, function: Callable[[], T], label: str, limit_s: float, on_hang: str
+    ) -> T:
+        """Calls `function()` where synchronous functions run. Cancelling stops the wait, not a call
+        that has begun.
+
+        Args:
+            limit_s: from the moment that the function begins. After that it counts as one that
+                hangs, and this never returns: see `broken`.
+            on_hang: the reason that is given then: what happened, and the remedy.
+        """
+        timers: list[asyncio.TimerHandle] = []
+
+        def watch(delay_s: float, then: Callable[[], None]) -> None:
+            timers[:] = [self._caller.call_later(delay_s, then)]
+
+        def hang() -> None:
+            what, _, remedy = on_hang.partition("; ")
+            self._break(label, f"{what}: it is at {self._whereabouts(self._functions)}; {remedy}")
+
+        def run() -> T:
+            self._caller.call_soon_threadsafe(watch, limit_s, lambda: watch(_RESUMED_GRACE_S, hang))
+            try:
+                return function()
+            finally:
+                self._caller.call_soon_threadsafe(lambda: timers.pop().cancel())
+
+        return await asyncio.wrap_future(self._functions.put(run))
+
+    async def broken(self, block_limit_s: float, block_setting: str) -> Broken:
+        """Returns once no more user code can run, with the cause: a function hangs, or the loop has
+        been blocked for `block_limit_s` seconds or would have been stopped."""
+        while not self._breaking.done():
+            reacted: concurrent.futures.Future[None] = concurrent.futures.Future()
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and is broken
+                self._loop.call_soon_threadsafe(reacted.set_result, None)
+            done = asyncio.wrap_future(reacted)
+            for wait_s in (block_limit_s, _RESUMED_GRACE_S):
+                await asyncio.wait(
+                    [done, self._breaking],
+                    timeout=wait_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            if not done.done() and self._broken is None:
+                self._on_blocked(block_limit_s, block_setting)
+            await asyncio.wait([self._breaking], timeout=block_limit_s / 4)
+        return self._breaking.result()
+
+    def _on_blocked(self, limit_s: float, setting: str) -> None:
+        call = self._loop.call_of(asyncio.current_task(self._loop))
+        label = None if call is None else call.label
+        self._break(
+            label,
+            f"{_whose(label)} did not yield for {limit_s:.3g} s, at "
+            f"{self._whereabouts(self._loop_thread)}; {_SHARED}await asynchronous calls, put "
+            f"blocking ones into asyncio.to_thread, or raise {setting}",
+        )
+
+    def _on_offence(self, label: str | None, what: str) -> None:
+        place = _place(traceback.extract_stack())
+        self._is_loop_broken = True
+        self._break(
+            label,
+            f"{_whose(label)} {what}, at {place}; {_SHARED}call no loop.stop(), and cancel no "
+            "tasks but those that it created",
+        )
+
+    def _break(self, label: str | None, reason: str) -> None:
+        """May be called on any thread. The first cause counts: others follow from it."""
+        if self._broken is None:
+            self._broken = Broken(label, reason)
+            self._caller.call_soon_threadsafe(self._breaking.set_result, self._broken)
+
+    def _whereabouts(self, thread: FunctionQueue) -> str:
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        stack = traceback.extract_stack(frames.get(thread.thread_id))
+        logger.warning("user code does not return:\n%s", "".join(traceback.format_list(stack)))
+        return _place(stack)
+
+    def _serve_loop(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: GuardedLoop(self._on_offence)) as runner:
+                try:
+                    runner.run(self._main())
+                except BaseException as error:  # noqa: BLE001 -- SystemExit of a user's task
+                    self._is_loop_broken = True
+                    call = self._loop.failed_call(error)
+                    label = None if call is None else call.label
+                    self._break(
+                        label,
+                        f"{_whose(label)} ended the event loop with {describe(error)}; {_SHARED}"
+                        "raise an exception in place of SystemExit",
+                    )
+        finally:
+            self._ended.set_result(None)
+
+    async def _main(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, GuardedLoop)
+        self._loop = loop
+        self._stop = asyncio.Event()
+        async with TaskHost() as host:
+            self._started.set_result(host)
+            await self._stop.wait()
+
+
+def _whose(label: str | None) -> str:
+    return f"user code for sample {label or 'unknown'}"
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    frame = frame_in_user_code(stack) or stack[-1]
+    line = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
