@@ -23,12 +23,13 @@ NUM_SAMPLES: Final = 2
 
 
 def start_worker(session: Session, folder: Path, **kwargs: Any) -> SyncHandle:
-    write_tokenizer(folder / "tokenizer.json")
+    tokenizer = folder / "tokenizer.json"
+    write_tokenizer(tokenizer)
     return session.spawn(
         ActorSpec(
             name=WORKER,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
-            kwargs={"tokenizer_path": str(folder), "sys_path": [str(USER_CODE)], **kwargs},
+            kwargs={"tokenizer_path": str(tokenizer), "sys_path": [str(USER_CODE)], **kwargs},
             frees_main_thread=True,
         )
     )

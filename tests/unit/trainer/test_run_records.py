@@ -349,7 +349,7 @@ def test_a_step_whose_rewards_are_all_zero_is_reported_once(tmp_path: Path) -> N
 
     told = [line for line in stream.getvalue().splitlines() if "every reward" in line]
     assert len(told) == 1
-    assert told[0].startswith("  warning: every reward of step 2 is 0; If `umbra samples")
+    assert told[0].startswith("  warning: every reward of step 2 is 0; if `umbra samples")
 
 
 # -- the end -----------------------------------------------------------------------------
