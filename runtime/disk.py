@@ -64,6 +64,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_kept(descriptor: int) -> None:
+    """Raises OSError if an open file was removed: what is written to it is lost. A moved one is
+    not."""
+    if os.fstat(descriptor).st_nlink == 0:
+        raise OSError(errno.ENOENT, "it was removed while this run wrote to it")
+
+
 def os_error_behind(error: BaseException) -> OSError | None:
     """The OSError that led to `error`, if `explain` knows its cause and remedy.
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,33 @@ def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
         if cause is None:
             raise
         raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
+
+
+class HeldFolder:
+    """A folder that a run uses, wherever it is moved meanwhile. Holds it open until it is garbage.
+
+    `mv` of a run directory leaves open files in it, and paths lead to nothing: files that are
+    opened later would be apart from those, and no checkpoint could be resumed from.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing("open", path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def path(self) -> Path:
+        """Where it is now. Raises RunDirectoryError if it was removed."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+                return self._path
+        found = os.readlink(f"/proc/self/fd/{self._fd}")
+        if not os.path.isdir(found):  # the kernel appends " (deleted)"
+            raise RunDirectoryError(
+                f"{self._path} was removed while this run used it: what it wrote there is lost"
+            )
+        return Path(found)
 
 
 @contextmanager

@@ -212,6 +212,8 @@ class Trainer:
                 self._display.note("GPU memory, planned and (seen in the last step):")
                 for line in plan.table(memory.columns(gpu_memory.seen_nbytes)):
                     self._display.note(line)
+            self._run_dir = RunDir(checkpoints.folder.parent)  # it may have been moved
+            self._config = replace(config, run=replace(config.run, dir=self._run_dir.path))
             self._leave_results(world, policy, reporter, loop.step)
 
     def _serve_metrics(self) -> None:

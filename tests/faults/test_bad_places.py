@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Generator
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from run_assets import NUM_PROMPTS, write_rows
-from whole_runs import BAD_INPUT_LIMIT_S, start_run
+from whole_runs import BAD_INPUT_LIMIT_S, END_LIMIT_S, start_run
 
 from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -118,6 +120,30 @@ def test_a_disk_that_the_prompts_fill_is_named(folder: Path) -> None:
     assert ended.status == 1
     ended.check_failed("cannot write run/prompts.msgpack: the disk is full (", "free some space")
     assert left <= {"logs", "events.jsonl", "processes.json", "settings.json", "trace", ".lock"}
+
+
+def test_a_ledger_that_is_removed_ends_the_run_with_the_cause(folder: Path) -> None:
+    with start_run(folder, "train.steps=1000", num_ranks=1) as run:
+        run.wait_for_step(2)
+        shutil.rmtree(run.run_dir / "ledger")
+        ended = run.wait(END_LIMIT_S)
+
+    ended.check_failed("LedgerError: cannot write", "it was removed while this run wrote to it")
+
+
+def test_a_run_directory_that_is_moved_has_all_files_of_its_run(folder: Path) -> None:
+    moved, options = folder / "moved", ("train.steps=40", "train.export=true")
+    with start_run(folder, *options, num_ranks=1) as run:
+        run.wait_for_step(2)
+        run.run_dir.rename(moved)
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    assert read_metrics(moved / "metrics.jsonl")[-1]["step"] == 40
+    for name in ("checkpoints/step-000040/COMPLETE", "export/config.json", "summary.json"):
+        assert (moved / name).exists(), name
+    with start_run(folder, "run.dir=moved", "run.resume=auto", "train.steps=41") as resumed:
+        assert resumed.wait().status == 0
 
 
 def test_torchrun_names_a_master_port_that_is_taken(folder: Path) -> None:

@@ -51,6 +51,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     reading_checkpoint,
 )
 from umbra.trainer.run_files import (
+    HeldFolder,
     RunDirectoryError,
     describe_os_error,
     write_json,
@@ -66,10 +67,17 @@ _dcp: Final[Any] = dcp
 
 
 class CheckpointStore:
-    """The checkpoints of a run directory. Every rank has one; save and load are collective."""
+    """The checkpoints of a run directory. Every rank has one; save and load are collective.
+
+    Attributes:
+        folder: where the last one was saved: it follows a run directory that is moved.
+    """
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self.folder = folder
+        self._run_dir: HeldFolder | None = None
+        if world.is_lead and folder.parent.is_dir():  # else saving reports the reason
+            self._run_dir = HeldFolder(folder.parent)
         self._world = world
         self._keep = keep
 
@@ -87,9 +95,10 @@ class CheckpointStore:
         directory.
 
         Raises:
-            RunDirectoryError: disk full, read-only or the like, on every rank; earlier
-                checkpoints stay unchanged.
+            RunDirectoryError: disk full, read-only or the like, or the run directory was removed,
+                on every rank; earlier checkpoints stay unchanged.
         """
+        self.folder = from_lead(self._world, self._locate)
         target = self.path(state.step)
         _start_moments(optimizer)  # parameters without gradient have none; `load` needs all
         tensors = _tensors(parameters, optimizer)
@@ -126,6 +135,9 @@ class CheckpointStore:
         barrier()
         return state
 
+    def _locate(self) -> Path:
+        return self.folder if self._run_dir is None else self._run_dir.path / self.folder.name
+
     def _prepare(self, target: Path, nbytes: int) -> None:
         """Removes what interrupted saves left, including `target` itself.
 
@@ -133,7 +145,7 @@ class CheckpointStore:
         the logs fail, too, minutes later.
         """
         with writing("prepare the checkpoint", target):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             for path in self.folder.glob("step-*"):
                 if path == target or not is_complete(path):
                     _remove(path)

@@ -16,6 +16,7 @@ from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.run_files import (
+    HeldFolder,
     check_writable,
     remove,
     restore_folder,
@@ -229,16 +230,17 @@ class VersionCounter:
     """
 
     def __init__(self, path: Path, current: int, writes: bool) -> None:
-        self._path = path
-        self._writes = writes
+        self._name = path.name
+        self._folder = HeldFolder(path.parent) if writes else None
         self.current = current
 
     def next(self, step: int) -> int:
         """Returns a new version for the weights after `step` optimizer steps."""
         self.current += 1
-        if self._writes:
+        if self._folder is not None:
             line = json.dumps({"version": self.current, "step": step})
-            with writing("write", self._path), self._path.open("a+b") as file:
+            path = self._folder.path / self._name
+            with writing("write", path), path.open("a+b") as file:
                 file.write(_missing_newline(file) + line.encode() + b"\n")
         return self.current
 

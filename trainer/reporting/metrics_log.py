@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
+from umbra.runtime.disk import check_kept
 from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_logger import MetricsRow
 from umbra.trainer.run_files import write_text, writing
@@ -58,7 +59,7 @@ class MetricsLog:
         """Logs a step; flushed, so that a reader sees it at once.
 
         Raises:
-            RunDirectoryError: the disk is full or the like.
+            RunDirectoryError: the disk is full or the like, or the file was removed.
         """
         self._append(self.path, step, row)
 
@@ -69,8 +70,10 @@ class MetricsLog:
     def _append(self, path: Path, step: int, row: Mapping[str, Any]) -> None:
         line = {"step": step, "time": round(time.time(), 3), **row}
         with writing("write", path):
-            self._files[path].write(json.dumps(line) + "\n")
-            self._files[path].flush()
+            file = self._files[path]
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            check_kept(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -36,9 +36,11 @@ _MAX_BODY_NBYTES: Final = 8 << 20
 _MAX_HELD_NBYTES: Final = 512 << 20
 """Size limit of all bodies in progress. It bounds the memory of waiting requests; a lower limit
 would refuse what an evaluation harness sends at once."""
+_ABORT_S: Final = 10.0
+"""Time for the answers in progress to end with an error when the server ends. A thousand take a
+second or two on an idle machine. With `_SHUTDOWN_S` it is below the actor's grace."""
 _SHUTDOWN_S: Final = 1.0
-"""Time for answers in progress to inform their clients when the server ends. Below the actor's
-grace."""
+"""Time for the last bytes to reach their clients."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,6 +69,9 @@ class HttpFront:
         self._stack = contextlib.AsyncExitStack()
         self._is_ending = False
         self._under_way: set[asyncio.Timeout] = set()  # deadlines of answers in progress
+        self._num_requests = 0
+        self._all_answered = asyncio.Event()  # set while there is no request
+        self._all_answered.set()
         self._held_nbytes = 0  # size of the bodies in progress
 
     async def __aenter__(self) -> Self:
@@ -104,6 +109,10 @@ class HttpFront:
         now = asyncio.get_running_loop().time()
         for answer in self._under_way:
             answer.reschedule(now)
+        # The server listens meanwhile: it refuses who connects, and whoever has not been accepted.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_S):
+                await self._all_answered.wait()
         await self._stack.aclose()
 
     async def run(self) -> None:
@@ -123,6 +132,8 @@ class HttpFront:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the API key; converts every error to the API's format."""
+        self._num_requests += 1
+        self._all_answered.clear()
         try:
             self._check_key(request)
             return await handler(request)
@@ -133,6 +144,10 @@ class HttpFront:
             # The error must not be in a local variable: frame and traceback would keep each other,
             # and with them the request's data, until the garbage collector runs.
             return _error_response(_client_error(error))
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._all_answered.set()
 
     def _check_key(self, request: web.Request) -> None:
         if not self._api_key or request.path == "/health":

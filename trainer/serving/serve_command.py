@@ -47,6 +47,8 @@ _FRONT: Final = "front"
 _GENERATOR: Final = "generator"
 # Clients reconnect, and the engines keep running meanwhile.
 _FRONT_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
+# More than the server takes to answer all who wait (`umbra.trainer.serving.http_front`).
+_FRONT_GRACE_S: Final = 12.0
 _LOOK_S: Final = 3600.0
 """Length of one wait for the end; waits repeat."""
 
@@ -147,6 +149,7 @@ def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: st
             "api_key": key,
         },
         restart=_FRONT_RESTARTS,
+        grace_s=_FRONT_GRACE_S,
     )
 
 

@@ -8,7 +8,8 @@ locks are needed, and none would work on NFS.
 
 A writer that was stopped or cut off, and wakes after that, writes to its own files only, behind the
 bytes that its successor's header counts. It does so even if its folder was moved meanwhile and
-another ledger has its path, because it holds the folder open.
+another ledger has its path, because it holds the folder open. A file that was removed is noticed
+with the next sync.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NoReturn
 
-from umbra.runtime.disk import explain, sync
+from umbra.runtime.disk import check_kept, explain, sync
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
 from umbra.runtime.rollout.ledger.ledger_history import (
@@ -41,6 +42,9 @@ _MAX_PIECES: Final = 512  # per system call; Linux allows 1024
 _MAX_TAKERS: Final = 16  # managers that may take over at the same moment
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE: Final = "; it was removed, or its file system is no longer mounted"
+_LOST: Final = (
+    "; a run in another run.dir can begin from a checkpoint of this one (run.resume=PATH)"
+)
 
 
 class LedgerLog:
@@ -173,6 +177,7 @@ class LedgerLog:
             if num_written:
                 rest[0] = memoryview(rest[0])[num_written:]
         os.fsync(self._descriptor)
+        check_kept(self._descriptor)
         self._offset += nbytes
 
     def _fail(self, error: OSError) -> NoReturn:
@@ -249,5 +254,8 @@ def _sync_last_incarnation(history: History) -> None:
 
 
 def _describe(error: OSError, what: str, path: Path) -> LedgerError:
-    reason = explain(error, path, otherwise=_GONE if error.errno == errno.ENOENT else "")
+    otherwise = ""
+    if error.errno == errno.ENOENT:
+        otherwise = _GONE if error.filename is not None else _LOST
+    reason = explain(error, path, otherwise=otherwise)
     return LedgerError(f"cannot {what} {path}: {reason}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 ECHO = ("pool.device=cpu", "pool.engine=echo", "pool.engine_args.vocab_size=64")
 """For tests of the command and not of the model: an engine without torch starts sooner."""
+
+NUM_CLIENTS = 1000
 
 
 @pytest.fixture
@@ -68,6 +73,33 @@ def test_clients_that_hang_up_free_the_engines_and_a_signal_ends_it_all(folder: 
     assert last["error"]["message"] == "the server is shutting down"
     assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "shutting_down")
     assert whole.result() == (503, last)
+
+
+def test_a_stop_answers_every_one_of_many_waiting_clients(folder: Path) -> None:
+    """Some of them are not even accepted yet."""
+    model = save_model(folder / "tiny", max_position_embeddings=4096)
+    slow = ("pool.engine_args.vocab_size=1_000_000", "pool.engine_args.tokens_per_s=1")
+    body = json.dumps({"prompt": "1", "max_tokens": 4000, "logprobs": 0}).encode()
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+
+    def connect() -> socket.socket:
+        client = socket.create_connection((server.host, server.port))
+        client.settimeout(30.0)
+        client.sendall(request)
+        return client
+
+    with serving(folder, model, ["pool.engine=echo", *slow]) as server, ExitStack() as stack:
+        clients = [stack.enter_context(connect()) for _ in range(NUM_CLIENTS // 2)]
+        server.wait_for_health(generations=len(clients))
+        clients += [stack.enter_context(connect()) for _ in range(NUM_CLIENTS // 2)]
+        status = server.end(signal.SIGTERM)
+        answers = [client.makefile("rb").readline() for client in clients]
+
+    assert status == 0
+    assert Counter(answers) == {b"HTTP/1.1 503 Service Unavailable\r\n": NUM_CLIENTS}
 
 
 def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:

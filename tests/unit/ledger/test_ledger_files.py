@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -148,6 +149,16 @@ def test_a_writer_whose_folder_was_moved_stays_out_of_the_ledger_that_has_its_pa
     assert versions_in(moved) == [0, 666]
     write_life(folder, 2)
     assert versions_in(folder) == [1, 2]
+
+
+def test_a_writer_whose_file_was_removed_acknowledges_nothing_more(tmp_path: Path) -> None:
+    folder = tmp_path / "ledger"
+    with LedgerLog.open(folder, "job") as log:
+        write_events(log, [Version(0, 0)])
+        shutil.rmtree(folder)
+
+        with pytest.raises(LedgerError, match=r"000001-0000\.log: it was removed while this run"):
+            write_events(log, [Version(1, 0)])
 
 
 def test_what_is_acknowledged_before_the_next_incarnation_reads_is_in_its_history(

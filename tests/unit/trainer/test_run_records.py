@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -662,6 +663,39 @@ def test_versions_are_never_given_twice(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert json.loads(lines[2]) == {"version": 3, "step": 2}
     assert json.loads(lines[-1]) == {"version": 5, "step": 1}
+
+
+def write_a_step(log: MetricsLog, versions: VersionCounter, step: int) -> None:
+    versions.next(step)
+    log.write(step, {"train/loss": 0.5})
+
+
+def test_files_of_a_run_directory_that_is_moved_stay_together(tmp_path: Path) -> None:
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+    run_dir.mkdir()
+    versions = VersionCounter(run_dir / "versions.jsonl", 0, writes=True)
+    with MetricsLog(run_dir, first_step=1) as log:
+        write_a_step(log, versions, 1)
+        run_dir.rename(moved)
+        write_a_step(log, versions, 2)
+
+    assert [row["step"] for row in read_metrics(moved / "metrics.jsonl")] == [1, 2]
+    assert newest_version(moved / "versions.jsonl") == 2
+    assert not run_dir.exists()
+
+
+def test_a_run_directory_that_is_removed_is_noticed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    versions = VersionCounter(run_dir / "versions.jsonl", 0, writes=True)
+    with MetricsLog(run_dir, first_step=1) as log:
+        shutil.rmtree(run_dir)
+
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: it was removed while this"):
+            log.write(1, {})
+        run_dir.mkdir()  # by whoever writes a log there
+        with pytest.raises(RunDirectoryError, match=r"run was removed while this run used it"):
+            versions.next(1)
 
 
 def test_ranks_count_alike_however_far_rank_0_is(tmp_path: Path) -> None:
