@@ -12,6 +12,9 @@ of the three pairs, over all tokens:
     python tests/bench/logprob_agreement.py --engine embedded --dtype bfloat16
     .venv-vllm/bin/python tests/bench/logprob_agreement.py --engine vllm --dtype bfloat16
     python tests/bench/logprob_agreement.py --engine sglang --dtype bfloat16 --model FOLDER
+
+`--kind phi3` is a small random model of this type of transformers'. `--data FILE`, with `--model`,
+takes prompts from a data set of chats; without it prompts are random tokens.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -41,12 +44,15 @@ import torch.distributed as dist
 from qwen3_shapes import QWEN3_0_6B
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from whole_model import load_whole_model
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.policy import Policy
@@ -61,6 +67,21 @@ LARGE: dict[str, Any] = QWEN3_0_6B | {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+# Of any type, wide enough for GPU kernels, and with logits far from uniform.
+SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def save_model(folder: Path, kind: str, dtype: torch.dtype) -> None:
@@ -69,6 +90,9 @@ def save_model(folder: Path, kind: str, dtype: torch.dtype) -> None:
 
         torch.manual_seed(0)
         model: Any = Qwen3ForCausalLM(Qwen3Config(**LARGE, bos_token_id=None, eos_token_id=None))
+    elif kind in CONFIG_MAPPING:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL))
     else:
         factory = Path(__file__).parents[1] / "shared/engines/model_factory.py"
         model = runpy.run_path(str(factory))["make_model"](kind)
@@ -112,16 +136,24 @@ class Scorer:
 def make_requests(vocab_size: int, temperature: float, given: argparse.Namespace) -> list[Any]:
     """In groups of one prompt each."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, vocab_size, (-(-given.sequences // GROUP_SIZE), PROMPT_LEN))
+    count = -(-given.sequences // GROUP_SIZE)
+    prompts: list[Any] = list(rng.integers(0, vocab_size, (count, PROMPT_LEN)))
+    stops: list[int] = []
+    if given.data:
+        tokenizer = PromptTokenizer(given.model)
+        stops = stop_token_ids(given.model, tokenizer)
+        rows = [json.loads(line) for line in given.data.read_text().splitlines()[:count]]
+        texts = [tokenizer.render_chat(row["messages"], {}) for row in rows]
+        prompts = [tokenizer.encode_rendered(text) for text in texts]
     return [
         {
             "id": i,
-            "tokens": prompts[i // GROUP_SIZE].astype(np.int32),
+            "tokens": np.asarray(prompts[i // GROUP_SIZE], np.int32),
             "position": 0,
             "seed": i,
             "max_new_tokens": given.new_tokens,
             "temperature": temperature,
-            "stop_token_ids": [],
+            "stop_token_ids": stops,
         }
         for i in range(given.sequences)
     ]
@@ -149,18 +181,19 @@ def _as_batch(
 ) -> RankBatch:
     count = len(prompts)
     lens = [len(prompt) + len(new) for prompt, new in zip(prompts, tokens, strict=True)]
-    no_logprobs, is_prompt = np.zeros(PROMPT_LEN, np.float32), np.zeros(PROMPT_LEN, np.uint8)
     size = max(1, MICRO_BATCH_TOKENS // max(lens))
     return RankBatch(
         tokens=np.concatenate(
             [np.append(p, np.array(t, np.int32)) for p, t in zip(prompts, tokens, strict=True)]
         ),
         offsets=np.cumsum([0, *lens]).astype(np.int32),
-        prompt_lens=np.full(count, PROMPT_LEN, np.int32),
-        mask=np.concatenate([np.append(is_prompt, np.ones(len(t), np.uint8)) for t in tokens]),
+        prompt_lens=np.asarray([len(p) for p in prompts], np.int32),
+        mask=np.concatenate(
+            [np.repeat([0, 1], [len(p), len(t)]) for p, t in zip(prompts, tokens, strict=True)]
+        ).astype(np.uint8),
         logprobs=np.concatenate(
-            [np.append(no_logprobs, np.array(lp, np.float32)) for lp in logprobs]
-        ),
+            [np.append(np.zeros(len(p)), lp) for p, lp in zip(prompts, logprobs, strict=True)]
+        ).astype(np.float32),
         versions=np.ones(sum(lens), np.int64),
         advantages=np.ones(count, np.float32),
         sample_ids=[str(idx) for idx in range(count)],
@@ -214,7 +247,7 @@ def facts(given: argparse.Namespace) -> dict[str, Any]:
 
 async def run(folder: Path, given: argparse.Namespace) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    context_len = PROMPT_LEN + given.new_tokens
+    context_len = (256 if given.data else PROMPT_LEN) + given.new_tokens
     options: dict[str, Any] = {
         "model_path": str(folder),
         "dtype": given.dtype,
@@ -253,8 +286,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
-    parser.add_argument("--kind", default="qwen3-wide", help="of model_factory, or qwen3-0.6b")
+    parser.add_argument(
+        "--kind", default="qwen3-wide", help="of model_factory or transformers, or qwen3-0.6b"
+    )
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead")
+    parser.add_argument("--data", type=Path, help="JSONL of chats, for prompts")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
