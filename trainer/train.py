@@ -42,9 +42,16 @@ from umbra.trainer.checkpoint.run_dir import (
     newest_version,
     record_settings,
 )
+from umbra.trainer.checkpoint.run_identity import (
+    check_identity,
+    instead_of_resuming,
+    keeps_samples,
+    run_identity,
+)
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.kept_prompts import KeptPrompts
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.loop import TrainingLoop
@@ -303,6 +310,12 @@ class Trainer:
         assert starter is not None
         config = self._config
         tokenizer = open_tokenizers(config, config.run.dir)
+        identity = run_identity(config, tokenizer, user_folders(config))
+        kept = None
+        if keeps_samples(config.run.dir):
+            remedy = instead_of_resuming(config.run.dir)
+            check_identity(config.run.dir, identity, remedy, self._display.note)
+            kept = KeptPrompts(config.run.dir, remedy, self._display.note)
         with self._display.activity("tokenizing the data", unit="prompts") as tokenizing:
             prompts = prepare_prompts(
                 config.data,
@@ -312,10 +325,11 @@ class Trainer:
                 min_prompts=world.world_size,
                 groups_per_step=config.rollout.groups_per_step,
                 on_prompt=tokenizing.count,
+                kept=kept,
             )
         held_out = f", {prompts.num_eval:,} held out" if prompts.num_eval else ""
         self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
-        record_settings(config.with_steps(prompts.num_train))
+        record_settings(config.with_steps(prompts.num_train), identity)
         stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
         shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)
         self._display.note(f"completions end with {shown}")

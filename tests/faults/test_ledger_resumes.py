@@ -73,6 +73,39 @@ def test_another_group_size_than_that_of_open_groups_is_an_error(
     )
 
 
+def test_a_resume_with_other_data_is_refused_and_the_next_with_the_right_data_is_not(
+    folder: Path, assets: Path, killed: Path
+) -> None:
+    shutil.copytree(killed, folder / "run")
+    rows = (assets / "train.jsonl").read_text().splitlines()
+    (folder / "reversed.jsonl").write_text("".join(f"{row}\n" for row in reversed(rows)))
+
+    refused = run_to_end(folder, "run.resume=auto", "data.train=reversed.jsonl")
+
+    refused.check_failed(
+        "DataError: data.train: reversed.jsonl, prompt 1: it is ",
+        " and was ",
+        "belong to the data that it began with",
+        "begin a new run (run.overwrite = true, or another run.dir)",
+    )
+    assert run_to_end(folder, "run.resume=auto").status == 0
+
+
+def test_a_new_run_from_a_checkpoint_of_another_begins_its_data(
+    folder: Path, assets: Path, ended: Path
+) -> None:
+    rows = (assets / "train.jsonl").read_text().splitlines()
+    (folder / "few.jsonl").write_text("".join(f"{row}\n" for row in rows[: 3 * GROUPS_PER_STEP]))
+    others = ("data.train=few.jsonl", "data.shuffle=false", "train.steps=3")
+
+    begun = run_to_end(folder, f"run.resume={ended}/checkpoints/step-000002", *others)
+
+    assert begun.status == 0, begun.output
+    with LedgerIndex.build(folder / "run") as index:
+        groups = index.rows("SELECT DISTINCT group_id FROM samples WHERE state = 'trained'")
+    assert {row["group_id"] for row in groups} == {f"e0/{idx}" for idx in range(GROUPS_PER_STEP)}
+
+
 def test_a_killed_job_without_a_checkpoint_keeps_what_was_generated(
     folder: Path, killed: Path
 ) -> None:

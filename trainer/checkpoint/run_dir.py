@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import from_wire, to_wire
@@ -161,11 +162,21 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
     return None
 
 
-def record_settings(config: TrainerConfig) -> None:
-    """Writes settings.json: the settings as they were read, and the folder that relative paths are
-    taken from. `umbra samples` finds the tokenizer by them. Called by rank 0."""
-    content = {"folder": str(Path.cwd()), "settings": to_wire(config)}
+def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
+    """Writes settings.json: the settings as they were read, the folder that relative paths are
+    taken from, and what a resumed run must share (`run_identity`). `umbra samples` finds the
+    tokenizer by the settings. Called by rank 0."""
+    content = {"folder": str(Path.cwd()), "settings": to_wire(config), "identity": identity}
     write_json(config.run.dir / "settings.json", content)
+
+
+def recorded_identity(run_dir: Path) -> Mapping[str, Any]:
+    """The identity that the last start has recorded; empty if there is none."""
+    try:
+        recorded = json.loads((run_dir / "settings.json").read_text(encoding="utf-8"))
+        return recorded["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def recorded_model(run_dir: Path, path: str | None = None) -> ModelSection:

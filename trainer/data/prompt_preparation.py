@@ -15,6 +15,7 @@ from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import check_data_file, read_rows
+from umbra.trainer.data.kept_prompts import KeptPrompts
 from umbra.trainer.run_files import writing
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def prepare_prompts(
     min_prompts: int,
     groups_per_step: int,
     on_prompt: Callable[[], None] = lambda: None,
+    kept: KeptPrompts | None = None,
 ) -> PromptFiles:
     """Tokenizes the data sets into `folder`. One rank calls it.
 
@@ -112,6 +114,7 @@ def prepare_prompts(
         min_prompts: fewest useful training prompts: one per rank.
         groups_per_step: with fewer training prompts, a warning is logged.
         on_prompt: called with each prompt that is tokenized.
+        kept: the prompts that a resumed run began with.
 
     Raises:
         DataError: with file, line, cause and remedy.
@@ -119,6 +122,8 @@ def prepare_prompts(
     """
     train_path = folder / "prompts.msgpack"
     prompts = _read_prompts(data, data.train, tokenizer, budget)
+    if kept is not None:
+        prompts = kept.unchanged(prompts, train_path.name, f"data.train: {data.train}")
     num_train = _write(train_path, prompts, on_prompt)
     if num_train < min_prompts:
         raise DataError(
@@ -136,8 +141,11 @@ def prepare_prompts(
     eval_path, num_eval = None, 0
     if data.eval is not None:
         prompts = _read_prompts(data, data.eval, tokenizer, budget.for_eval())
+        prompts = _take(prompts, data.eval_limit)
         eval_path = folder / "eval_prompts.msgpack"
-        num_eval = _write(eval_path, _take(prompts, data.eval_limit), on_prompt)
+        if kept is not None:
+            prompts = kept.noted(prompts, eval_path.name, f"data.eval: {data.eval}")
+        num_eval = _write(eval_path, prompts, on_prompt)
     return PromptFiles(
         train_path=train_path, num_train=num_train, eval_path=eval_path, num_eval=num_eval
     )

@@ -279,6 +279,8 @@ class RolloutManager:
                 lambda sample, held: self._sessions.remember(sample, held.recorded),
             )
             self._rendezvous.restore(state.evaluation)
+        if restored is not None and recovered.next_idx is None:
+            recovered.next_idx = 0  # a checkpoint of another run, whose data may be other ones
         self._flow.restore(recovered)
         self._is_recovered = True
         groups = len(recovered.open) + len(recovered.ready)
