@@ -66,6 +66,7 @@ from umbra.trainer.services import (
 from umbra.trainer.setup_check import (
     check_batch_size,
     check_models,
+    check_rotary_frequencies,
     check_stop_tokens,
 )
 from umbra.trainer.world import pick_device, usable_gpus
@@ -216,6 +217,7 @@ class NodeChecks:
         return str(self._config.model.path)
 
     def _context(self) -> str:
+        check_rotary_frequencies(self._config)
         check_stop_tokens(self._config)
         budget = prompt_budget(self._config)
         budget.check()

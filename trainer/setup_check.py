@@ -8,9 +8,9 @@ them. The rollout workers start first and check the user's functions.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
@@ -24,7 +24,7 @@ from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.reporting.metrics_logger import check_loggers
-from umbra.trainer.services import prompt_budget
+from umbra.trainer.services import max_context_len, prompt_budget
 
 
 def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
@@ -34,6 +34,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
         ConfigError, DataError, RunDirectoryError.
     """
     check_models(config)
+    check_rotary_frequencies(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
     prompt_budget(config).for_eval().check()
@@ -115,6 +116,44 @@ def _check_embedded(section: str, pool: EnginePoolSettings, model: Mapping[str, 
             f"{section}.max_context_len = {length} exceeds the model's "
             f"max_position_embeddings = {limit}: lower it to that or less"
         )
+
+
+def check_rotary_frequencies(config: TrainerConfig) -> None:
+    """Raises ConfigError if engine and trainer would not have the same rotary frequencies for all
+    sequences; see `fix_rotary_frequencies`."""
+    model, context_len = read_model_config(config.model.path), max_context_len(config)
+    engine, text = _kind(config.pool), model.get("text_config") or model
+    for kind, limit in _rotary_limits(text):
+        if context_len <= limit:
+            continue
+        reason = ""
+        if kind == "dynamic":
+            reason = "engines and transformers scale longer contexts in different ways"
+        elif engine is ENGINES["sglang"]:
+            reason = "SGLang has others for a sequence beside a longer one, unlike vLLM"
+        elif text.get("model_type") == "phimoe":
+            reason = "transformers scales a sequence beside a longer one in another way"
+        if reason:
+            raise ConfigError(
+                f"pool.max_context_len = {context_len}, and the model's rotary embedding "
+                f"{kind!r} has the same frequencies for all sequences of up to {limit} tokens "
+                f"only: {reason}. Set pool.max_context_len to {limit} or less"
+            )
+
+
+def _rotary_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Each rotary embedding whose frequencies depend on a length, and the length up to which they
+    are those of training."""
+    found: list[Any] = [config.get("rope_scaling"), config.get("rope_parameters")]
+    found += [each for rope in found if rope for each in rope.values()]  # by the type of a layer
+    trained: Any = config.get("max_position_embeddings")
+    for rope in (cast("dict[str, Any]", each) for each in found if isinstance(each, dict)):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ("longrope", "su"):
+            name = "original_max_position_embeddings"
+            yield "longrope", int(rope.get(name) or config.get(name) or trained)
+        elif kind == "dynamic" and trained:
+            yield "dynamic", int(trained)
 
 
 def check_stop_tokens(config: TrainerConfig) -> None:

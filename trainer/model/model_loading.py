@@ -15,10 +15,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.text.model_files import read_model_config
+from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.rotary_frequencies import fix_rotary_frequencies
 from umbra.trainer.model.stored_weights import StoredWeights
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
     """The configured model, sharded over the ranks of the mesh. Collective; raises as
     `prepare_causal_lm`."""
     prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
+    context_len = config.pool.max_context_len or default_context_len(config.model.path)
+    fix_rotary_frequencies(prepared.model, context_len)
     return Policy(
         prepared.model,
         mesh,

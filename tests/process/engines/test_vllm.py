@@ -29,6 +29,7 @@ from vllm_runs import MAX_NUM_SEQS, needs_vllm, running_core
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.engines.vllm.vllm_engine import VllmEngine
 from umbra.runtime.errors import EngineError
+from umbra.trainer.model.rotary_frequencies import fix_rotary_frequencies
 
 pytestmark = [
     needs_vllm,
@@ -262,6 +263,36 @@ def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(make_engine: Ma
             assert tokens == whole[i].tokens[: len(tokens)]
 
     run_async(body)
+
+
+@pytest.mark.umbra_allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")
+def test_rotary_frequencies_are_those_that_a_trainer_fixes(tmp_path: Path) -> None:
+    """Of requests that are shorter than the original context, in an engine for longer ones."""
+    model = save_model(tmp_path / "model", "phi3-longrope")
+    fix_rotary_frequencies(model, 256)
+    (asked,) = requests(1, max_new_tokens=20, temperature=1.0)
+    prompt = asked["tokens"].tolist()
+
+    async def body() -> None:
+        engine = VllmEngine(
+            model_path=str(tmp_path / "model"),
+            dtype="float32",
+            device="cpu",
+            max_context_len=256,
+            max_num_seqs=4,
+            load_weights=True,
+        )
+        async with running(engine):
+            results = await results_of(engine, [asked])
+
+        completion = results[asked["id"]]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + completion.tokens])).logits[0]
+        expected = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+        chosen = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        assert torch.tensor(completion.logprobs).allclose(chosen, atol=1e-4)
+
+    asyncio.run(body())
 
 
 @pytest.mark.umbra_allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from rank_programs import MAX_NEW_TOKENS, make_world, rank_batch
 from torch.distributed.tensor import DTensor
 from whole_model import load_whole_model
 
 from umbra.runtime.weights.shards import find_aliases
-from umbra.trainer.config.trainer_config import ModelSection
-from umbra.trainer.model.micro_batches import MicroBatchBuilder
-from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
+from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
+from umbra.trainer.model.model_loading import load_policy, prepare_causal_lm
+from umbra.trainer.model.packing import Sample, pack, packing_order
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.world import World
 
@@ -55,6 +58,52 @@ def _compare(world: World, folder: str, dtype_name: str, wrap: Any) -> dict[str,
         ],
         "same_logprobs": torch.equal(_logprobs(ours, world), _logprobs(theirs, world)),
     }
+
+
+def score_beside(folder: str, cases: list[tuple[int, list[int]]]) -> list[list[float]]:
+    """For each [max_context_len, lengths]: log-probabilities of a short sample in a micro-batch
+    with others of these lengths."""
+    world = make_world("cpu")
+    return [_score_beside(world, folder, *case) for case in cases]
+
+
+def _score_beside(world: World, folder: str, max_context_len: int, lens: list[int]) -> list[float]:
+    config = check_config(
+        TrainerConfig,
+        {
+            "model": {"path": folder, "dtype": "float32"},
+            "data": {"train": "none.jsonl"},
+            "reward": {"function": "none:none"},
+            "pool": {"max_context_len": max_context_len},
+            "train": {"steps": 1},
+        },
+        "config",
+    )
+    policy = load_policy(config, world.mesh)
+    draw = np.random.default_rng(0)
+    samples = [
+        Sample(
+            tokens=draw.integers(3, 60, n).astype(np.int32), prompt_len=4, generated=np.arange(4, n)
+        )
+        for n in (10, *lens)
+    ]
+    order = packing_order(samples)
+    ordered = [samples[idx] for idx in order]
+    targets = np.concatenate([sample.tokens[sample.generated] for sample in ordered])
+    nothing = torch.empty(0)
+    micro_batch = MicroBatch(
+        inputs=pack(ordered, torch.float32, world.device),
+        targets=torch.as_tensor(targets, dtype=torch.int64),
+        rollout_logprobs=nothing,
+        advantages=nothing,
+        weights=nothing,
+        sample_lens=nothing,
+        places=np.zeros(0, np.int64),
+    )
+    with torch.no_grad():
+        logprobs = policy.scores(micro_batch).logprobs
+    scores = logprobs.split([len(sample.generated) for sample in ordered])
+    return cast("list[float]", cast("Any", scores[order.index(0)]).tolist())
 
 
 def _equal(one: Any, other: Any) -> bool:

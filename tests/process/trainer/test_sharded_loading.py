@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loading_programs import compare_loading
+from loading_programs import compare_loading, score_beside
 from training_models import make_model, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -106,6 +106,29 @@ def test_shards_are_read_to_gpus_bit_for_bit(
         for outcome in rank:
             assert outcome["sharded"]
             assert outcome["unequal"] == outcome["unequal_buffers"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_policy_has_the_rotary_frequencies_of_the_longest_context(
+    umbra_distributed_world: DistributedWorld, tmp_path: Path
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 6.0],
+    }
+    folder = str(save_model(tmp_path, "llama", rope_parameters=rope))
+
+    cases = [[64, []], [64, [60]], [32, []]]
+
+    ((alone, beside, short),) = umbra_distributed_world(score_beside, folder, cases, num_ranks=1)
+
+    assert beside == pytest.approx(alone, abs=1e-5)
+    assert short != pytest.approx(alone, abs=1e-2)
 
 
 @pytest.mark.slow

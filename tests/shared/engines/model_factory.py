@@ -11,6 +11,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -72,6 +74,24 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
         case "llama-linear-rope":
             rope = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
             model = LlamaForCausalLM(LlamaConfig(**BASE, rope_parameters=rope))
+        case "phi3-longrope":  # of 512 positions, of which 64 are original
+            num = 16
+            longrope: dict[str, Any] = {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * num,
+                "long_factor": [1.5 + 0.5 * idx for idx in range(num)],
+            }
+            shape: dict[str, Any] = BASE | {"hidden_size": 128, "initializer_range": 0.08}
+            config = Phi3Config(
+                **shape,
+                pad_token_id=0,
+                sliding_window=None,
+                original_max_position_embeddings=64,
+                rope_parameters=longrope,
+            )
+            model = Phi3ForCausalLM(config)
         case "qwen2":
             model = Qwen2ForCausalLM(Qwen2Config(**BASE))
         case _:

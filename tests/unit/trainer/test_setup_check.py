@@ -184,6 +184,38 @@ def test_files_that_an_engine_would_add_to_the_weights_are_refused(
     check_models(config_of(values, "pool", engine=engine))  # the trainer sends what it reads
 
 
+LONG_ROPE = {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 64}
+PHI3 = {**LONG_ROPE, "model_type": "phi3"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "context_len", "said"),
+    [
+        ("vllm", PHI3, 512, ""),
+        ("sglang", PHI3, 64, ""),
+        ("sglang", PHI3, 65, r"'longrope' .* up to 64 .*: SGLang has others .* to 64 or less"),
+        ("vllm", LONG_ROPE | {"model_type": "phimoe"}, 65, r"'longrope' .* transformers scales"),
+        ("vllm", {"rope_scaling": {"type": "dynamic"}, "model_type": "llama"}, 512, ""),
+        ("vllm", {"rope_scaling": {"type": "dynamic"}, "model_type": "llama"}, 513, r"'dynamic'"),
+        ("sglang", {"text_config": {**PHI3, "vocab_size": 9}}, 65, r"'longrope'"),
+        ("sglang", {"rope_parameters": {"full": LONG_ROPE["rope_parameters"]}}, 513, r"'longrope'"),
+        ("sglang", {"rope_parameters": {"rope_type": "yarn"}}, 513, ""),
+    ],
+)
+def test_rotary_frequencies_that_would_differ_are_refused(
+    values: dict[str, Any], engine: str, model: dict[str, Any], context_len: int, said: str
+) -> None:
+    Path("model/config.json").write_text(json.dumps(MODEL | model))
+    values |= {"pools": {}, "rollout": {"max_new_tokens": 8}}
+    config = config_of(values, "pool", engine=engine, max_context_len=context_len)
+
+    if not said:
+        check_setup(config, environment())
+        return
+    with pytest.raises(ConfigError, match=rf"^pool.max_context_len = {context_len}, .*{said}"):
+        check_setup(config, environment())
+
+
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_job_whose_nodes_may_change_has_to_resume(values: dict[str, Any], resume: str) -> None:
     config = config_of(values, "run", resume=resume)
