@@ -9,20 +9,37 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from umbra.trainer.model.compiling import compile_blocks
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
-from umbra.trainer.model.packing import PackedInputs
+from umbra.trainer.model.packing import PackedInputs, Sample, pack
 from umbra.trainer.model.recomputing import decoder_blocks, recompute_blocks
 from umbra.trainer.model.stored_weights import StoredWeights
-from umbra.trainer.model.token_scoring import head_obstacle, score_hidden, score_logits
+from umbra.trainer.model.token_scoring import score_hidden, score_logits
 
 # Up to this size, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
+
+_NUM_COMPARED: Final = 8
+# Tokens with which the scoring of hidden states is compared with the model's own forward pass. Any
+# number shows a difference; more take time.
+_MAX_DIFFERENCE: Final = 0.03
+# Of hidden states, as a share of their norm. Two passes may differ by rounding, in bfloat16 by less
+# than this; a model that does more to them differs by more.
+_LARGEST_PROBE: Final = 50.0
+# Of the logits that show what a model does after its head; caps and masks change some of them.
+
+_dist: Final[Any] = torch.distributed
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +109,7 @@ class Policy:
         if weights is not None:
             weights.fill(self.tensors)
         self.num_parameters = num_parameters
+        self._is_compared = False
 
     @property
     def model(self) -> nn.Module:
@@ -119,6 +137,8 @@ class Policy:
 
     def scores(self, micro_batch: MicroBatch, *, with_entropy: bool = False) -> TokenScores:
         """Log-probabilities of the micro-batch's targets. Collective."""
+        if not self._is_compared:
+            self._compare(micro_batch.targets.device)
         logprobs, entropy = self._scorer(
             micro_batch.inputs, micro_batch.targets, self._temperature, with_entropy
         )
@@ -130,6 +150,31 @@ class Policy:
         logprobs = self.scores(micro_batch).logprobs
         cast("FSDPModule", self._scorer).reshard()
         return logprobs
+
+    @torch.no_grad()
+    def _compare(self, device: torch.device) -> None:
+        """Lets the model compute its own logits if they would differ otherwise. Collective."""
+        self._is_compared = True
+        vocab_size: int = cast("Any", self.model).config.get_text_config().vocab_size
+        tokens = vocab_size // 2 + np.arange(_NUM_COMPARED, dtype=np.int32) % (vocab_size // 2)
+        inputs: PackedInputs | PaddedInputs = PaddedInputs(
+            token_ids=torch.as_tensor(tokens[None], dtype=torch.int64, device=device),
+            predicting=torch.arange(_NUM_COMPARED, device=device),
+        )
+        if self.is_packed:
+            sample = Sample(tokens=tokens, prompt_len=1, generated=np.arange(1, _NUM_COMPARED))
+            inputs = pack([sample], self.compute_dtype, device)
+        with torch.compiler.set_stance("force_eager"):
+            obstacle = self._scorer.head_obstacle(inputs)
+        cast("FSDPModule", self._scorer).reshard()
+        found = torch.tensor(float(bool(obstacle)), device=device)
+        _dist.all_reduce(found, _dist.ReduceOp.MAX)  # rounding may differ
+        if found:
+            self._scorer.uses_own_logits = True
+            logger.warning(
+                "all logits of a micro-batch are computed at once, which takes memory: %s",
+                obstacle or "another rank's model does more than apply its head",
+            )
 
     def expect_backward(self, *, is_last: bool) -> None:
         """Must be called before each micro-batch: gradients are reduced at the last one of a step.
@@ -150,18 +195,18 @@ def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:
 
 
 class _Scorer(nn.Module):
-    """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all."""
+    """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all.
+
+    Attributes:
+        uses_own_logits: the model computes all logits itself, because it does more than apply its
+            head to the decoder's hidden states.
+    """
 
     def __init__(self, model: nn.Module, *, compiles: bool = False) -> None:
         super().__init__()
         self.model = model
         self._compiles = compiles
-        obstacle = head_obstacle(model)
-        self._uses_own_logits = bool(obstacle)
-        if obstacle:
-            logger.warning(
-                "all logits of a micro-batch are computed at once, which takes memory: %s", obstacle
-            )
+        self.uses_own_logits = False
 
     def forward(
         self,
@@ -171,7 +216,7 @@ class _Scorer(nn.Module):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
-        if self._uses_own_logits:
+        if self.uses_own_logits:
             return score_logits(self._own_logits(inputs), targets, temperature, with_entropy)
         model: Any = self.model
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
@@ -179,6 +224,40 @@ class _Scorer(nn.Module):
         return score_hidden(
             head, hidden, targets, temperature, with_entropy, compiles=self._compiles
         )
+
+    def head_obstacle(self, inputs: PackedInputs | PaddedInputs) -> str:
+        """Why the model's logits are not its head, a linear layer, applied to what `_hidden`
+        returns; "" if they are.
+
+        One pass shows what its own forward pass gives to the head, and what it makes of the head's
+        output, in whose place it gets large values.
+        """
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return f"the model's head is a {type(head).__name__}"
+        given: list[Tensor] = []
+        probes: list[Tensor] = []
+
+        def replace(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            values = torch.linspace(
+                -_LARGEST_PROBE, _LARGEST_PROBE, output.numel(), device=output.device
+            )
+            given.extend(arguments)
+            probes.append(values.to(output.dtype).view_as(output))
+            return probes[-1].clone()
+
+        with head.register_forward_hook(replace):
+            logits = model(use_cache=False, **_arguments(inputs)).logits
+        if len(given) != 1:
+            return "the model does not call its head"
+        if logits.shape != probes[0].shape or not torch.equal(logits.float(), probes[0].float()):
+            return "the model changes the logits after its head"
+        hidden = self._hidden(inputs)
+        difference = (given[0].flatten(0, -2) - hidden).float().square().sum()
+        if not difference <= _MAX_DIFFERENCE**2 * hidden.float().square().sum():
+            return "the model changes the decoder's hidden states before its head"
+        return ""
 
     def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[rows, E] final hidden states."""
@@ -209,6 +288,7 @@ def _shard(
         for layer in decoder_blocks(scorer.model):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    register_fsdp_forward_method(scorer, "head_obstacle")
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -22,29 +22,6 @@ _MAX_KEPT_LOGITS: Final = 1 << 26
 # Above that, this many logits exist at a time, and the backward pass computes them again. Lower
 # means adding up the head's gradient from more parts, which is bound by memory bandwidth.
 _MAX_CHUNK_LOGITS: Final = 1 << 28
-# Config fields of models that change logits after their head.
-_LOGIT_OPTIONS: Final = (
-    "final_logit_softcapping",
-    "lm_head_multiplier",
-    "logit_scale",
-    "logits_scaling",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "unpadded_vocab_size",
-)
-
-
-def head_obstacle(model: nn.Module) -> str:
-    """Why logits are not just a linear layer over the hidden states; "" if they are."""
-    any_model: Any = model
-    config = any_model.config.get_text_config()
-    for option in _LOGIT_OPTIONS:
-        if getattr(config, option, None) not in (None, 1, 1.0):
-            return f"the model sets {option}"
-    head = any_model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__name__}"
-    return ""
 
 
 def score_hidden(

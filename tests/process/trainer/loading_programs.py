@@ -60,18 +60,22 @@ def _compare(world: World, folder: str, dtype_name: str, wrap: Any) -> dict[str,
     }
 
 
-def score_beside(folder: str, cases: list[tuple[int, list[int]]]) -> list[list[float]]:
+def score_beside(
+    folder: str, cases: list[tuple[int, list[int]]], wrap: str = "auto"
+) -> list[list[float]]:
     """For each [max_context_len, lengths]: log-probabilities of a short sample in a micro-batch
     with others of these lengths."""
     world = make_world("cpu")
-    return [_score_beside(world, folder, *case) for case in cases]
+    return [_score_beside(world, folder, wrap, *case) for case in cases]
 
 
-def _score_beside(world: World, folder: str, max_context_len: int, lens: list[int]) -> list[float]:
+def _score_beside(
+    world: World, folder: str, wrap: str, max_context_len: int, lens: list[int]
+) -> list[float]:
     config = check_config(
         TrainerConfig,
         {
-            "model": {"path": folder, "dtype": "float32"},
+            "model": {"path": folder, "dtype": "float32", "fsdp_wrap": wrap},
             "data": {"train": "none.jsonl"},
             "reward": {"function": "none:none"},
             "pool": {"max_context_len": max_context_len},

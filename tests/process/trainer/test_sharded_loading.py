@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loading_programs import compare_loading, score_beside
@@ -123,12 +124,32 @@ def test_a_policy_has_the_rotary_frequencies_of_the_longest_context(
     }
     folder = str(save_model(tmp_path, "llama", rope_parameters=rope))
 
-    cases = [[64, []], [64, [60]], [32, []]]
+    cases: list[Any] = [[64, []], [64, [60]], [32, []]]
 
     ((alone, beside, short),) = umbra_distributed_world(score_beside, folder, cases, num_ranks=1)
 
     assert beside == pytest.approx(alone, abs=1e-5)
     assert short != pytest.approx(alone, abs=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("wrap", ["root", "layer"])
+def test_a_policy_takes_the_logits_of_a_model_that_changes_them(
+    umbra_distributed_world: DistributedWorld, tmp_path: Path, wrap: str
+) -> None:
+    folder = save_model(tmp_path, "granite", logits_scaling=0.25)
+    cases: list[Any] = [[64, []]]
+
+    outcomes = umbra_distributed_world(score_beside, str(folder), cases, wrap, num_ranks=2)
+
+    tokens = torch.as_tensor(np.random.default_rng(0).integers(3, 60, 10))
+    auto: Any = AutoModelForCausalLM
+    with torch.no_grad():
+        every = auto.from_pretrained(folder).eval()(tokens[None]).logits[0].log_softmax(-1)
+    expected = every[3:-1].gather(1, tokens[4:, None])[:, 0].tolist()
+    for (scores,) in outcomes:
+        assert scores == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow

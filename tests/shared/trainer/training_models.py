@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -63,6 +64,7 @@ def make_model(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     configs: dict[str, Any] = {
         "qwen3": lambda: Qwen3Config(**qwen3),
         "qwen2": lambda: Qwen2Config(**base),
+        "granite": lambda: GraniteConfig(**base),
         "llama": lambda: LlamaConfig(**base),
         "deepseek-v3": lambda: DeepseekV3Config(**(base | latent)),
         "mistral-window": lambda: MistralConfig(**base, sliding_window=4),

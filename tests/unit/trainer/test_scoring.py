@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from test_packing import builder, make_batch, random_samples
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -13,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model
 from transformers import AutoModelForCausalLM, GraniteConfig
 
+from umbra.trainer.model.micro_batches import PaddedInputs
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
-from umbra.trainer.model.token_scoring import head_obstacle, score_hidden
+from umbra.trainer.model.token_scoring import score_hidden
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
 CHUNK = 7  # tokens; does not divide 53
@@ -127,16 +129,15 @@ def test_a_models_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, kind: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_model_that_changes_its_logits_is_taken_at_its_word(
-    packed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_changes_its_logits_is_taken_at_its_word(packed: bool) -> None:
     samples = random_samples(2, [4], [5, 9], group_size=2)
-    model = granite_model(packed)
+    scorer = _Scorer(granite_model(packed))
 
     (micro_batch,) = builder(packed).build(make_batch(samples))
-    logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+    assert "changes the logits" in scorer.head_obstacle(micro_batch.inputs)
+    scorer.uses_own_logits = True
+    logprobs, _ = scorer(micro_batch.inputs, micro_batch.targets, 1.0, False)
 
-    assert "the model sets logits_scaling" in caplog.text
     plain = granite_model(packed=False)
     expected: list[Tensor] = []
     for prompt, completion in sorted(samples, key=lambda sample: -len(sample[1])):
@@ -146,13 +147,73 @@ def test_a_model_that_changes_its_logits_is_taken_at_its_word(
     torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("option", ["lm_head_multiplier", "logits_soft_cap"])
-def test_what_a_config_does_to_logits_is_no_plain_head(option: str) -> None:
-    model = make_model()
-    assert head_obstacle(model) == ""
-    setattr(model.config, option, 0.5)
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3": ("Qwen3Config", {}, ""),
+    "llama": ("LlamaConfig", {}, ""),
+    "gemma": ("GemmaConfig", {}, ""),
+    "olmo2": ("Olmo2Config", {}, ""),
+    "gpt-neox": ("GPTNeoXConfig", {}, ""),
+    "gemma2, a cap on logits": ("Gemma2Config", {}, "changes the logits"),
+    "granite, logits divided": ("GraniteConfig", {"logits_scaling": 4.0}, "changes the logits"),
+    "cohere, logits multiplied": ("CohereConfig", {}, "changes the logits"),
+    "falcon-h1, logits multiplied": (
+        "FalconH1Config",
+        {"lm_head_multiplier": 0.5, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        "changes the logits",
+    ),
+    "inkling, hidden states divided": ("InklingTextConfig", {}, "changes the decoder's hidden"),
+    "roberta, a layer before the head": (
+        "RobertaConfig",
+        {"is_decoder": True},
+        "changes the decoder's hidden",
+    ),
+}
 
-    assert head_obstacle(model) == f"the model sets {option}"
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_model_does_beside_applying_its_head_is_found(family: str) -> None:
+    name, changes, said = FAMILIES[family]
+    scorer = _Scorer(small_model(name, changes))
+    token_ids = torch.tensor([[5, 9, 33, 70, 12, 20]])
+    inputs = PaddedInputs(token_ids=token_ids, predicting=torch.arange(6))
+    targets = torch.tensor([9, 33, 70, 12, 20, 41])
+
+    with torch.no_grad():
+        obstacle = scorer.head_obstacle(inputs)
+        scorer.uses_own_logits = bool(obstacle)
+        logprobs, _ = scorer(inputs, targets, 1.0, False)
+        logits: Tensor = cast("Any", scorer.model)(input_ids=token_ids, use_cache=False).logits
+
+    assert (said in obstacle) if said else not obstacle
+    expected = logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def small_model(name: str, changes: dict[str, Any]) -> Any:
+    """With logits so small that a cap hardly changes them."""
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    kind: Any = getattr(transformers, name)
+    known = kind().to_dict()
+    torch.default_generator.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    config = kind(**({key: value for key, value in sizes.items() if key in known} | changes))
+    return auto.from_config(config).float().eval()
 
 
 def granite_model(packed: bool) -> Any:
