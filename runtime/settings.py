@@ -143,6 +143,7 @@ Address = Annotated[str, Checked(_check_address)]
 """HOST:PORT, or "" for none."""
 FunctionName = Annotated[str, Checked(check_function_name)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.checkpoint.run_dir import process_age_s
 from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.chosen_settings import with_chosen_settings
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.hub.local_paths import with_local_paths
@@ -49,11 +50,11 @@ def main(console: Console) -> None:
         environment = TorchrunEnvironment.read()
         fatal_errors = FatalErrorReporter(environment.rank, 0.0)
         _configure_logging(environment.rank)
-        config = _read_settings(arguments, environment, fatal_errors)
+        config, chosen = _read_settings(arguments, environment, fatal_errors)
         is_elastic = environment.nodes_may_change
         limit_s = _LOST_JOB_LIMIT_S if is_elastic else _GRACE_S
         fatal_errors = FatalErrorReporter(environment.rank, limit_s)
-        code = _run(config, environment, fatal_errors, console)
+        code = _run(config, chosen, environment, fatal_errors, console)
     except UmbraError as error:
         fatal_errors.report(error)
         code = 1
@@ -64,11 +65,12 @@ def _read_settings(
     arguments: argparse.Namespace,
     environment: TorchrunEnvironment,
     fatal_errors: FatalErrorReporter,
-) -> TrainerConfig:
+) -> tuple[TrainerConfig, str]:
+    """The config, and a line about what was chosen for this machine."""
     try:
         with failure_reported(environment):
             config = load_config(arguments.config, arguments.overrides)
-            config = with_local_paths(config, environment)
+            config, chosen = with_chosen_settings(with_local_paths(config, environment))
             check_setup(config, environment)
     except UmbraError as error:
         fatal_errors.report(error)
@@ -77,7 +79,7 @@ def _read_settings(
             # rank exits. They started together, so they need about as long on a busy machine.
             time.sleep(min(process_age_s(), _MAX_WAIT_FOR_OTHERS_S))
         raise
-    return config
+    return config, chosen
 
 
 def run_program() -> NoReturn:
@@ -99,6 +101,7 @@ def run_program() -> NoReturn:
 
 def _run(
     config: TrainerConfig,
+    chosen: str,
     environment: TorchrunEnvironment,
     fatal_errors: FatalErrorReporter,
     console: Console,
@@ -121,6 +124,8 @@ def _run(
         contextlib.ExitStack() as stack,
     ):
         console.log_losses(session.log_dir / "supervisor.log", name=f"rank {environment.rank}")
+        if chosen:
+            display.note(chosen)
         try:
             starter: ServiceStarter | None = None
             if environment.rank == 0:

@@ -28,6 +28,7 @@ from umbra.runtime.cluster.placement import Node
 from umbra.runtime.errors import DataError, UmbraError
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.process.nvml import gpu_sizes
+from umbra.trainer.chosen_settings import with_chosen_settings
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.hub.local_paths import with_local_paths
@@ -57,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the settings are wrong.
     """
     config = load_config(arguments.config, arguments.overrides)
-    config, hub = _downloaded(config, TorchrunEnvironment.read({}))
+    config, settled = _settled(config, TorchrunEnvironment.read({}))
     gpus = usable_gpus()
     count = num_ranks(config, len(gpus))
     environment = replace(TorchrunEnvironment.read({}), world_size=count, local_world_size=count)
     verdicts: list[Verdict] = []
-    for verdict in _each_cause_once(chain(hub, _alone(config, environment, gpus))):
+    for verdict in _each_cause_once(chain(settled, _alone(config, environment, gpus))):
         _print(verdict)
         verdicts.append(verdict)
     print(
@@ -72,17 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
     return _conclude(verdicts)
 
 
-def _downloaded(
+def _settled(
     config: TrainerConfig, environment: TorchrunEnvironment
 ) -> tuple[TrainerConfig, list[Verdict]]:
-    """The config with local paths, or as it is, with the verdict on what cannot be downloaded.
+    """The config as the run will have it, with the verdicts on what cannot be downloaded and on
+    what is chosen for this machine.
 
-    Raises JobFailed: another node does not finish in time.
+    Raises:
+        JobFailed: another node does not finish in time.
+        ConfigError: as `with_chosen_settings`.
     """
+    verdicts: list[Verdict] = []
     try:
-        return with_local_paths(config, environment), []
+        config = with_local_paths(config, environment)
     except DataError as error:
-        return config, [Verdict(HUB, "FAILED", str(error))]
+        verdicts.append(Verdict(HUB, "FAILED", str(error)))
+    config, chosen = with_chosen_settings(config)
+    if chosen:
+        verdicts.append(Verdict("settings", "ok", chosen))
+    return config, verdicts
 
 
 def _alone(
@@ -102,12 +111,12 @@ def main(argv: Sequence[str]) -> int:
     bind_to_agent()
     try:
         environment = TorchrunEnvironment.read()
-        config, hub = _downloaded(load_config(argv[0], argv[1:]), environment)
+        config, settled = _settled(load_config(argv[0], argv[1:]), environment)
     except UmbraError as error:
         print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as meeting:
-        verdicts = [*hub, *_checks_of_rank(config, environment, meeting)]
+        verdicts = [*settled, *_checks_of_rank(config, environment, meeting)]
         with _ended_after(_NODE_LIMIT_S, "FAILED  the ranks do not meet: see the output of each"):
             _dist.init_process_group("gloo", timeout=timedelta(seconds=_NODE_LIMIT_S))
             verdicts.append(verdict_of("clocks", lambda: check_clocks(environment.world_size)))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
-from umbra.runtime.cluster.memory_plan import EngineNeed, RankNeed
+from umbra.runtime.cluster.memory_plan import EngineNeed, MemoryPlan, RankNeed, plan_memory
+from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.engine_api.engine_names import (
     ENGINE_ASLEEP_NBYTES,
     ENGINE_AWAKE_NBYTES,
     engine_kind,
 )
 from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_settings import (
     AuxiliaryPoolSettings,
     EnginePoolSettings,
@@ -30,6 +34,40 @@ _CONTEXT_NBYTES: Final = 1536 << 20
 # CUDA context, libraries and their workspaces, measured on an H200.
 _COMPILED_SHARE: Final = 0.65
 # Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.
+
+
+def plan_job_memory(
+    config: TrainerConfig,
+    host: str,
+    plan: Plan,
+    gpu_nbytes: Sequence[Sequence[int]],
+    device_type: str,
+) -> tuple[MemoryPlan, Literal["none", "full"]]:
+    """Plans the job's memory, and chooses `train.activation_checkpointing` if it is "auto": "full"
+    if training may not fit otherwise.
+
+    The plan is empty where sizes are not known: engines then choose their KV caches' sizes.
+
+    Args:
+        gpu_nbytes: memory of the GPUs, by node; none on the CPU.
+        host, device_type: see `job_needs`.
+
+    Raises:
+        ConfigError: a phase does not fit a GPU.
+    """
+    setting = config.train.activation_checkpointing
+    options: list[Literal["none", "full"]] = ["none", "full"] if setting == "auto" else [setting]
+    memory, option = MemoryPlan(), options[0]
+    for option in options if any(gpu_nbytes) else ():
+        train = replace(config.train, activation_checkpointing=option)
+        try:
+            needs = job_needs(replace(config, train=train), host, len(plan.ranks), device_type)
+        except (ConfigError, DataError) as error:
+            return MemoryPlan(notes=(f"GPU memory is not planned: {error}",)), option
+        memory = plan_memory(plan, gpu_nbytes, *needs)
+        if memory.activations_fit:
+            break
+    return memory, option
 
 
 def job_needs(

@@ -31,7 +31,7 @@ from umbra.runtime.cluster.environment import (
     socket_root,
 )
 from umbra.runtime.cluster.job_nodes import own_address
-from umbra.runtime.cluster.memory_plan import GIB, plan_memory
+from umbra.runtime.cluster.memory_plan import GIB
 from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.disk import check_free_space, format_nbytes
@@ -49,7 +49,7 @@ from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data, prepare_prompts
 from umbra.trainer.hub.local_paths import hub_settings
-from umbra.trainer.memory_needs import ITEMSIZES, job_needs
+from umbra.trainer.memory_needs import ITEMSIZES, plan_job_memory
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.metrics_logger import check_loggers, logger_names
@@ -382,10 +382,14 @@ class NodeChecks:
         if not any(self._gpu_nbytes):
             raise NotApplicable("no GPU here")
         assert self._plan is not None
-        needs = job_needs(self._config, POOL, len(self._plan.ranks), "cuda")
-        memory = plan_memory(self._plan, self._gpu_nbytes, *needs)
+        memory, checkpointing = plan_job_memory(
+            self._config, POOL, self._plan, self._gpu_nbytes, "cuda"
+        )
         self._plan = replace(self._plan, kv_num_tokens=memory.kv_num_tokens)
-        return "\n".join(["fits", *self._plan.table(memory.columns()), *memory.notes])
+        if not memory.expected_nbytes:
+            raise NotApplicable(*memory.notes)
+        fits = f"fits with train.activation_checkpointing = {checkpointing!r}"
+        return "\n".join([fits, *self._plan.table(memory.columns()), *memory.notes])
 
     def _user_functions(self) -> str:
         check_actor(worker_specs(self._config, 1, self._config.run.dir)[0])

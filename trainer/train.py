@@ -13,13 +13,12 @@ from typing import Final
 import torch
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.runtime.cluster.memory_plan import MemoryPlan, plan_memory
+from umbra.runtime.cluster.memory_plan import MemoryPlan
 from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import (
     ActorError,
     ConfigError,
-    DataError,
     DeadlineExceeded,
     JobFailed,
     TransportError,
@@ -55,7 +54,7 @@ from umbra.trainer.data.kept_prompts import KeptPrompts
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.loop import TrainingLoop
-from umbra.trainer.memory_needs import job_needs
+from umbra.trainer.memory_needs import plan_job_memory
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_policy
@@ -133,6 +132,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             starter = self._starter
             plan, memory, device_type = self._plan_pools()
+            config = self._config
             is_lead = starter is not None
             if is_lead:
                 warnings = [f"warning: {each}" for each in setting_rules.warnings(config)]
@@ -252,17 +252,20 @@ class Trainer:
         return [Node(gpus=usable_gpus(), num_ranks=self._environment.local_world_size)]
 
     def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:
-        """An empty plan where sizes are not known: engines then choose their KV caches' sizes."""
+        """Settles `train.activation_checkpointing`, too."""
+        config = self._config
         gpu_nbytes = [node.gpu_nbytes for node in self._session.nodes]
         gpu_nbytes = gpu_nbytes or [gpu_sizes(plan.nodes[0].gpus)]
-        if not any(gpu_nbytes):
-            return MemoryPlan()
-        try:
-            rank, engines = job_needs(self._config, POOL, len(plan.ranks), device_type)
-        except (ConfigError, DataError) as error:
-            self._display.note(f"GPU memory is not planned: {error}")
-            return MemoryPlan()
-        return plan_memory(plan, gpu_nbytes, rank, engines)
+        memory, chosen = plan_job_memory(config, POOL, plan, gpu_nbytes, device_type)
+        if config.train.activation_checkpointing == "auto":
+            self._config = replace(
+                config, train=replace(config.train, activation_checkpointing=chosen)
+            )
+            if memory.expected_nbytes:
+                self._display.note(
+                    f"chosen by the memory plan: train.activation_checkpointing = {chosen!r}"
+                )
+        return memory
 
     def _send_away(self, offload: HostOffload, gpu_memory: GpuMemorySeen) -> None:
         gpu_memory.look("sync")

@@ -88,6 +88,7 @@ class MemoryPlan:
         kv_num_tokens: size of an engine's KV cache, by pool.
         expected_nbytes: by phase, node and GPU. It has the GPUs of ranks and of the pools whose
             needs are known, and the phases of the job.
+        activations_fit: training is expected to fit with the most that it takes besides.
         notes: sentences for the user.
     """
 
@@ -95,6 +96,7 @@ class MemoryPlan:
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
         default_factory=dict[Phase, Mapping[tuple[int, int], int]]
     )
+    activations_fit: bool = True
     notes: tuple[str, ...] = ()
 
     @property
@@ -143,7 +145,7 @@ def plan_memory(
     notes = [
         f"an engine of pool {pool} has a KV cache of {size} tokens" for pool, size in sizes.items()
     ]
-    has_warned = False
+    activations_fit = True
     for phase in tenants.phases:
         for cell in tenants.cells:
             parts = tenants.parts(phase, cell, sizes)
@@ -155,15 +157,20 @@ def plan_memory(
             if rank and cell in tenants.ranks and (phase == "train" or rank.keeps_cache):
                 parts["activations, at most,"] = rank.activations_nbytes
                 total = sum(parts.values())
-                if total > limit and not has_warned:
-                    has_warned = True
+                if total > limit and activations_fit:
+                    activations_fit = False
                     notes.append(
                         f"{where}, and training may need {_sum(parts)}. If it runs out of memory, "
-                        "lower train.max_tokens_per_micro_batch, or set "
-                        "train.activation_checkpointing = 'full'"
+                        "lower train.max_tokens_per_micro_batch, and let "
+                        "train.activation_checkpointing be 'auto' or 'full'"
                     )
             expected.setdefault(phase, {})[cell] = total
-    return MemoryPlan(kv_num_tokens=sizes, expected_nbytes=expected, notes=tuple(notes))
+    return MemoryPlan(
+        kv_num_tokens=sizes,
+        expected_nbytes=expected,
+        activations_fit=activations_fit,
+        notes=tuple(notes),
+    )
 
 
 def _kv_sizes(

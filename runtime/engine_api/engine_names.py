@@ -126,8 +126,8 @@ def engine_target(engine: str) -> str:
 
 
 def check_engine_name(engine: str) -> None:
-    if engine not in ENGINES and ":" not in engine:
-        names = ", ".join(map(repr, ENGINES))
+    if engine not in (*ENGINES, "auto") and ":" not in engine:
+        names = ", ".join(map(repr, ("auto", *ENGINES)))
         raise ValueError(
             f"there is no engine {engine!r}; use {names} or the 'module:Class' of another"
         )

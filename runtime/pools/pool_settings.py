@@ -63,7 +63,7 @@ def check_staged_updates(mode: str, engine: str, transport: TransportSetting) ->
             f"staged_updates is for mode 'standalone': {mode} engines generate nothing while "
             "weights travel; leave it out, or set mode to 'standalone'"
         )
-    if engine != "vllm":
+    if engine not in ("auto", "vllm"):
         raise SettingError(
             f"staged_updates is for engine 'vllm', and engine {engine!r} reads weights when it is "
             "paused; leave it out, or set engine to 'vllm'"
@@ -82,7 +82,8 @@ class EnginePoolSettings(Settings):
     Attributes:
         engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
             give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
-            makes it fail on purpose, see docs/faults.md), or the "module:Class" of another.
+            makes it fail on purpose, see docs/faults.md), or the "module:Class" of another. "auto"
+            is, on a GPU, the first of "vllm" and "sglang" that is installed, else "embedded".
         count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
             is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
             several pools. `[pool]` may have 0: its engines are then on machines that only generate
@@ -123,7 +124,7 @@ class EnginePoolSettings(Settings):
             Too low, and an overloaded machine loses healthy engines.
     """
 
-    engine: EngineName = "embedded"
+    engine: EngineName = "auto"
     count: PositiveOrAuto = "auto"
     nodes: tuple[Count, ...] = ()
     gpus: tuple[Count, ...] = ()
@@ -144,7 +145,8 @@ class EnginePoolSettings(Settings):
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        check_lora_engine(self.engine, self.lora_adapters)
+        if self.engine != "auto":
+            check_lora_engine(self.engine, self.lora_adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

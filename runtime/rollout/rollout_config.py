@@ -44,7 +44,7 @@ class RolloutSettings(Settings):
         agent: "module:function" of an agent loop. Without one, each completion is one generation.
         agent_concurrency: Agent loops run concurrently per worker process. Lower values leave
             engines idle, as each takes `pool.max_num_seqs` at a time; higher values make it slower
-            to find a loop that crashes its process.
+            to find a loop that crashes its process. Default: `pool.max_num_seqs`.
         agent_timeout_s: Limit for one run of the agent loop, excluding time spent waiting for
             auxiliary pools.
         agent_retries: How often the loop of one completion may raise, block or exceed its limit and
@@ -57,7 +57,7 @@ class RolloutSettings(Settings):
 
     groups_per_step: Positive = 32
     group_size: Positive = 8
-    max_new_tokens: Positive = 256
+    max_new_tokens: Positive = 1024
     temperature: Annotated[float, Bounds(ge=0)] = 1.0
     stop_token_ids: tuple[Count, ...] = ()
     max_staleness: Count = 0
@@ -67,7 +67,7 @@ class RolloutSettings(Settings):
     max_failed_share: Annotated[float, Bounds(ge=0, le=1)] = 0.05
     workers: Positive = 1
     agent: FunctionName | None = None
-    agent_concurrency: Positive = 32
+    agent_concurrency: Positive | None = None
     agent_timeout_s: Seconds = 600.0
     agent_retries: Count = 1
     block_limit_s: Seconds = 30.0

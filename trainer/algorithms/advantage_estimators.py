@@ -25,9 +25,12 @@ _STD_FLOOR: Final = 1e-4
 
 
 def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(r - mean) / (std + 1e-4), std over the G rewards (ddof 0); see `AdvantageEstimator`."""
+    """(r - mean) / (std + 1e-4) with the standard deviation of a sample, which divides by G - 1, as
+    in TRL and verl; see `AdvantageEstimator`."""
     centred = _centred(rewards)
-    return np.asarray(centred / (rewards.astype(np.float64).std() + _STD_FLOOR), np.float32)
+    if centred.any():
+        centred /= rewards.astype(np.float64).std(ddof=1) + _STD_FLOOR
+    return np.asarray(centred, np.float32)
 
 
 def dr_grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:

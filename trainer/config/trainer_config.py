@@ -27,6 +27,7 @@ from umbra.runtime.settings import (
     Checked,
     Count,
     Dtype,
+    DtypeOrAuto,
     FilePath,
     FunctionName,
     PathText,
@@ -116,7 +117,8 @@ class ModelSection(Settings):
             a model on the hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@COMMIT". A directory
             of that name wins.
         dtype: Data type of computation, and of the weights that engines get. bfloat16 takes half
-            the memory of float32 and is less exact.
+            the memory of float32 and is less exact. "auto" is bfloat16 where the trainer runs on a
+            GPU, and float32 on the CPU.
         master_dtype: Data type of parameters and optimizer state. Default: float32, or float64
             where `dtype` is.
         attention: "packed" computes a group's common prompt once and pads nothing. "padded" uses
@@ -127,7 +129,7 @@ class ModelSection(Settings):
     """
 
     path: FilePath
-    dtype: Dtype = "float32"
+    dtype: DtypeOrAuto = "auto"
     master_dtype: Dtype | None = None
     attention: Literal["auto", "packed", "padded"] = "auto"
     fsdp_wrap: Literal["auto", "layer", "root"] = "auto"
@@ -270,9 +272,9 @@ class TrainSection(Settings):
         importance_above_cap: What happens to importance weights above the cap: "truncate" sets them
             to the cap, "mask" leaves their tokens out.
         importance_floor: Tokens with importance weights below it are left out. 0 leaves none out.
-        advantage: "grpo" subtracts the mean reward of a group and divides by its standard
-            deviation; "dr_grpo" does not divide. "module:function" is an `AdvantageEstimator` of
-            your own, found like `loss`.
+        advantage: "grpo" subtracts the mean reward of a group and divides by the standard deviation
+            of the group as a sample, which divides by one less than its size; "dr_grpo" does not
+            divide. "module:function" is an `AdvantageEstimator` of your own, found like `loss`.
         loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
             "sequence" the mean of each sample's mean, "constant" their sum divided by the number
             of samples and `rollout.max_new_tokens`.
@@ -290,6 +292,7 @@ class TrainSection(Settings):
             logits.
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
             pass, which computes the block again: about a third more work for far less memory.
+            "auto" is "full" where the memory plan has no room for all activations, else "none".
         compile: Whether torch.compile compiles decoder blocks and log-probabilities. On a GPU that
             is about twice as fast and takes less memory. The first step takes a minute longer;
             needs a C++ compiler.
@@ -339,7 +342,7 @@ class TrainSection(Settings):
     kl_estimator: Literal["k2", "k3"] = "k3"
     max_logprob_difference: Annotated[float, Bounds(ge=0)] = 0.0
     log_entropy: bool = True
-    activation_checkpointing: Literal["none", "full"] = "none"
+    activation_checkpointing: Literal["auto", "none", "full"] = "auto"
     compile: bool = False
     offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0

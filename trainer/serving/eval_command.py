@@ -20,6 +20,7 @@ from umbra.trainer.auxiliary_pools import generator_spec
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.checkpoint.trainer_state import is_complete
+from umbra.trainer.chosen_settings import with_chosen_settings
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
@@ -49,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     overrides: list[str] = arguments.overrides
     config = load_config(arguments.config, overrides)
-    config = with_local_paths(config, TorchrunEnvironment.read({}))
+    config, chosen = with_chosen_settings(with_local_paths(config, TorchrunEnvironment.read({})))
+    if chosen:
+        print(chosen, file=sys.stderr)
     sets = _held_out_sets(config)
     check_models(read_serve_config(arguments.config, overrides))
     check_stop_tokens(config)

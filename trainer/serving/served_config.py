@@ -19,6 +19,7 @@ from umbra.trainer.auxiliary_pools import (
     path_setting,
 )
 from umbra.trainer.checkpoint.run_dir import RunDir
+from umbra.trainer.chosen_settings import with_chosen_settings
 from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.hub.hub_names import model_name
@@ -42,7 +43,7 @@ def read_serve_config(source: str, overrides: Sequence[str]) -> ServeConfig:
         config = check_config(ServeConfig, values, source, overrides)
     else:
         config = read_config(ServeConfig, path, overrides)
-    return with_local_models(config)
+    return with_chosen_settings(with_local_models(config))[0]
 
 
 def read_one_engine_config(

@@ -70,13 +70,15 @@ class RolloutManager:
         self._sessions = AgentSessions(
             self._dispatcher, self._recorder, settings.stop_token_ids, dispatch.vocab_size
         )
+        concurrency = {"score": self._config.score_concurrency}
+        if settings.agent:
+            concurrency["run_agent"] = (
+                settings.agent_concurrency or dispatch.max_inflight_per_engine
+            )
         self._workers = WorkerPool(
             self._config.worker_names,
             context,
-            concurrency={
-                "score": self._config.score_concurrency,
-                **({"run_agent": settings.agent_concurrency} if settings.agent else {}),
-            },
+            concurrency=concurrency,
             max_deaths=self._config.max_worker_deaths,
             on_failure=self._fail,
         )

@@ -58,7 +58,7 @@ def test_answers_are_the_models_own_though_the_engine_is_killed(engine: str, dev
         folder = Path(name)
         model_dir = save_model(folder / "tiny", **SHAPE)
         expected = greedy_text(model_dir, 20)
-        settings = [f"pool.engine={engine}", f"pool.device={device}"]
+        settings = [f"pool.engine={engine}", f"pool.device={device}", "model.dtype=float32"]
         settings += [f"pool.{arg}" for arg in eager(engine, device)]
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
         long = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "n": 8, "logprobs": 0}
@@ -102,6 +102,7 @@ def test_a_judge_has_its_turns_on_the_policys_device(
                 *eager(engine, device),
             )
         ]
+        settings.append("model.dtype=float32")
         judge = [f"pools.judge.model_path={folder}/judge", "pools.judge.max_wait_s=0.2"]
 
         with serving(folder, folder / "tiny", [*settings, *judge]) as server:

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def feed(best: BestCheckpoint, folder: Path, first: int = 0) -> list[int]:
     """Reports the evaluations from step `first` on; returns those that were the best."""
     return [
-        row["step"]
+        int(row["step"])
         for row in (*ROWS, {"step": 40, "eval/accuracy": 1.0, "eval/reward_mean": 1.0})
         if row["step"] >= first and best.evaluated(folder / f"step-{row['step']:06d}", row)
     ]

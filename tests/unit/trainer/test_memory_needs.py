@@ -13,14 +13,17 @@ from safetensors.torch import (
     load_file,  # pyright: ignore[reportUnknownVariableType]
     save_file,  # pyright: ignore[reportUnknownVariableType]
 )
+from training_models import save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from umbra.runtime.cluster.memory_plan import GIB
+from umbra.runtime.cluster.placement import Node
 from umbra.runtime.errors import DataError
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.memory_needs import engine_needs, layer_nbytes, rank_need
+from umbra.trainer.memory_needs import engine_needs, layer_nbytes, plan_job_memory, rank_need
 from umbra.trainer.model.model_sizes import ModelSizes
+from umbra.trainer.pool_placement import plan_pools
 
 
 def sizes_of(
@@ -122,6 +125,34 @@ def test_a_rank_needs_what_was_measured(
     assert (need.sync_nbytes - context) / GIB == pytest.approx(allocated_gib, rel=0.02)
     peak = need.training_nbytes + need.activations_nbytes - context
     assert peak / GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+def test_activations_are_kept_where_they_fit(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    own = {"engine": "echo", "engine_args": {"vocab_size": 64}}  # its memory is not planned
+
+    def config_with(setting: str) -> TrainerConfig:
+        train = {"activation_checkpointing": setting}
+        return config_of(tmp_path, train=train, pool=own)
+
+    def peak(setting: str) -> int:
+        need = rank_need(config_with(setting), ModelSizes.read(tmp_path), 1)
+        return need.training_nbytes + need.activations_nbytes
+
+    def chosen(setting: str, *gpus: int) -> tuple[str, bool]:
+        config, nodes = config_with(setting), [Node(gpus=("0",), num_ranks=1)]
+        plan = plan_pools(config, "policy", device_type="cuda", nodes=nodes)
+        memory, found = plan_job_memory(config, "policy", plan, [gpus], "cuda")
+        return found, memory.activations_fit
+
+    none, full = peak("none"), peak("full")
+    assert full < none
+    assert chosen("auto", none) == ("none", True)
+    assert chosen("auto", none - 1) == ("full", True)
+    assert chosen("auto", full - 1) == ("full", False)
+    assert chosen("none", none - 1) == ("none", False)
+    assert chosen("full", none) == ("full", True)
+    assert chosen("auto") == ("none", True), "there is no GPU whose memory is known"
 
 
 @pytest.mark.parametrize(("offload", "kept"), [("none", 3.0), ("optimizer", 1.0), ("all", 0.0)])

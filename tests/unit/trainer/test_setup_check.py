@@ -12,6 +12,7 @@ from weight_file import write_weight_file
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.trainer.chosen_settings import choose_settings
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.setup_check import check_models, check_setup
@@ -39,6 +40,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "model": {"path": "model"},
         "data": {"train": "train.jsonl"},
         "reward": {"function": "rewards:score"},
+        "rollout": {"max_new_tokens": 256},
         "pools": {"judge": {"model_path": "model"}},
         "train": {"steps": 1},
     }
@@ -48,11 +50,12 @@ def config_of(values: dict[str, Any], section: str = "", **settings: object) -> 
     name, _, pool = section.partition(".")
     if pool:
         settings = {pool: {"model_path": "model", **settings}}
-    return check_config(
+    config = check_config(
         TrainerConfig,
         values | ({name: values.get(name, {}) | settings} if section else {}),
         "config",
     )
+    return choose_settings(config, has_gpu=False, installed=())[0]
 
 
 def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnvironment:

@@ -55,7 +55,7 @@ def test_a_minimal_config_gets_defaults(config_file: Path) -> None:
 
     assert config.train.steps == 10
     assert config.train.betas == (0.9, 0.95)
-    assert config.pool.engine == "embedded"
+    assert config.pool.engine == "auto"
     assert config.model.path == Path("models/tiny")
     assert config.master_dtype == "float32"
 
@@ -420,7 +420,11 @@ def test_auxiliary_pools_have_names_of_their_own(config_file: Path) -> None:
             ["pools.j: max_wait_s is for mode 'colocated'", "leave it out, or set mode to"],
         ),
         (
-            ["pools.judge.model_path=m", "pools.judge.lora_adapters.a=x"],
+            [
+                "pools.judge.model_path=m",
+                "pools.judge.engine=embedded",
+                "pools.judge.lora_adapters.a=x",
+            ],
             ["pools.judge: lora_adapters: engine 'embedded' has no", "use engine 'vllm'"],
         ),
         (

@@ -1,0 +1,95 @@
+"""The settings that are chosen for the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import SettingError
+from umbra.trainer.chosen_settings import choose_settings, with_chosen_settings
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+
+VALUES: dict[str, Any] = {
+    "model": {"path": "models/tiny"},
+    "data": {"train": "train.jsonl"},
+    "reward": {"function": "rewards:score"},
+    "pools": {"judge": {"model_path": "models/judge"}},
+    "train": {"steps": 10},
+}
+BOTH = ("vllm", "sglang")
+
+
+def config_of(overrides: str = "") -> TrainerConfig:
+    return check_config(TrainerConfig, VALUES, "config", overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_gpu", "installed", "dtype", "engine", "judge"),
+    [
+        ("", True, BOTH, "bfloat16", "vllm", "vllm"),
+        ("", True, BOTH[1:], "bfloat16", "sglang", "sglang"),
+        ("", True, (), "bfloat16", "embedded", "embedded"),
+        ("", False, BOTH, "float32", "embedded", "embedded"),
+        ("train.device=cpu", True, BOTH, "float32", "embedded", "embedded"),
+        ("pools.judge.device=cpu", True, BOTH, "bfloat16", "vllm", "embedded"),
+        ("model.dtype=float32 pool.engine=echo", True, BOTH, "float32", "echo", "vllm"),
+        ("model.dtype=float64", True, BOTH, "float64", "embedded", "embedded"),
+        (
+            "model.dtype=float64 pools.judge.dtype=bfloat16",
+            True,
+            BOTH,
+            "float64",
+            "embedded",
+            "vllm",
+        ),
+    ],
+)
+def test_data_type_and_engines_are_chosen_for_the_machine(
+    overrides: str, has_gpu: bool, installed: tuple[str, ...], dtype: str, engine: str, judge: str
+) -> None:
+    config, _ = choose_settings(config_of(overrides), has_gpu=has_gpu, installed=installed)
+
+    assert config.model.dtype == dtype
+    assert config.pool.engine == engine
+    assert config.pools["judge"].engine == judge
+
+
+def test_only_what_was_chosen_is_named() -> None:
+    _, line = choose_settings(config_of("pool.engine=vllm"), has_gpu=True, installed=BOTH)
+    _, nothing = choose_settings(
+        config_of("pool.engine=vllm model.dtype=float32 pools.judge.engine=vllm"),
+        has_gpu=True,
+        installed=BOTH,
+    )
+
+    assert line == "chosen for a GPU: model.dtype = 'bfloat16', pools.judge.engine = 'vllm'"
+    assert nothing == ""
+
+
+def test_an_engine_that_does_not_fit_its_pool_is_refused_when_it_is_chosen() -> None:
+    config = config_of("pool.mode=standalone pool.staged_updates=true")
+
+    chosen, _ = choose_settings(config, has_gpu=True, installed=BOTH)
+
+    assert chosen.pool.engine == "vllm"
+    with pytest.raises(SettingError, match=r"staged_updates is for engine 'vllm', and .*embedded"):
+        choose_settings(config, has_gpu=False, installed=BOTH)
+
+
+def test_what_a_config_serves_is_chosen_without_a_trainer() -> None:
+    config = check_config(ServeConfig, {"model": {"path": "models/tiny"}}, "config")
+
+    chosen, _ = choose_settings(config, has_gpu=True, installed=BOTH)
+
+    assert (chosen.model.dtype, chosen.pool.engine) == ("bfloat16", "vllm")
+
+
+def test_a_machine_without_a_gpu_has_none_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    config, line = with_chosen_settings(config_of())
+
+    assert config.model.dtype == "float32"
+    assert line.startswith("chosen for the CPU: ")

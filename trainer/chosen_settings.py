@@ -1,0 +1,88 @@
+"""Chooses the settings that a config leaves to the machine: data type and engines.
+
+    model.dtype = "auto"    bfloat16 where the trainer runs on a GPU, float32 on the CPU
+    pool.engine = "auto"    vLLM, else SGLang, where it runs on a GPU and the library is installed,
+                            else the embedded engine
+
+Everything after it reads concrete values. `train.activation_checkpointing` is chosen later, by the
+memory plan. Loads no torch: a start would wait a second for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from umbra.runtime.cluster.environment import visible_gpus
+from umbra.runtime.pools.pool_settings import EnginePoolSettings
+from umbra.runtime.process.nvml import count_gpus
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.pool_placement import engine_device
+
+_LIBRARIES: Final = ("vllm", "sglang")
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
+_Pool = TypeVar("_Pool", bound=EnginePoolSettings)
+
+
+def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
+    """The config with values in place of "auto", and a line that names them; "" if there are none.
+
+    Raises:
+        SettingError: the engine that was chosen does not fit other settings of its pool.
+        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the machine does not have.
+    """
+    installed = [name for name in _LIBRARIES if importlib.util.find_spec(name)]
+    return choose_settings(config, has_gpu=_has_usable_gpu(), installed=installed)
+
+
+def choose_settings(
+    config: _Config, *, has_gpu: bool, installed: Sequence[str]
+) -> tuple[_Config, str]:
+    """See `with_chosen_settings`.
+
+    Args:
+        installed: libraries of engines, the best first.
+    """
+    if config.train is not None and config.train.device == "cpu":
+        has_gpu = False
+    device, chosen = "cuda" if has_gpu else "cpu", dict[str, str]()
+    model = config.model
+    if model.dtype == "auto":
+        model = replace(model, dtype="bfloat16" if has_gpu else "float32")
+        chosen["model.dtype"] = model.dtype
+
+    def settled(section: str, pool: _Pool, dtype: str) -> _Pool:
+        if pool.engine != "auto":
+            return pool
+        # Neither library computes in float64.
+        may_be_library = engine_device(pool, device) == "cuda" and dtype != "float64"
+        engine = installed[0] if may_be_library and installed else "embedded"
+        chosen[f"{section}.engine"] = engine
+        return replace(pool, engine=engine)
+
+    changed: dict[str, Any] = {
+        "model": model,
+        "pool": settled("pool", config.pool, model.dtype),
+        "pools": {
+            name: settled(f"pools.{name}", pool, pool.dtype or model.dtype)
+            for name, pool in config.pools.items()
+        },
+    }
+    listed = ", ".join(f"{name} = {value!r}" for name, value in chosen.items())
+    where = "a GPU" if has_gpu else "the CPU"
+    return replace(config, **changed), f"chosen for {where}: {listed}" if listed else ""
+
+
+def _has_usable_gpu() -> bool:
+    """Whether there is a GPU, and torch is built for CUDA."""
+    if not visible_gpus(count_gpus()):
+        return False
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    built = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b.*= *['\"]", built, re.MULTILINE) is not None
