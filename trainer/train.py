@@ -121,7 +121,7 @@ class Trainer:
         self._fatal_errors = fatal_errors
         self._starter = starter
         self._run_dir = RunDir(config.run.dir)
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
 
     def run(self) -> None:
         """Trains as configured. Raises UmbraError on every rank if that is not possible."""
@@ -397,7 +397,7 @@ class Trainer:
     def _logprob_check(self, versions: VersionCounter) -> LogprobCheck:
         model = self._config.model
         return LogprobCheck(
-            model.dtype,
+            model.compute_dtype,
             self._config.train.max_logprob_difference,
             versions,
             partial(_decode_token, self._config.run.dir),

@@ -72,7 +72,7 @@ def export_checkpoint(
         DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
             cannot be written.
     """
-    dtype: torch.dtype = getattr(torch, section.dtype)
+    dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
     if prepared.weights is None:
         model = prepared.model

@@ -135,6 +135,12 @@ class ModelSection(Settings):
     fsdp_wrap: Literal["auto", "layer", "root"] = "auto"
     trust_remote_code: bool = False
 
+    @property
+    def compute_dtype(self) -> Dtype:
+        """`dtype`, once "auto" is replaced for this machine."""
+        assert self.dtype != "auto"
+        return self.dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(Settings):

@@ -49,7 +49,7 @@ def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
         prepared.model,
         mesh,
         is_packed=prepared.is_packed,
-        compute_dtype=getattr(torch, config.model.dtype),
+        compute_dtype=getattr(torch, config.model.compute_dtype),
         wrap=config.model.fsdp_wrap,
         temperature=config.rollout.temperature,
         recomputes=config.train.activation_checkpointing == "full",

@@ -220,7 +220,7 @@ def test_an_export_may_be_in_another_dtype(ran: Ran) -> None:
 def run_dir(ran: Ran, tmp_path: Path) -> Path:
     """The run directory of what two ranks saved."""
     shutil.copytree(ran.folder / "saved", tmp_path / "run" / "checkpoints")
-    model = ModelSection(path=Path("qwen3"))
+    model = ModelSection(path=Path("qwen3"), dtype="float32")
     recorded = {"folder": str(ran.folder), "settings": {"model": to_wire(model)}}
     (tmp_path / "run" / "settings.json").write_text(json.dumps(recorded))
     return tmp_path / "run"
@@ -271,7 +271,9 @@ def test_a_model_that_transformers_converts_is_exported_in_its_stored_form(tmp_p
     trained = auto.from_config(Qwen3MoeConfig(**SMALL_EXPERTS)).eval()
     save_parameters(trained, tmp_path / "saved")
 
-    export_checkpoint(ModelSection(path=tmp_path / "start"), tmp_path / "saved", tmp_path / "out")
+    export_checkpoint(
+        ModelSection(path=tmp_path / "start", dtype="float32"), tmp_path / "saved", tmp_path / "out"
+    )
 
     assert torch.equal(logits(str(tmp_path / "out")), logits_of(trained))
     assert stored_names(tmp_path / "out") == stored_names(tmp_path / "start")
@@ -279,7 +281,7 @@ def test_a_model_that_transformers_converts_is_exported_in_its_stored_form(tmp_p
 
 def test_only_a_complete_checkpoint_of_the_same_model_is_exported(ran: Ran, tmp_path: Path) -> None:
     checkpoint = ran.folder / "saved" / "step-000002"
-    section = ModelSection(path=ran.folder / "llama")
+    section = ModelSection(path=ran.folder / "llama", dtype="float32")
 
     with pytest.raises(ConfigError, match="of another model"):
         export_checkpoint(section, checkpoint, tmp_path / "out")

@@ -47,6 +47,8 @@ def config(tmp_path: Path, umbra_tiny_model_dir: Path, monkeypatch: pytest.Monke
         train = "train.jsonl"
         [reward]
         function = "rewards:score"
+        [rollout]
+        max_new_tokens = 16
         [pool]
         engine = "echo"
         engine_args = {{vocab_size = 42}}
