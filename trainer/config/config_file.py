@@ -134,9 +134,10 @@ def _unknown_hint(location: tuple[int | str, ...], given: Any) -> str:
     # An auxiliary pool has settings of its own, whatever other sections and trainers call theirs.
     elsewhere = _settings() if len(location) <= 2 else {}
     found = elsewhere.get(key, [])
+    names = [str(part) for part in location]
+    if elsewhere and (hint := other_trainers_hint(names, given, is_known=bool(found))):
+        return f"; {hint}{allowed}"
     if len(found) != 1:
-        if elsewhere and (hint := other_trainers_hint(key, given)):
-            return f"; {hint}{allowed}"
         close = difflib.get_close_matches(key, known, n=1)
         similar = difflib.get_close_matches(key, list(elsewhere), n=1, cutoff=_SURE_RATIO)
         found = close or found or [name for near in similar for name in elsewhere[near]]
