@@ -52,6 +52,7 @@ from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.tcp_endpoint import endpoint_at, split_endpoint
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
@@ -115,7 +116,7 @@ def find_job(join: str, given_secret: Path | None, within_s: float) -> FoundJob:
 
 
 def _at_address(join: str, given_secret: Path | None) -> FoundJob:
-    host, _, port = join.removeprefix("tcp://").rpartition(":")
+    host, port = split_endpoint(join)
     if not host or not port.isdecimal():
         raise ConfigError(f"--join {join}: give a job's run.dir, or HOST:PORT")
     if given_secret is None:
@@ -125,7 +126,7 @@ def _at_address(join: str, given_secret: Path | None) -> FoundJob:
         )
     return FoundJob(
         name=join,
-        host=host.strip("[]"),
+        host=host,
         port=int(port),
         secret_file=given_secret,
         log_dir=Path("logs"),
@@ -141,10 +142,10 @@ def _in_run_dir(run_dir: Path, given_secret: Path | None) -> FoundJob | None:
             f"the job in {run_dir} listens on no address: start it with UMBRA_HOST_ADDRESS set to "
             "the address of its host that this machine reaches"
         )
-    host, _, port = address.tcp_endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = split_endpoint(address.tcp_endpoint)
     return FoundJob(
         name=str(run_dir),
-        host=host.strip("[]"),
+        host=host,
         port=int(port),
         secret_file=given_secret or Path(address.secret_file),
         log_dir=run_dir / "logs",
@@ -238,9 +239,8 @@ async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> 
             task.cancel()
 
     handle_signals(STOP_SIGNALS, leave)
-    lead = JobNode(
-        node_id=f"{job.host}:{job.port}", num_ranks=0, tcp_endpoint=f"tcp://{job.host}:{job.port}"
-    )
+    endpoint = endpoint_at(job.host, job.port)
+    lead = JobNode(node_id=endpoint.removeprefix("tcp://"), num_ranks=0, tcp_endpoint=endpoint)
     ref = supervisor_ref(me.node_id, Path(settings.socket_dir))
     try:
         async with Client(me.node_id) as client:

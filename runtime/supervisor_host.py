@@ -40,6 +40,7 @@ from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys
 from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.tcp_endpoint import endpoint_at
 from umbra.runtime.supervisor import Supervisor
 from umbra.runtime.tracing.trace_writer import recording
 
@@ -154,7 +155,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
                 keys.secure_server(socket)
                 try:
-                    tcp_endpoint = server.bind(socket, f"tcp://{config.tcp_host}:*")
+                    tcp_endpoint = server.bind(socket, endpoint_at(config.tcp_host, "*"))
                 except zmq.ZMQError as error:
                     raise ConfigError(
                         f"cannot listen on tcp_host {config.tcp_host!r}: {error.strerror}; "

@@ -101,6 +101,11 @@ def _check_spanning(
             "between the nodes, or lower the tensor-parallel size"
         )
     for address in addresses:
+        if ":" in address:
+            raise ConfigError(
+                f"{what}, whose connections are IPv4, and {address} is an IPv6 address: set "
+                "UMBRA_HOST_ADDRESS on every node to its IPv4 address in a private network"
+            )
         if _is_public(address):
             raise ConfigError(
                 f"{what}, whose connections check no key, and {address} is an address of the "

@@ -41,6 +41,7 @@ from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.tcp_endpoint import endpoint_at, split_endpoint
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter, probe_import
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
@@ -174,7 +175,7 @@ def nodes_met(environment: TorchrunEnvironment, run_dir: Path) -> Generator[tupl
             num_ranks=environment.local_world_size,
             gpus=gpus,
             gpu_nbytes=tuple(gpu_sizes(gpus)),
-            tcp_endpoint=f"tcp://{address}:{server.getsockname()[1]}",
+            tcp_endpoint=endpoint_at(address, server.getsockname()[1]),
             key_digest=key_digest(keys),
         )
         yield meet_nodes(environment, me, run_dir, MEETING_LIMIT_S)
@@ -203,7 +204,7 @@ def check_connections(nodes: Sequence[JobNode]) -> str:
         ConfigError: one cannot be reached.
     """
     for idx, node in enumerate(nodes):
-        host, _, port = node.tcp_endpoint.removeprefix("tcp://").rpartition(":")
+        host, port = split_endpoint(node.tcp_endpoint)
         try:
             socket.create_connection((host, int(port)), _CONNECT_LIMIT_S).close()
         except OSError as error:

@@ -42,6 +42,7 @@ from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.pending_calls import describing_calls
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.tcp_endpoint import endpoint_at
 from umbra.runtime.settings import from_wire
 from umbra.runtime.tracing.trace_writer import recording
 
@@ -142,7 +143,7 @@ class _Host:
         stack.callback(self._keys.admit_only_job(context).stop)
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._keys.secure_server(socket)
-        return server.bind(socket, f"tcp://{self._config['tcp_host']}:*")
+        return server.bind(socket, endpoint_at(self._config["tcp_host"], "*"))
 
     async def _run(
         self, server: ActorServer, ticker: LoopTicker, target: object, supervisor: Handle

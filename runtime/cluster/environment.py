@@ -198,7 +198,7 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str:
 
 def host_address(environ: Mapping[str, str] = os.environ) -> str:
     """The address that the user chose for this host, or ""."""
-    return environ.get("UMBRA_HOST_ADDRESS", "")
+    return environ.get("UMBRA_HOST_ADDRESS", "").removeprefix("[").removesuffix("]")
 
 
 def socket_root(environ: Mapping[str, str] = os.environ) -> Path:

@@ -32,6 +32,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment, host_address,
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.tcp_endpoint import split_endpoint
 from umbra.runtime.settings import from_wire, to_wire
 
 _SHARED_FILE: Final = "shared-file"
@@ -84,7 +85,7 @@ class JobNode:
     @property
     def address(self) -> str:
         """The node's address for other nodes, or ""."""
-        return self.tcp_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        return split_endpoint(self.tcp_endpoint)[0]
 
     @property
     def supervisor(self) -> ActorRef:

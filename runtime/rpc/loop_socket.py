@@ -18,6 +18,7 @@ from typing import Final
 import zmq
 
 from umbra.runtime.rpc.dropped_messages import DroppedMessages
+from umbra.runtime.rpc.tcp_endpoint import is_ipv6
 from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Frame
 
 # Messages handled before the loop runs other work: more starves timers, fewer costs wake-ups.
@@ -78,13 +79,15 @@ class LoopSocket:
         """The ZMQ socket, for bind, connect and options."""
         return self._socket
 
-    def notice_lost_hosts(self, endpoint: str) -> None:
-        """Called before the socket is bound or connected.
+    def prepare_for(self, endpoint: str) -> None:
+        """Called before the socket is bound or connected. Notices lost hosts.
 
         Only a tcp connection is probed: its other host may be gone without a word. The kernel
         closes a local one when the process at its other end ends, and no earlier; one that is
         stopped by a signal is not lost, and answers once it continues.
         """
+        if is_ipv6(endpoint):  # without need it would be an error where the kernel has no IPv6
+            self._socket.ipv6 = True
         if endpoint.startswith("tcp://"):
             self._socket.heartbeat_ivl = int(_PROBE_INTERVAL_S * 1000)
             self._socket.heartbeat_timeout = int(SILENCE_LIMIT_S * 1000)

@@ -104,7 +104,7 @@ class Connection:
         monitor = socket.get_monitor_socket(_MONITORED)
         self._monitor = LoopSocket(monitor, self._on_monitor_event, sender="the socket's monitor")
         self._socket = LoopSocket(socket, self._on_message, sender=str(ref))
-        self._socket.notice_lost_hosts(endpoint)
+        self._socket.prepare_for(endpoint)
         self.outbox = Outbox(self._socket.send, Encoder())
         socket.connect(endpoint)
         self.outbox.put((HELLO,))

@@ -159,7 +159,7 @@ class ActorServer:
             sender="a caller",
             delivers=False,
         )
-        loop_socket.notice_lost_hosts(endpoint)
+        loop_socket.prepare_for(endpoint)
         self._sockets.append(loop_socket)
         socket.bind(endpoint)
         bound = socket.last_endpoint

@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,17 @@ from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this host has no IPv6")
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +80,14 @@ def keys() -> CurveKeys:
     return CurveKeys.load(Path(os.environ["UMBRA_SECRET_FILE"]))
 
 
-def call_from_node_a(keys: CurveKeys | None, ref: ActorRef, timeout_s: float = 5.0) -> object:
-    async def call() -> object:
+def call_from_node_a(
+    keys: CurveKeys | None, ref: ActorRef, timeout_s: float = 5.0, call: Sequence[str] = ("who",)
+) -> object:
+    async def make() -> object:
         async with Client("a", keys) as client:
-            return await client.handle(ref).call("who", timeout_s=timeout_s)
+            return await client.handle(ref).call(*call, timeout_s=timeout_s)
 
-    return asyncio.run(call())
+    return asyncio.run(make())
 
 
 def knock(endpoint: str, configure: CurveKeys | None, server: CurveKeys) -> bool:
@@ -223,6 +236,28 @@ def test_tcp_is_bound_to_the_chosen_address_only() -> None:
             pass
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=10.0)
+
+
+@needs_ipv6
+def test_an_actor_of_a_node_with_an_ipv6_address_is_called_under_the_jobs_keys() -> None:
+    own = CurveKeys.generate()
+    with (
+        short_folder() as folder,
+        ActorProcess(Path(folder), keys=own, tcp_host="::1") as actor,
+    ):
+        assert actor.ref.tcp_endpoint.startswith("tcp://[::1]:")
+        assert call_from_node_a(own, actor.ref, call=("echo", "here")) == "here"
+        with pytest.raises(ConnectionLost):
+            call_from_node_a(CurveKeys.generate(), actor.ref)
+
+
+@needs_ipv6
+def test_a_job_whose_host_has_an_ipv6_address_meets_its_nodes(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory(tcp_host="::1")
+
+    assert [node.address for node in session.nodes] == ["::1"]
 
 
 # -- secrets -------------------------------------------------------------------------------

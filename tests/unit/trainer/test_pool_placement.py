@@ -314,6 +314,15 @@ def test_engines_are_on_several_nodes_only_if_they_can_and_may(
         two_nodes(config)
 
 
+def test_an_engine_on_several_nodes_is_refused_where_a_node_has_an_ipv6_address(
+    model_dir: Path,
+) -> None:
+    config = config_of(model_dir, pool=ON_TWO_NODES)
+
+    with pytest.raises(ConfigError, match="connections are IPv4, and fd00::1 is an IPv6 address"):
+        two_nodes(config, "fd00::1")
+
+
 @pytest.mark.parametrize(("address", "is_refused"), [("8.8.8.8", True), ("10.1.2.3", False)])
 def test_engines_on_several_nodes_need_a_private_network(
     model_dir: Path, address: str, is_refused: bool

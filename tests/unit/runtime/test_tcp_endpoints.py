@@ -1,0 +1,27 @@
+"""Addresses of both versions of IP in the text of an endpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from umbra.runtime.cluster.environment import host_address
+from umbra.runtime.rpc.tcp_endpoint import endpoint_at, is_ipv6, split_endpoint
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint"),
+    [("10.0.0.1", "tcp://10.0.0.1:7000"), ("fd00::1", "tcp://[fd00::1]:7000")],
+)
+def test_an_endpoint_has_its_address_back(host: str, endpoint: str) -> None:
+    assert endpoint_at(host, 7000) == endpoint
+    assert split_endpoint(endpoint) == (host, "7000")
+    assert split_endpoint(endpoint.removeprefix("tcp://")) == (host, "7000")
+    assert is_ipv6(endpoint) == (":" in host)
+
+
+def test_no_endpoint_has_no_address() -> None:
+    assert split_endpoint("") == ("", "")
+
+
+def test_the_address_of_a_host_may_be_in_brackets() -> None:
+    assert host_address({"UMBRA_HOST_ADDRESS": "[fd00::1]"}) == "fd00::1"
