@@ -179,6 +179,24 @@ def to_wire(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def chosen_settings(sections: Any, prefix: str = "") -> dict[str, Any]:
+    """The settings that differ from their defaults, as plain values by `section.key`."""
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(sections):
+        key, value = f"{prefix}{field.name}", getattr(sections, field.name)
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        parts = {key: value}
+        if isinstance(value, Mapping):
+            parts = {f"{key}.{name}": v for name, v in cast("Mapping[str, Any]", value).items()}
+        if parts and all(map(dataclasses.is_dataclass, parts.values())):
+            for name, part in parts.items():
+                chosen |= chosen_settings(part, f"{name}.")
+        elif value != default:
+            chosen[key] = to_wire(value)
+    return chosen
+
+
 def from_wire(kind: type[T], data: Mapping[str, Any]) -> T:
     """The dataclass that `to_wire` made `data` of.
 

@@ -42,6 +42,15 @@ def recorded_setting(run_dir: Path, section: str, name: str) -> Any:
         return None
 
 
+def recorded_choices(run_dir: Path) -> Mapping[str, Any]:
+    """The settings of the last start that differ from their defaults, by `section.key`."""
+    try:
+        chosen: Mapping[str, Any] = json.loads((run_dir / "settings.json").read_bytes())["chosen"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return chosen
+
+
 def total_steps(run_dir: Path) -> int:
     """`train.steps` of the last start; 0 if it is not known."""
     return recorded_setting(run_dir, "train", "steps") or 0

@@ -16,6 +16,7 @@ from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.runtime.rollout.ledger.ledger_events import Event
 from umbra.runtime.rollout.ledger.ledger_history import History
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
@@ -111,7 +112,7 @@ def decode_content(
 
 def text_of(sample: Mapping[str, Any]) -> str:
     """One sample of `read_texts`, escaped for a terminal."""
-    state = [sample["state"]]
+    state = [SampleState(sample["state"]).words]
     if sample["step"] is not None:
         state.append(f"step {sample['step']}")
     state += [text for text in (sample["finish_reason"], sample["drop_reason"]) if text]

@@ -41,8 +41,8 @@ _SERVE: Final = (
     "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
 )
 _PLOT: Final = (
-    "Draws a training run's metrics over its steps: reward, KL, the parts of a step's time, and "
-    "the ranks' memory by phase. The run may be in progress."
+    "Draws a training run's metrics over its steps: reward, entropy, the parts of a step's time, "
+    "the ranks' memory by phase, and others. The run may be in progress."
 )
 _TRACE: Final = (
     "Writes what ranks, supervisors, engines, rollout manager and workers did in some steps of a "

@@ -20,8 +20,9 @@ from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.dash.json_lines import JsonLines
 from umbra.runtime.dash.sample_index import Order, SampleIndex
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.metric_panels import PANELS
 from umbra.runtime.settings import to_wire
-from umbra.runtime.step_metrics import recorded_setting, total_steps
+from umbra.runtime.step_metrics import recorded_choices, recorded_setting, total_steps
 
 T = TypeVar("T")
 
@@ -57,9 +58,9 @@ class RunView:
                 await _in_thread(self._samples.open)
 
     async def state(self) -> str:
-        """JSON: the run's name, number of steps and end, and what the job is doing now: null if no
-        supervisor is found here, because the run has ended or is elsewhere. Raises ConfigError if
-        the run directory is gone."""
+        """JSON: the run's name, settings, number of steps and end, the panels of its metrics, and
+        what the job is doing now: null if no supervisor is found here, because the run has ended or
+        is elsewhere. Raises ConfigError if the run directory is gone."""
         facts = await _in_thread(lambda: _facts(self._run_dir))
         async with self._job_lock:
             now = time.monotonic()
@@ -137,13 +138,15 @@ async def _ask_job(run_dir: Path) -> dict[str, Any]:
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:
-    """What the files of settings and of the summary say. Raises ConfigError."""
+    """What the files have of settings and of the end, and the panels. Raises ConfigError."""
     if not run_dir.is_dir():
         raise ConfigError(f"the run directory {run_dir} is gone")
     return {
         "name": recorded_setting(run_dir, "run", "name") or run_dir.absolute().name,
         "steps": total_steps(run_dir) or None,
         "summary": _read_json(run_dir / "summary.json"),
+        "settings": recorded_choices(run_dir),
+        "panels": to_wire(PANELS),
     }
 
 

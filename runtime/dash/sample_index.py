@@ -204,7 +204,7 @@ def _facts(sample: SampleAccount) -> dict[str, Any]:
     return {
         "sample_id": sample.sample_id,
         "prompt_id": sample.group.prompt_id,
-        "state": str(sample.state),
+        "state": sample.state.words,
         "step": None if sample.step is None else sample.step + 1,
         "reward": sample.reward,
         "num_tokens": sample.num_tokens,

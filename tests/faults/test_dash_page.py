@@ -108,9 +108,13 @@ def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
         expect(page.locator("#waiting li", has_text="umbra dump")).to_have_count(1)
         os.kill(worker, signal.SIGCONT)
         expect(stopped).to_have_count(0)
-        kl = "charts.find((chart) => chart?.key.startsWith('KL ')).plot.scales.y"
-        assert page.evaluate(f"{kl}.min") == 0
-        assert page.evaluate(f"{kl}.max") >= 1e-3
+        titles = page.locator("#charts figcaption").all_inner_texts()
+        assert titles[:2] == ["Reward", "Truncated share"]
+        assert "KL" not in titles, "there is no reference model"
+        share = "charts.find((chart) => chart?.key.startsWith('Truncated share ')).plot.scales.y"
+        assert page.evaluate(f"{share}.min") == 0
+        assert page.evaluate(f"{share}.max") >= 0.1
+        expect(page.locator("#settings")).to_contain_text("train.steps = 100000")
 
         seen = step_of(page)
         os.kill(run.pid_of("policy-0"), signal.SIGKILL)

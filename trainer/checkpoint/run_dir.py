@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.settings import from_wire, to_wire
+from umbra.runtime.settings import chosen_settings, from_wire, to_wire
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.run_files import (
@@ -163,10 +163,15 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
 
 
 def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
-    """Writes settings.json: the settings as they were read, the folder that relative paths are
-    taken from, and what a resumed run must share (`run_identity`). `umbra samples` finds the
-    tokenizer by the settings. Called by rank 0."""
-    content = {"folder": str(Path.cwd()), "settings": to_wire(config), "identity": identity}
+    """Writes settings.json: the settings as they were read, those that differ from their defaults,
+    the folder that relative paths are taken from, and what a resumed run must share
+    (`run_identity`). `umbra samples` finds the tokenizer by the settings. Called by rank 0."""
+    content = {
+        "folder": str(Path.cwd()),
+        "chosen": chosen_settings(config),
+        "settings": to_wire(config),
+        "identity": identity,
+    }
     write_json(config.run.dir / "settings.json", content)
 
 

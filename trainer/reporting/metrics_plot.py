@@ -1,6 +1,6 @@
 """Plots a run's metrics: at its end, and with `umbra plot` at any time.
 
-panels(rows)   selects the data: reward, KL, time and memory of the steps, as far as measured
+panels(rows)   selects the data: the panels of `umbra.runtime.metric_panels`, as far as measured
 draw(...)      draws it with matplotlib, which is imported here
 """
 
@@ -15,33 +15,15 @@ from typing import Any, Final
 
 from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
+from umbra.runtime.metric_panels import PANELS, REST
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.reporting.metrics_log import merge_steps, read_metrics
 
 Rows = Sequence[Mapping[str, float]]
-_PANELS: Final[Mapping[str, Mapping[str, str]]] = {
-    "reward": {"rollout/reward_mean": "training reward", "eval/accuracy": "held-out accuracy"},
-    "KL": {
-        "train/behaviour_kl": "from the policy that sampled",
-        "train/reference_kl": "from the starting model",
-    },
-    "seconds per step": {
-        "time/rollout_s": "wait for rollouts",
-        "time/sync_s": "weight sync",
-        "time/sleep_s": "putting engines to sleep",
-        "time/train_s": "training",
-    },
-    "GiB of the largest rank": {
-        "memory/sync_peak_gib": "in weight sync",
-        "memory/generation_peak_gib": "in generation",
-        "memory/train_peak_gib": "in training",
-    },
-}
-_TIME: Final = "seconds per step"
-_LOWEST_TOPS: Final = {"KL": 1e-3, "GiB of the largest rank": 0.1}
-"""Panels whose axis begins at 0, and the least that it ends at. A lower value for KL shows the
-rounding errors of float32 as if they were a trend; a higher one hides those of bfloat16."""
-_OTHER: Final = "other"
+_HEIGHT: Final = 2.0
+"""Of a panel, in inches. Lower ones have no room for their titles; higher ones make a plot long."""
+_FEW: Final = 40
+"""Points of a series that are drawn as such: a single one has no line. More would hide the line."""
 _FORMATS: Final = (".svg", ".png", ".pdf")
 
 
@@ -104,19 +86,21 @@ def panels(rows: Rows) -> list[Panel]:
     """The measured metrics, in the order of the page."""
     found: list[Panel] = []
     rows = merge_steps(rows)
-    for title, names in _PANELS.items():
-        if title == _TIME:
-            series = _times(rows, names)
+    for wanted in PANELS:
+        if wanted.only_with and not any(row.get(wanted.only_with) for row in rows):
+            continue
+        if wanted.is_step_time:
+            series = _times(rows, wanted.series)
         else:
-            series = [_series(rows, name, label) for name, label in names.items()]
+            series = [_series(rows, name, label) for name, label in wanted.series.items()]
         series = [one for one in series if one.steps]
         if series:
             found.append(
                 Panel(
-                    title,
+                    wanted.title,
                     series,
-                    is_stacked=title == _TIME,
-                    lowest_top=_LOWEST_TOPS.get(title),
+                    is_stacked=wanted.is_step_time,
+                    lowest_top=wanted.lowest_top,
                 )
             )
     return found
@@ -133,7 +117,7 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"drawing a run needs matplotlib: {how_to_install('plot')}") from error
     # Narrow enough for a phone, so legends are above the panels.
-    figure = module.Figure(figsize=(6, 2.4 * max(1, len(panels))), layout="constrained")
+    figure = module.Figure(figsize=(6, _HEIGHT * max(1, len(panels))), layout="constrained")
     figure.suptitle(title)
     if not panels:
         return figure
@@ -175,7 +159,8 @@ def _draw_stack(axes: Any, series: Sequence[Series]) -> None:
 
 def _draw_lines(axes: Any, series: Sequence[Series]) -> None:
     for one in series:
-        axes.plot(one.steps, one.values, ".-", linewidth=1.2, markersize=3, label=one.label)
+        size = 5.0 if len(one.steps) < _FEW else 0.0
+        axes.plot(one.steps, one.values, ".-", linewidth=1.2, markersize=size, label=one.label)
 
 
 def _series(rows: Rows, name: str, label: str) -> Series:
@@ -189,4 +174,4 @@ def _times(rows: Rows, names: Mapping[str, str]) -> list[Series]:
     steps = [row["step"] for row in whole]
     parts = [Series(label, steps, [row[name] for row in whole]) for name, label in names.items()]
     other = [max(0.0, row["time/step_s"] - sum(row[name] for name in names)) for row in whole]
-    return [*parts, Series(_OTHER, steps, other)]
+    return [*parts, Series(REST, steps, other)]

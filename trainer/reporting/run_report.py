@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.settings import chosen_settings, to_wire
+from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.metrics_log import merge_steps
 from umbra.trainer.run_files import write_json, write_text
 
@@ -22,6 +24,8 @@ _COLUMNS: Final[Mapping[str, str]] = {
     "eval/accuracy": "held-out accuracy",
     "rollout/tokens_per_s": "tokens per second",
     "rollout/completion_len_mean": "tokens per completion",
+    "rollout/truncated_share": "truncated, share",
+    "train/entropy": "entropy",
     "train/loss": "loss",
     "train/grad_norm": "gradient norm",
     "time/step_s": "seconds",
@@ -93,7 +97,7 @@ def write_report(
     *,
     rows: Rows,
     samples: Mapping[int, Sequence[Mapping[str, Any]]],
-    settings: Mapping[str, Any],
+    settings: TrainerConfig,
     plot: Path,
 ) -> None:
     """Writes an HTML page, which embeds its plot and needs no other file.
@@ -117,8 +121,9 @@ def write_report(
         evaluations=_thin(sorted(samples.items())),
         folder=Path.cwd(),
         run_dir=path.parent,
-        epochs=settings.get("train", {}).get("epochs"),
-        settings=json.dumps(settings, indent=2, default=str),
+        epochs=settings.train.epochs,
+        chosen={key: json.dumps(value) for key, value in chosen_settings(settings).items()},
+        settings=json.dumps(to_wire(settings), indent=2, default=str),
     )
     write_text(path, page)
 
@@ -189,6 +194,11 @@ steps, <strong>{{ summary.reward_last | number }}</strong> in the last</li>
 {%- if summary.steps_before %} since then{% endif %}</li>
 {% if summary.files.model %}<li>The trained model is in {{ summary.files.model }}.</li>{% endif %}
 </ul>
+<h2>Settings</h2>
+<p>Those that differ from their defaults:</p>
+<pre>{% for key, value in chosen.items() %}{{ key }} = {{ value | printable }}
+{% endfor %}</pre>
+<details><summary>All settings</summary><pre>{{ settings | printable }}</pre></details>
 <h2>Faults survived</h2>
 {% if faults or summary.engine_restarts %}
 <ul>
@@ -232,6 +242,5 @@ ended by {{ sample.finish_reason }}
 last checkpoint. Choose the number of steps or epochs; it includes what is done.</p>
 <pre>run.resume=auto {% if epochs %}train.epochs={{ 2 * epochs }}
 {%- else %}train.steps={{ 2 * summary.steps }}{% endif %}</pre>
-<details><summary>All settings</summary><pre>{{ settings }}</pre></details>
 </body></html>
 """

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from umbra.runtime.settings import to_wire
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
@@ -198,14 +197,13 @@ def finish(
         files=files,
     )
     if not stopped_by:
-        settings = to_wire(config)
         write_report(
             run_dir.report,
             config.run_name,
             summary,
             rows=rows,
             samples=read_samples(run_dir.eval_samples),
-            settings=settings,
+            settings=config,
             plot=run_dir.plot,
         )
     write_summary(run_dir.path, summary)

@@ -4,23 +4,12 @@
 
 const POLL_MS = 2000;
 const LONG_S = 30; // a wait or step may be a hang if it is also three times as long as the last step
-const CHARTS = [
-  { title: "Reward", series: { "rollout/reward_mean": "training", "eval/accuracy": "held-out accuracy" } },
-  { title: "Seconds per step", series: { "time/rollout_s": "waiting for rollouts", "time/train_s": "training",
-      "time/sync_s": "weight sync", "time/sleep_s": "engines to sleep", rest: "rest" }, stacked: true },
-  { title: "Tokens per second", series: { "rollout/tokens_per_s": "generated" } },
-  { title: "Tokens per completion", series: { "rollout/completion_len_mean": "training",
-      "eval/completion_len_mean": "held-out" } },
-  { title: "Idle share", series: { "time/rank_idle_share": "trainer", "rollout/engine_idle_share": "engines" } },
-  { title: "Staleness in steps", series: { "rollout/staleness_mean": "mean", "rollout/staleness_max": "largest" }, ifAny: true },
-  { title: "KL", series: { "train/behaviour_kl": "from the policy that sampled",
-      "train/reference_kl": "from the starting model" }, lowestTop: 1e-3 }, // less is rounding, as in the plots
-  { title: "Gradient norm", series: { "train/grad_norm": "before clipping" } },
-];
 const NUMBERS = [["Reward", "rollout/reward_mean"], ["Held-out accuracy", "eval/accuracy"],
   ["Tokens per second", "rollout/tokens_per_s"], ["Seconds per step", "time/step_s"],
   ["Tokens per completion", "rollout/completion_len_mean"], ["Largest staleness", "rollout/staleness_max"]];
-const STATES = { SERVING: "good", ASLEEP: "", DEAD: "bad", STARTING: "warn", PENDING_WEIGHTS: "warn" };
+const STATES = { STARTING: ["warn", "starting"], PENDING_WEIGHTS: ["warn", "waiting for weights"],
+  UPDATING: ["busy", "getting weights"], PAUSED: ["busy", "paused"], SERVING: ["good", "serving"], ASLEEP: ["", "asleep"],
+  WAKING: ["busy", "waking"], DEAD: ["bad", "dead"] };
 const EVENTS = { restart: "warn", fault: "warn", lost: "bad", sync_failed: "warn", failed: "bad", serves: "good", joined: "good" };
 const FAULTS = ["rollout/engines_lost", "sync/failed_engines"];
 
@@ -71,7 +60,7 @@ async function poll() {
   if (!document.hidden) {
     try {
       [run] = await Promise.all([get("api/state"), readMetrics(), readEvents()]);
-      for (const show of [showStatus, showNumbers, showJob, showCharts, showEvents]) show();
+      for (const show of [showStatus, showNumbers, showSettings, showJob, showCharts, showEvents]) show();
       $("problem").hidden = true;
       if (!listing && listed !== progress()) listSamples(); // it may take long, and has its own errors
     } catch (error) {
@@ -134,6 +123,12 @@ function showNumbers() {
   showCells($("numbers"), cells);
 }
 
+function showSettings() {
+  const chosen = Object.entries(run.settings);
+  $("settings-section").hidden = !chosen.length;
+  $("settings").textContent = chosen.map(([key, value]) => `${key} = ${JSON.stringify(value)}`).join("\n");
+}
+
 function showCells(list, cells) {
   list.replaceChildren(...cells.map(([name, value]) =>
     el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
@@ -156,7 +151,7 @@ function showJob() {
   }
   const engines = job.pools.flatMap((pool) => pool.engines);
   const states = Map.groupBy(engines, (engine) => engine.state);
-  $("engines-note").textContent = [...states].map(([state, those]) => `${those.length} ${words(state)}`).join(", ");
+  $("engines-note").textContent = [...states].map(([state, those]) => `${those.length} ${STATES[state][1]}`).join(", ");
   const stopped = new Set(stoppedProcesses(job).map(([name]) => name));
   $("engines").replaceChildren(...engines.map((engine) => engineTile(engine, stopped.has(engine.name))));
 }
@@ -192,14 +187,13 @@ function ranges(numbers) {
   return numbers.filter((n) => !numbers.includes(n - 1)).map((n, idx) => (n === ends[idx] ? n : `${n}–${ends[idx]}`)).join(", ");
 }
 
-const words = (state) => state.toLowerCase().replaceAll("_", " ");
-
 function engineTile(engine, isStopped) {
-  const lines = [isStopped ? "stopped by a signal" : "", `${words(engine.state)} for ${duration(engine.state_age_s)}`,
-    engine.version === null ? "no weights" : `version ${engine.version}`,
+  const [color, state] = STATES[engine.state];
+  const lines = [isStopped ? "stopped by a signal" : "", `${state} for ${duration(engine.state_age_s)}`,
+    engine.version === null ? "" : `version ${engine.version}`,
     engine.running === null ? "" : `${engine.running} running, ${engine.waiting} waiting`,
     engine.num_restarts ? `restarted ${count(engine.num_restarts, "time")}` : ""];
-  return el("div", {}, el("strong", {}, el("i", { className: `dot ${isStopped ? "bad" : STATES[engine.state] ?? "busy"}` }), engine.name),
+  return el("div", {}, el("strong", {}, el("i", { className: `dot ${isStopped ? "bad" : color}` }), engine.name),
     ...lines.filter(Boolean).map((line) => el("p", { textContent: line })));
 }
 
@@ -229,16 +223,15 @@ function showEvents() {
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function valuesOf(chart, steps) {
-  const names = Object.keys(chart.series);
-  const columns = names.map((name) => steps.map((step) => {
-    const row = rows.get(step);
-    if (name !== "rest") return row[name] ?? null;
-    const parts = names.filter((other) => other !== "rest").map((other) => row[other] ?? 0);
-    return row["time/step_s"] === undefined ? null : Math.max(0, row["time/step_s"] - parts.reduce((a, b) => a + b, 0));
-  }));
+  const columns = Object.keys(chart.series).map((name) => steps.map((step) => rows.get(step)[name] ?? null));
+  const labels = Object.values(chart.series);
+  if (chart.is_step_time) {
+    labels.push("rest");
+    columns.push(steps.map((step, at) => (rows.get(step)["time/step_s"] === undefined ? null
+      : Math.max(0, columns.reduce((left, part) => left - (part[at] ?? 0), rows.get(step)["time/step_s"])))));
+  }
   const present = columns.map((column) => column.some((value) => value !== null));
-  return { columns: columns.filter((_, idx) => present[idx]),
-    labels: Object.values(chart.series).filter((_, idx) => present[idx]) };
+  return { columns: columns.filter((_, idx) => present[idx]), labels: labels.filter((_, idx) => present[idx]) };
 }
 
 function showCharts() {
@@ -250,7 +243,7 @@ function showCharts() {
     $("metric").value = chosen;
   }
   const other = $("metric").value;
-  const wanted = other ? [...CHARTS, { title: other, series: { [other]: "value" } }] : CHARTS;
+  const wanted = other ? [...run.panels, { title: other, series: { [other]: "value" }, lowest_top: null }] : run.panels;
   wanted.forEach((chart, idx) => showChart(chart, idx, steps));
   for (const gone of charts.splice(wanted.length)) gone?.figure.remove();
 }
@@ -264,8 +257,8 @@ function showChart(chart, idx, steps) {
     drawn.figure.remove();
     drawn = charts[idx] = undefined;
   }
-  if (!columns.length || steps.length < 2 || (chart.ifAny && !columns.flat().some(Boolean))) return;
-  const shown = chart.stacked ? columns.map((own, at) => steps.map((_, s) =>
+  if (!columns.length || (chart.only_with && !steps.some((step) => rows.get(step)[chart.only_with]))) return;
+  const shown = chart.is_step_time ? columns.map((own, at) => steps.map((_, s) =>
     own[s] === null ? null : columns.slice(0, at + 1).reduce((sum, column) => sum + column[s], 0))) : columns;
   if (!drawn) {
     drawn = charts[idx] = { key, figure: el("figure", {}, el("figcaption", { textContent: chart.title })) };
@@ -275,26 +268,26 @@ function showChart(chart, idx, steps) {
   }
   drawn.raw = columns;
   // The lowest layer of a stack is drawn last, over the others.
-  drawn.plot.setData([steps, ...(chart.stacked ? shown.toReversed() : shown)]);
+  drawn.plot.setData([steps, ...(chart.is_step_time ? shown.toReversed() : shown)]);
 }
 
 function newPlot(chart, labels, drawn) {
-  const fromZero = chart.stacked || chart.lowestTop !== undefined;
-  const range = (_, __, top) => [0, Math.max(top * 1.05, chart.lowestTop ?? 0) || 1];
+  const fromZero = chart.is_step_time || chart.lowest_top !== null;
+  const range = (_, __, top) => [0, Math.max(top * 1.05, chart.lowest_top ?? 0) || 1];
   const size = () => ({ width: Math.max(200, drawn.figure.clientWidth - 28), height: 180 });
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false },
     font: "11px system-ui" };
   const series = labels.map((label, at) => {
     const stroke = color(`--c${at % 5}`);
     const value = (_, __, ___, at_) => number(drawn.raw[at][at_ ?? drawn.raw[at].findLastIndex((v) => v !== null)]);
-    return { label, stroke, width: chart.stacked ? 0 : 1.5, fill: chart.stacked ? stroke : undefined, spanGaps: true, value,
-      points: { show: (u) => u.data[0].length < 40 && !chart.stacked } };
+    return { label, stroke, width: chart.is_step_time ? 0 : 1.5, fill: chart.is_step_time ? stroke : undefined, spanGaps: true, value,
+      points: { show: (u, idx) => u.data[idx].filter((v) => v !== null).length < 40 && !chart.is_step_time } };
   });
   const plot = new uPlot({
     ...size(), scales: { x: { time: false }, y: fromZero ? { range } : {} },
     axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map(number) }],
-    series: [{ label: "step", value: (u, v) => v ?? u.data[0].at(-1) }, ...(chart.stacked ? series.toReversed() : series)],
-    cursor: { y: false, sync: { key: "steps" }, points: { show: !chart.stacked } },
+    series: [{ label: "step", value: (u, v) => v ?? u.data[0].at(-1) }, ...(chart.is_step_time ? series.toReversed() : series)],
+    cursor: { y: false, sync: { key: "steps" }, points: { show: !chart.is_step_time } },
     hooks: { draw: [markFaults] },
   }, [[]], drawn.figure);
   plot.over.addEventListener("click", () => {

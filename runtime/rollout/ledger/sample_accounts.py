@@ -38,6 +38,23 @@ class SampleState(StrEnum):
     TRAINED = "trained"
     DROPPED = "dropped"
 
+    @property
+    def words(self) -> str:
+        """For people."""
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    SampleState.PENDING: "waits for an engine",
+    SampleState.RUNNING: "is being generated",
+    SampleState.PARTIAL: "waits to be continued",
+    SampleState.FINISHED: "waits for its reward",
+    SampleState.SCORED: "waits for its step",
+    SampleState.LEASED: "in training",
+    SampleState.TRAINED: "trained",
+    SampleState.DROPPED: "dropped",
+}
+
 
 class SampleAccount:
     """One sample. Only `LedgerState` changes it.

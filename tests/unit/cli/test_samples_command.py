@@ -106,7 +106,7 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
     text = show(capsys, "samples", run_dir, "e0/a/0")
 
     assert text.splitlines() == [
-        "e0/a/0: scored, stop",
+        "e0/a/0: waits for its step, stop",
         "  reward 0.5, 17 tokens, 1 interruption",
         "prompt of the agent loop",
         "  | Q: 2+2=",
@@ -159,11 +159,13 @@ def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
     assert text.split("\n\n") == [
         "e0/a/1: dropped, too old\n  reward none, 4 tokens\nprompt\n  | 2+2=\n"
         "policy, version 0, 4 tokens\n  | of 1",
-        "e0/b/0: running\n  reward none, 5 tokens, 2 interruptions, 9 tokens rolled back\n"
+        "e0/b/0: is being generated\n"
+        "  reward none, 5 tokens, 2 interruptions, 9 tokens rolled back\n"
         "prompt\n  | 3+3=\npolicy, version 0, 5 tokens\n  | of 2!",
-        "e0/b/1: partial\n  reward none, 4 tokens, 1 interruption, 9 tokens rolled back\n"
+        "e0/b/1: waits to be continued\n"
+        "  reward none, 4 tokens, 1 interruption, 9 tokens rolled back\n"
         "prompt\n  | 3+3=\npolicy, version 0, 4 tokens\n  | of 3",
-        "e0/gone/0: pending\n  reward none, 0 tokens, 1 interruption, 1 reset\n"
+        "e0/gone/0: waits for an engine\n  reward none, 0 tokens, 1 interruption, 1 reset\n"
         "prompt\n  not in prompts.msgpack\nno tokens\n",
     ]
 

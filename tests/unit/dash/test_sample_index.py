@@ -53,7 +53,7 @@ def test_samples_appear_as_the_ledger_grows_and_none_is_lost_when_it_is_begun_ag
         write(log, [Checkpoint(1, 1)])
         index.refresh()
         states = [sample["state"] for sample in index.choose("newest", 10)[0]]
-        assert states == ["leased", "leased", "trained", "trained"]
+        assert states == ["in training", "in training", "trained", "trained"]
     with LedgerLog.open(ledger_folder(tmp_path, "rollouts"), "job") as log:
         assert len(ids(index)) == 4
         write(log, [Restored(0, 0, keep_newer=False)])
@@ -88,7 +88,11 @@ def test_a_text_is_read_from_the_frames_of_its_sample(tmp_path: Path) -> None:
 
     found = index.sample("e0/b/0")
 
-    assert (unfinished["state"], unfinished["turns"][0]["text"]) == ("running", "si")
+    assert (unfinished["state"], unfinished["turns"][0]["text"]) == ("is being generated", "si")
     assert found["prompt"] == "3+3="
     assert [(turn["text"], turn["versions"]) for turn in found["turns"]] == [("six!", (0, 1))]
-    assert (found["state"], found["reward"], found["versions"]) == ("scored", 1.0, [0, 1])
+    assert (found["state"], found["reward"], found["versions"]) == (
+        "waits for its step",
+        1.0,
+        [0, 1],
+    )

@@ -35,11 +35,25 @@ def test_a_run_that_measured_nothing_has_a_picture_without_panels() -> None:
 
 
 def test_rounding_errors_of_the_kl_look_like_zero() -> None:
-    rows = [{"step": float(step), "train/behaviour_kl": step * 1e-9} for step in (-1, 1, 2)]
+    rows = [{"step": float(step), "train/reference_kl": step * 1e-9} for step in (-1, 1, 2)]
 
     (axes,) = draw(panels(rows), "run").axes
 
     assert axes.get_ylim() == (0.0, 1e-3)
+
+
+def test_without_a_reference_model_there_is_no_panel_of_the_kl_and_one_evaluation_is_a_point() -> (
+    None
+):
+    step = {"train/behaviour_kl": 1e-9, "train/entropy": 0.5, "rollout/truncated_share": 0.25}
+    rows = [{"step": 0.0, "eval/accuracy": 0.5}, {"step": 1.0, **step}, {"step": 2.0, **step}]
+
+    figure = draw(panels(rows), "run")
+
+    assert [axes.get_ylabel() for axes in figure.axes] == ["Reward", "Truncated share", "Entropy"]
+    (accuracy,) = figure.axes[0].lines
+    assert (list(accuracy.get_xdata()), accuracy.get_marker()) == ([0.0], ".")
+    assert accuracy.get_markersize() > 0
 
 
 def test_an_evaluation_that_a_resumed_run_repeats_is_drawn_once() -> None:

@@ -375,6 +375,8 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "report.html").read_text()
     assert "a &lt;test&gt;" in page
+    assert "train.steps = 4\ntrain.export = false" in page
+    assert "rollout.group_size" not in page.partition("All settings")[0]
     assert "data:image/png;base64," in page
     assert "0.875" in page
     assert "held-out accuracy 0.250 before, 0.875 after" in closing_lines(summary)
