@@ -333,7 +333,7 @@ def test_a_step_whose_completions_never_end_is_warned_about_once(tmp_path: Path)
     told = [line for line in stream.getvalue().splitlines() if "warning" in line]
     assert told == [
         "  warning: no completion of step 2 ended with an end token, all 256 were truncated: raise "
-        "rollout.max_new_tokens = 256; if the model ends its turns with another token, add it to "
+        "rollout.max_new_tokens = 1024; if the model ends its turns with another token, add it to "
         "rollout.stop_token_ids"
     ]
 
