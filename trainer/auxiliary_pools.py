@@ -88,6 +88,8 @@ def worker_pool_configs(config: TrainerConfig, folder: Path) -> dict[str, Auxili
         name: AuxiliaryPoolConfig(
             generator=_generator_name(name),
             tokenizer_path=str(tokenizer_path(folder, name)),
+            chat_template_kwargs=pool.chat_template_kwargs,
+            skip_special_tokens=config.rollout.skip_special_tokens,
             timeout_s=pool.request_timeout_s,
         )
         for name, pool in config.pools.items()

@@ -140,6 +140,7 @@ class NodeChecks:
         self._gpu_nbytes = gpu_nbytes
         self._plan: Plan | None = None
         self._first_prompt: Prompt | None = None
+        self._data_warnings: Sequence[str] = ()
         self._failed: set[str] = set()
         self._not_downloaded = hub_settings(config)  # else they would be local paths
 
@@ -151,6 +152,7 @@ class NodeChecks:
         yield self._verdict("context", self._context, after="model")
         yield self._verdict("data", self._data, after=self._hub("data", "eval"))
         yield self._verdict("prompts", self._prompts, after=("model", "context", "data"))
+        yield from (Verdict("prompts", "warning", text) for text in self._data_warnings)
         yield verdict_of("loss", self._loss)
         for text in setting_rules.warnings(self._config):
             yield Verdict("settings", "warning", text)
@@ -244,6 +246,7 @@ class NodeChecks:
             )
             with contextlib.closing(PromptSet.open(files.train_path)) as prompts:
                 self._first_prompt = prompts[0]
+        self._data_warnings = files.warnings
         return f"{files.num_train:,} to train on, {files.num_eval:,} held out"
 
     def _loss(self) -> str:

@@ -225,6 +225,8 @@ def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[Ac
         # Otherwise the other loops would reach their own deadlines while one blocks them.
         "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
         "pools": worker_pool_configs(config, folder.absolute()),
+        "skip_special_tokens": config.rollout.skip_special_tokens,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
     }
     return [
         ActorSpec(

@@ -332,6 +332,8 @@ class Trainer:
             )
         held_out = f", {prompts.num_eval:,} held out" if prompts.num_eval else ""
         self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
+        for warning in prompts.warnings:
+            self._display.note(f"warning: {warning}")
         record_settings(config.with_steps(prompts.num_train), identity)
         stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
         shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)

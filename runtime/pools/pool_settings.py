@@ -218,6 +218,8 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
         mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
             pools have GPUs of their own, and are always awake.
         dtype: Data type of computation. Default: `model.dtype`.
+        chat_template_kwargs: Further variables of the model's chat template, such as
+            enable_thinking = false.
         env: Variables for the engines' processes. On GPUs, `gpus` takes the place of
             CUDA_VISIBLE_DEVICES.
         max_wait_s: How long requests of a colocated pool wait while the policy generates. Then the
@@ -235,6 +237,7 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
     model_path: FilePath
     mode: Literal["colocated", "standalone"] = "colocated"
     dtype: Dtype | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     env: Variables = field(default_factory=dict[str, str])
     max_wait_s: Seconds | None = None
     max_turn_s: Seconds = _MAX_TURN_S

@@ -25,6 +25,9 @@ class RolloutSettings(Settings):
         temperature: Temperature of training rollouts, above 0 for training. Higher values explore
             more. Evaluations have their own, `eval.temperature`.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
+        skip_special_tokens: Whether the text of a completion, for rewards, `ctx.decode` and answers
+            of auxiliary pools, leaves out all special tokens, such as those around thoughts and
+            calls of tools may be. By default it leaves out end-of-text and padding tokens only.
         max_staleness: How many optimizer steps old a token may be when it is trained on. 0 is
             synchronous and on-policy. From 1 on, a standalone pool generates the next batches while
             the trainer works, and long completions continue across steps.
@@ -60,6 +63,7 @@ class RolloutSettings(Settings):
     max_new_tokens: Positive = 1024
     temperature: Annotated[float, Bounds(ge=0)] = 1.0
     stop_token_ids: tuple[Count, ...] = ()
+    skip_special_tokens: bool = False
     max_staleness: Count = 0
     batch_order: Literal["in_order", "first_finished"] = "in_order"
     over_sampling: Annotated[float, Bounds(ge=1)] = 1.0

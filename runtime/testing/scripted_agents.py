@@ -20,6 +20,7 @@ from umbra.runtime.rollout.agents.agent_loop import AgentContext
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolAnswer
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.text.messages import normal_messages
 
 _ID: Final = "scripted"
 _MANY: Final = 1 << 20
@@ -67,7 +68,7 @@ class ScriptedContext(AgentContext):
             kept[key] = value
 
         super().__init__(
-            dict(sample), prompt, tokens, _encode, _decode,
+            dict(sample), prompt, tokens, _encode, _encode_chat, _decode,
             self._answer, recall, keep, _pool_of(asked),
         )  # fmt: skip
 
@@ -120,8 +121,7 @@ class ScriptedPool:
         max_new_tokens: int | None = None,
         **how: Any,
     ) -> PoolAnswer:
-        text = "".join(message["content"] for message in messages)
-        return await self.generate(_encode(text), max_new_tokens, **how)
+        return await self.generate(_encode_chat(messages, **how), max_new_tokens)
 
 
 def _pool_of(pools: Mapping[str, ScriptedPool]) -> Callable[[str], Any]:
@@ -140,6 +140,14 @@ def _script(who: str, answers: Sequence[str]) -> Iterator[str]:
 
 def _encode(text: str) -> list[int]:
     return [ord(character) for character in text]
+
+
+def _encode_chat(
+    messages: Sequence[object], *, continue_final_message: bool = False, **_variables: Any
+) -> list[int]:
+    """The contents one after the other: a script has no template."""
+    found = normal_messages(messages, continue_final_message=continue_final_message)
+    return _encode("".join(message.get("content", "") for message in found))
 
 
 def _decode(tokens: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, cast
 from umbra.runtime.disk import replacing
 from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
+from umbra.runtime.text.messages import normal_messages
 from umbra.runtime.text.model_files import configured_end_tokens, read_model_config
 
 _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
@@ -83,6 +84,8 @@ class ModelTokenizer:
         self._backend = backend
         self._render = render
         self._prefix, self._suffix = self._added_tokens()
+        hidden = {*state.end_token_ids, state.pad_token_id}
+        self._hidden = hidden & set(state.special_token_ids)
 
     @classmethod
     def open(cls, path: str | Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
@@ -203,29 +206,59 @@ class ModelTokenizer:
         """Text of tokens, without special tokens."""
         return self._backend.decode(tokens, True)
 
+    def decode_completion(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of a completion as programs see it: without end and padding tokens.
+
+        Args:
+            skip_special_tokens: leaves out all special tokens, such as <think> may be one.
+        """
+        shown = [token for token in tokens if token not in self._hidden]
+        return self._backend.decode(shown, skip_special_tokens)
+
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens included."""
         return self._backend.decode(tokens, False)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[object],
+        variables: Mapping[str, Any],
+        *,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation up to the beginning of the assistant's answer.
 
+        Args:
+            messages: see `normal_messages`.
+            variables: of the chat template.
+            continue_final_message: whether a final message of the assistant is the beginning of the
+                answer; it is refused otherwise.
+
         Raises:
-            DataError: there is no chat template, or it does not accept the messages.
+            DataError: there is no chat template, or it or `normal_messages` refuses the messages.
         """
         if not self.state.chat_template:
             raise DataError(
                 f"{self.state.model_path}: the tokenizer has no chat template, so it cannot render "
                 "messages; add one, or give plain prompts (data.format = 'text')"
             )
+        found = normal_messages(messages, continue_final_message=continue_final_message)
+        continues = found[-1]["role"] == "assistant"
+        how = {"add_generation_prompt": not continues, "continue_final_message": continues}
         try:
-            return self._render(list(messages), add_generation_prompt=True, **variables)
+            return self._render(found, **how, **variables)
         except Exception as error:  # a template may raise anything
             raise DataError(
                 f"the chat template refused the messages: {_first_line(error)}"
             ) from error
+
+    def encode_chat(
+        self, messages: Sequence[object], *, continue_final_message: bool = False, **variables: Any
+    ) -> list[int]:
+        """Tokens of a conversation; see `render_chat`, which has these arguments."""
+        return self.encode(
+            self.render_chat(messages, variables, continue_final_message=continue_final_message)
+        )
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer adds in front of a text and after it, without its EOS."""

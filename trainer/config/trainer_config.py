@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict
@@ -155,12 +156,21 @@ class DataSection(Settings):
             none is given. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column`, or texts, each the one message of a user, and renders
-            them by the tokenizer's chat template.
+            them by the tokenizer's chat template. A list may be stored as JSON text.
             "auto" chooses by which of the two columns is there, and takes a list in
-            `prompt_column`, as TRL has chats, for a chat.
+            `prompt_column`, as TRL has chats, for a chat. Rows with both are refused.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats, or of users' messages.
-        chat_template_kwargs: Further variables of the chat template.
+        template: Text made of a row's columns, such as "Question: {question} Answer:", which takes
+            the place of `prompt_column`, or with format = "chat" of the one message of a user.
+            Double braces are braces.
+        system_prompt: System message in front of each chat. A chat that has one already and a
+            plain prompt are refused.
+        continue_final_message: Whether a final message of the assistant in a chat is the beginning
+            of the completion. Otherwise such a chat is refused, because the message holds the
+            answer.
+        chat_template_kwargs: Further variables of the chat template, such as enable_thinking =
+            false. They apply in agent loops and in `umbra serve` as well.
         id_column: Column of unique names of the prompts. Default: row numbers.
         overlong: What to do with a prompt that leaves no room for `rollout.max_new_tokens` in
             `pool.max_context_len`: "error" ends the run, "drop" leaves it out.
@@ -174,11 +184,37 @@ class DataSection(Settings):
     format: Literal["auto", "text", "chat"] = "auto"
     prompt_column: str = "prompt"
     messages_column: str = "messages"
+    template: str = ""
+    system_prompt: str = ""
+    continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     id_column: str | None = None
     overlong: Literal["error", "drop"] = "error"
     eval_limit: Count = 0
     shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        try:
+            odd = [name for name in self.template_columns if not name.isidentifier()]
+        except ValueError as error:
+            raise SettingError(
+                f"template {self.template!r} is malformed ({error}): write {{{{ and }}}} for braces"
+            ) from None
+        if odd:
+            raise SettingError(
+                f"template has {{{odd[0]}}}, which names no column: write {{column}} for each "
+                "column, and {{ and }} for braces"
+            )
+        if self.template and not self.template_columns:
+            raise SettingError(
+                "template names no column, so all prompts would be the same: write {column}"
+            )
+
+    @property
+    def template_columns(self) -> list[str]:
+        """The columns that `template` names. Raises ValueError if it is malformed."""
+        return [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

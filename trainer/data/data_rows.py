@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, cast
+from uuid import UUID
 
 from umbra.runtime.errors import DataError, how_to_install
 from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
@@ -107,17 +110,42 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for batch in parquet.ParquetFile(path).iter_batches(_BATCH_NUM_ROWS):
             for row in _python_rows(batch, path, number):
                 number += 1
-                yield f"{path}, row {number}", row
+                plain = {name: _plain(value) for name, value in row.items()}
+                yield f"{path}, row {number}", plain
     except (arrow.ArrowException, ValueError) as error:
         raise DataError(f"{path}: not a usable Parquet file: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have it, where it can; bytes stay.
+
+    A schema gives each struct of a column the fields of all, with nulls where a row had none, so
+    these are left out.
+    """
+    match value:
+        case dict():
+            fields = cast("dict[Any, Any]", value).items()
+            return {key: _plain(part) for key, part in fields if part is not None}
+        case list() | tuple():
+            return [_plain(part) for part in cast("Sequence[Any]", value)]
+        case datetime.date() | datetime.time():  # a datetime is a date, and pandas' Timestamp, too
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case Decimal() | UUID():
+            return str(value)
+        case _:
+            return value
 
 
 def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]]:
     """Converts rows. Raises DataError with row and column of a value that Python cannot hold."""
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="lossy")
         return rows
     except (ValueError, OverflowError):  # a date beyond Python's, nanoseconds, broken UTF-8
+        if (texts := _with_times_as_text(batch)) is not None:
+            return _python_rows(texts, path, num_before)
         for idx in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
@@ -128,3 +156,16 @@ def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]
                         f"({error}): convert it to text or a number"
                     ) from None
         raise
+
+
+def _with_times_as_text(batch: Any) -> Any:
+    """The batch with columns of times as text; None if it has no such columns."""
+    arrow: Any = importlib.import_module("pyarrow")
+    is_time = [arrow.types.is_temporal(column.type) for column in batch.columns]
+    if not any(is_time):
+        return None
+    columns = [
+        column.cast(arrow.string()) if time else column
+        for column, time in zip(batch.columns, is_time, strict=True)
+    ]
+    return arrow.RecordBatch.from_arrays(columns, names=batch.schema.names)

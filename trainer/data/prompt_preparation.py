@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import check_data_file, read_rows
 from umbra.trainer.data.kept_prompts import KeptPrompts
+from umbra.trainer.data.prompt_content import no_column, prompt_content
+from umbra.trainer.data.repeated_prompts import RepeatedPrompts
 from umbra.trainer.run_files import writing
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class PromptFiles:
         num_eval: held-out prompts.
         eval_sets: the sets of held-out prompts in that file, in order, if they have names: their
             numbers of prompts.
+        warnings: what is wrong with the data and does not end the run.
     """
 
     train_path: Path
@@ -74,6 +77,7 @@ class PromptFiles:
     eval_path: Path | None
     num_eval: int
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
+    warnings: Sequence[str] = ()
 
 
 def check_data(data: DataSection) -> None:
@@ -93,7 +97,7 @@ def check_prompts(data: DataSection, path: Path, key: str) -> None:
     first = next(read_rows(path), None)
     if first is None:
         raise _empty(path, "it has no rows")
-    _content(data, *first)
+    prompt_content(data, *first)
     _prompt_id(data, *first, idx=0)
 
 
@@ -112,7 +116,7 @@ def prepare_prompts(
 
     Args:
         min_prompts: fewest useful training prompts: one per rank.
-        groups_per_step: with fewer training prompts, a warning is logged.
+        groups_per_step: with fewer training prompts, there is a warning.
         on_prompt: called with each prompt that is tokenized.
         kept: the prompts that a resumed run began with.
 
@@ -121,7 +125,8 @@ def prepare_prompts(
         RunDirectoryError: `folder` is full or the like.
     """
     train_path = folder / "prompts.msgpack"
-    prompts = _read_prompts(data, data.train, tokenizer, budget)
+    repeated = RepeatedPrompts()
+    prompts = repeated.pass_train(_read_prompts(data, data.train, tokenizer, budget))
     if kept is not None:
         prompts = kept.unchanged(prompts, train_path.name, f"data.train: {data.train}")
     num_train = _write(train_path, prompts, on_prompt)
@@ -130,24 +135,28 @@ def prepare_prompts(
             f"data.train: {data.train} has {num_train} prompts for {min_prompts} ranks; every rank "
             f"needs one: use {num_train} ranks or fewer, or more prompts"
         )
+    few = list[str]()
     if num_train < groups_per_step:
-        logger.warning(
-            "data.train: %s has %d prompts, fewer than rollout.groups_per_step = %d: a step has "
-            "some of them more than once; lower rollout.groups_per_step, or give more prompts",
-            data.train,
-            num_train,
-            groups_per_step,
-        )
+        few = [
+            f"data.train: {data.train} has {num_train} prompts, fewer than "
+            f"rollout.groups_per_step = {groups_per_step}: a step has some of them more than once; "
+            "lower rollout.groups_per_step, or give more prompts"
+        ]
     eval_path, num_eval = None, 0
     if data.eval is not None:
         prompts = _read_prompts(data, data.eval, tokenizer, budget.for_eval())
         prompts = _take(prompts, data.eval_limit)
         eval_path = folder / "eval_prompts.msgpack"
+        prompts = repeated.pass_held_out(prompts)
         if kept is not None:
             prompts = kept.noted(prompts, eval_path.name, f"data.eval: {data.eval}")
         num_eval = _write(eval_path, prompts, on_prompt)
     return PromptFiles(
-        train_path=train_path, num_train=num_train, eval_path=eval_path, num_eval=num_eval
+        train_path=train_path,
+        num_train=num_train,
+        eval_path=eval_path,
+        num_eval=num_eval,
+        warnings=[*few, *repeated.warnings()],
     )
 
 
@@ -231,12 +240,16 @@ def _tokenize(
     data: DataSection, tokenizer: ModelTokenizer, where: str, row: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
     """The prompt's text and tokens."""
-    content = _content(data, where, row)
+    content = prompt_content(data, where, row)
     if isinstance(content, str):
         text, tokens = content, tokenizer.encode_prompt(content)
     else:
         try:
-            text = tokenizer.render_chat(content, data.chat_template_kwargs)
+            text = tokenizer.render_chat(
+                content,
+                data.chat_template_kwargs,
+                continue_final_message=data.continue_final_message,
+            )
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         tokens = tokenizer.encode(text)
@@ -245,59 +258,11 @@ def _tokenize(
     return text, tokens
 
 
-def _content(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """A row's prompt: text, or the messages of a chat."""
-    if _is_chat(data, where, row):
-        messages = row[data.messages_column]
-        if isinstance(messages, str) and data.format == "chat":
-            return [{"role": "user", "content": messages}]
-        if not _are_messages(messages):
-            raise DataError(
-                f"{where}: {data.messages_column!r} must be a list of objects with 'role' and "
-                f"'content', got {messages!r:.80}"
-            )
-        return cast("list[dict[str, Any]]", messages)
-    text = row[data.prompt_column]
-    if data.format == "auto" and _are_messages(text):  # as TRL has chats
-        return cast("list[dict[str, Any]]", text)
-    if not isinstance(text, str):
-        raise DataError(
-            f"{where}: column {data.prompt_column!r} holds a {type(text).__name__}, not text"
-        )
-    return text
-
-
-def _is_chat(data: DataSection, where: str, row: Mapping[str, Any]) -> bool:
-    is_chat = data.format == "chat" or (data.format == "auto" and data.messages_column in row)
-    column = data.messages_column if is_chat else data.prompt_column
-    if column not in row:
-        key = "data.messages_column" if is_chat else "data.prompt_column"
-        also = f" nor {data.messages_column!r}" if data.format == "auto" else ""
-        raise _no_column(column, where, row, key, also)
-    return is_chat
-
-
-def _no_column(
-    column: str, where: str, row: Mapping[str, Any], key: str, also: str = ""
-) -> DataError:
-    return DataError(
-        f"{where}: no column {column!r}{also}; its columns are {', '.join(map(repr, row))}: "
-        f"set {key}"
-    )
-
-
-def _are_messages(value: Any) -> bool:
-    items = cast("Sequence[Any]", value) if isinstance(value, list) else ()
-    return bool(items) and all(
-        isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items
-    )
-
-
 def _prompt_id(data: DataSection, where: str, row: Mapping[str, Any], idx: int) -> str:
     if data.id_column is None:
         return str(idx)
     if data.id_column not in row:
-        raise _no_column(data.id_column, where, row, "data.id_column")
+        raise no_column(data.id_column, where, row, "data.id_column")
     value = row[data.id_column]
     if not isinstance(value, str | int | float):
         raise DataError(

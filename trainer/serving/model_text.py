@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -39,6 +40,7 @@ class ModelText:
         self.stop_token_ids = self._tokenizer.stop_token_ids(extra_stop_ids)
         self.max_token_nbytes = self._tokenizer.max_token_nbytes
         self.decode = self._tokenizer.decode
+        self.decode_completion = self._tokenizer.decode_completion
         self._short = ThreadPoolExecutor(1, "tokenizer")
         self._long = ThreadPoolExecutor(1, "tokenizer-long")
 
@@ -54,11 +56,16 @@ class ModelText:
         return await self._tokenize(self.encode_now, text)
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[object],
+        variables: Mapping[str, Any],
+        *,
+        continue_final_message: bool,
     ) -> str:
-        """The text of a conversation up to the assistant's answer; raises DataError."""
+        """See `ModelTokenizer.render_chat`."""
+        render = partial(self._tokenizer.render_chat, continue_final_message=continue_final_message)
         return await asyncio.get_running_loop().run_in_executor(
-            self._short, self._tokenizer.render_chat, messages, variables
+            self._short, render, messages, variables
         )
 
     async def encode_rendered(self, text: str) -> list[int]:
@@ -69,8 +76,7 @@ class ModelText:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> list[int]:
         """Renders and tokenizes a conversation in the caller's own thread."""
-        rendered = self._tokenizer.render_chat(messages, variables)
-        return self._tokenizer.encode(rendered)
+        return self._tokenizer.encode_chat(messages, **variables)
 
     def encode_now(self, text: str) -> list[int]:
         """`encode` in the caller's own thread."""

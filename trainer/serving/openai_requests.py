@@ -47,7 +47,6 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "suffix": ("",),
     "min_tokens": (0,),
     "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "top_logprobs": (0,),
     "tools": ([],),
@@ -55,7 +54,6 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "add_generation_prompt": (True,),
 }
 _FORMS: Final[Mapping[str, str]] = {
     "prompt": f"a text or a list of token ids, or a list of up to {_MAX_PROMPTS} of these",
@@ -89,6 +87,7 @@ class SamplingRequest(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS, fail_fast=True)] = []
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -136,19 +135,13 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @property
     def budget(self) -> int | None:
         """None for as many as the context allows."""
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """Messages with contents as plain text, as chat templates expect them."""
-        return [
-            {**message, "content": _plain(message.get("content"), idx)}
-            for idx, message in enumerate(self.messages)
-        ]
 
 
 _Request = TypeVar("_Request", bound=SamplingRequest)
@@ -200,20 +193,3 @@ def _worded(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param} must be {_FORMS[param]}", param=param)
     where = ".".join(str(part) for part in problem["loc"])
     return ApiError(400, f"{where}: {problem['msg']}", param=param)
-
-
-def _plain(content: object, idx: int) -> str:
-    """A message's content as one text; it may be a list of text parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in cast("list[object]", content) if isinstance(content, list) else [content]:
-        text = cast("dict[str, object]", part).get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise ApiError(
-                400, f"messages.{idx}.content must be text or parts of text", param="messages"
-            )
-        texts.append(text)
-    return "".join(texts)

@@ -181,6 +181,7 @@ def _auxiliary(config: ServeConfig, name: str) -> ServedPoolConfig:
         path_setting=path_setting(name),
         dispatch=auxiliary_dispatch(name, pool),
         adapters=list(pool.lora_adapters),
+        template_variables=pool.chat_template_kwargs,
     )
 
 

@@ -86,6 +86,7 @@ class GenerationJob:
     num_each: int
     sampling: Sampling
     form: AnswerForm
+    decode: Callable[[Sequence[int]], str]
     is_stream: bool
     wants_usage: bool
 
@@ -125,7 +126,9 @@ class ServedPool:
             else _checked(prompt, "prompt", vocab_size)
             for prompt in request.prompts
         ]
-        form = CompletionForm(self._model(request.model), self.text.decode, request.wants_logprobs)
+        form = CompletionForm(
+            self._model(request.model), self._decode(request), request.wants_logprobs
+        )
         return self._job(request, prompts, request.max_tokens, form, "prompt")
 
     async def chat(self, request: ChatRequest) -> GenerationJob:
@@ -137,21 +140,29 @@ class ServedPool:
                 "own: leave it out, or render the chat yourself and send it to /v1/completions",
                 param="chat_template_kwargs",
             )
+        if not (request.add_generation_prompt or request.continue_final_message):
+            raise ApiError(
+                400,
+                "add_generation_prompt false is supported only with continue_final_message true",
+                param="add_generation_prompt",
+            )
         variables = {**self._template_variables, **request.chat_template_kwargs}
         try:
-            rendered = await self.text.render_chat(request.plain_messages, variables)
+            rendered = await self.text.render_chat(
+                request.messages, variables, continue_final_message=request.continue_final_message
+            )
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         self._check_size(rendered, "messages")
         prompt = await self.text.encode_rendered(rendered)
-        form = ChatForm(self._model(request.model), self.text.decode, request.logprobs)
+        form = ChatForm(self._model(request.model), self._decode(request), request.logprobs)
         return self._job(request, [prompt], request.budget, form, "messages")
 
     def choices(self, job: GenerationJob) -> list[AsyncGenerator[Step, None]]:
         """The steps of each choice; they raise the errors of `Generator.stream`."""
         prompts = [prompt for prompt in job.prompts for _ in range(job.num_each)]
         return [
-            generate_choice(self.generator, self.text.decode, prompt, job.sampling.at(index))
+            generate_choice(self.generator, job.decode, prompt, job.sampling.at(index))
             for index, prompt in enumerate(prompts)
         ]
 
@@ -190,6 +201,9 @@ class ServedPool:
         """The model that answers: the named adapter, else the pool's model."""
         return name if name is not None and name in self._adapters else self.model
 
+    def _decode(self, request: SamplingRequest) -> Callable[[Sequence[int]], str]:
+        return self.text.decode if request.skip_special_tokens else self.text.decode_completion
+
     def _job(
         self,
         request: SamplingRequest,
@@ -211,7 +225,10 @@ class ServedPool:
             lora=model if model in self._adapters else "",
         )
         wants_usage = request.stream_options.include_usage
-        job = GenerationJob(self, prompts, request.n, sampling, form, request.stream, wants_usage)
+        decode = self._decode(request)
+        job = GenerationJob(
+            self, prompts, request.n, sampling, form, decode, request.stream, wants_usage
+        )
         num_open = self.generator.num_open
         if num_open + job.num_choices > _MAX_OPEN:
             raise ApiError(

@@ -55,6 +55,9 @@ class AgentContext:
         sample: the data set's row.
         prompt, prompt_tokens: from the data set.
         encode, decode: tokens of a text, and text of tokens, by the policy's tokenizer.
+        encode_chat: `encode_chat(messages, **variables)` is the tokens of a chat up to the
+            beginning of the assistant's answer, by the policy's chat template, with
+            `data.chat_template_kwargs` and further variables of the template.
         finish_reason: of the last generation: "stop", or "length" if a budget ended it.
         pool: `pool(name)` is an auxiliary pool of the config, such as a judge; see `AuxiliaryPool`.
     """
@@ -65,6 +68,7 @@ class AgentContext:
         prompt: str,
         prompt_tokens: list[int],
         encode: Callable[[str], list[int]],
+        encode_chat: Callable[..., list[int]],
         decode: Callable[[Sequence[int]], str],
         generate: Generate,
         recall: Recall,
@@ -76,6 +80,7 @@ class AgentContext:
         self.prompt_tokens = prompt_tokens
         self.finish_reason = ""
         self.encode = encode
+        self.encode_chat = encode_chat
         self.decode = decode
         self.pool = pool
         self._generate = generate

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import actor_context
@@ -33,11 +33,15 @@ class AuxiliaryPoolConfig:
         generator: name of the pool's `GeneratorService`.
         tokenizer_path: see `ModelTokenizer.open`.
         timeout_s: of one call, including the wait until the pool is awake.
+        chat_template_kwargs: variables of its chat template.
+        skip_special_tokens: see `RolloutSettings`.
     """
 
     generator: str
     tokenizer_path: str
     timeout_s: float
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    skip_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class PoolAnswer:
     """One generation.
 
     Attributes:
-        text: of `tokens`, without special tokens.
+        text: of `tokens`, without end tokens; see `rollout.skip_special_tokens`.
         logprobs: of the tokens, under the distribution they were sampled from.
         finish_reason: "stop", or "length" if a budget ended it.
     """
@@ -139,7 +143,8 @@ class AuxiliaryPool:
         return self._tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens)
+        skip = self._config.skip_special_tokens
+        return self._tokenizer.decode_completion(tokens, skip)
 
     async def generate(
         self,
@@ -191,11 +196,26 @@ class AuxiliaryPool:
         self,
         messages: Sequence[Mapping[str, Any]],
         max_new_tokens: int | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         **how: Any,
     ) -> PoolAnswer:
-        """Like `generate`, from messages {"role", "content"}, with the model's chat template."""
+        """Like `generate`, from messages {"role", "content"}, with the model's chat template.
+
+        Args:
+            chat_template_kwargs: variables of the template, besides the pool's own.
+            continue_final_message: whether a final message of the assistant is the beginning of the
+                answer; it is refused otherwise.
+        """
+        variables = {**self._config.chat_template_kwargs, **(chat_template_kwargs or {})}
         # The first call imports transformers, which takes a second.
-        text = await asyncio.to_thread(self._tokenizer.render_chat, messages, {})
+        text = await asyncio.to_thread(
+            self._tokenizer.render_chat,
+            messages,
+            variables,
+            continue_final_message=continue_final_message,
+        )
         return await self.generate(self._tokenizer.encode(text), max_new_tokens, **how)
 
     @property

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import actor_context
@@ -41,6 +42,8 @@ class RolloutWorker:
             reward function it is at most half of `reward_timeout_s`, so that a call that blocks is
             found before those beside it exceed theirs.
         pools: `AuxiliaryPoolConfig` as plain values, by name: the auxiliary pools.
+        skip_special_tokens: see `RolloutSettings`.
+        chat_template_kwargs: variables of the policy's chat template.
     """
 
     def __init__(
@@ -52,9 +55,13 @@ class RolloutWorker:
         reward_timeout_s: float = 120.0,
         block_limit_s: float = 30.0,
         pools: Mapping[str, Mapping[str, Any]] | None = None,
+        skip_special_tokens: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
         self._tokenizer_path = tokenizer_path
+        self._skip_special_tokens = skip_special_tokens
+        self._chat_template_kwargs = chat_template_kwargs or {}
         self._opened: ModelTokenizer | None = None
         self._stack = contextlib.AsyncExitStack()
         explain_signals()
@@ -115,7 +122,10 @@ class RolloutWorker:
             )
         await self._manager(items[0]["manager"])  # so that `run` can report a call that blocks
         tokenizer = await self._tokenizer()
-        completions = [tokenizer.decode(item["tokens"].tolist()) for item in items]
+        completions = [
+            tokenizer.decode_completion(item["tokens"].tolist(), self._skip_special_tokens)
+            for item in items
+        ]
         with span("reward", overlaps=True, sample=items[0]["sample_id"], samples=len(items)):
             return await self._reward(
                 [item["sample_id"] for item in items],
@@ -154,7 +164,8 @@ class RolloutWorker:
             item["prompt"],
             item["tokens"].tolist(),
             tokenizer.encode,
-            tokenizer.decode,
+            partial(tokenizer.encode_chat, **self._chat_template_kwargs),
+            lambda tokens: tokenizer.decode_completion(tokens, self._skip_special_tokens),
             generate=asking("generate"),
             recall=asking("recall"),
             keep=asking("keep"),

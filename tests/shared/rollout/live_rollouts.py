@@ -46,7 +46,7 @@ def write_tokenizer(path: Path) -> None:
     tokenizer: Any = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["t0"])
-    save_rust_tokenizer(path, tokenizer)
+    save_rust_tokenizer(path, tokenizer, end_token_ids=[0])
 
 
 class LiveRollouts:

@@ -82,3 +82,23 @@ def test_a_model_without_end_tokens_is_refused(tmp_path: Path) -> None:
     assert tokenizer.stop_token_ids([7]) == [7]
     with pytest.raises(DataError, match=r"names no eos_token_id .*set rollout.stop_token_ids"):
         tokenizer.stop_token_ids()
+
+
+def test_a_completion_keeps_the_special_tokens_that_mean_something(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, eos="<|im_end|>")
+    tokenizer = ModelTokenizer.open(folder)
+    thought = tokenizer.encode("<think>2+2=4</think>4<|im_end|></s><pad>")
+    call = tokenizer.encode('[TOOL_CALLS]{"name":"add"}</s>')
+
+    assert tokenizer.decode_completion(thought) == "<think>2+2=4</think>4"
+    assert tokenizer.decode_completion(call) == '[TOOL_CALLS]{"name":"add"}'
+    assert tokenizer.decode_completion(thought, skip_special_tokens=True) == "2+2=44"
+
+
+def test_text_that_is_no_special_token_stays_though_it_ends_a_completion(tmp_path: Path) -> None:
+    colon = ModelTokenizer.open(write_model_folder(tmp_path / "a")).encode(":")
+
+    tokenizer = ModelTokenizer.open(write_model_folder(tmp_path / "b", eos_of_generation=colon))
+
+    assert colon[0] in tokenizer.end_token_ids
+    assert tokenizer.decode_completion(tokenizer.encode("so:</s>")) == "so:"

@@ -92,7 +92,7 @@ def test_a_column_of_texts_may_be_users_messages(tmp_path: Path, tokenizer: Mode
 
 
 def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
-    rows = [{"messages": [{"role": "user", "content": "hi"}], "prompt": "unused"}]
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}]
 
     files = prepare(tmp_path, tokenizer, rows)
 
@@ -155,7 +155,7 @@ def test_prompts_may_have_ids_of_their_own(tmp_path: Path, tokenizer: ModelToken
         ([{"prompt": "1"}, {"prompt": 7}], {}, r"line 2.*int, not text"),
         ([{"prompt": ""}], {}, r"line 1.*prompt is empty"),
         ([{"messages": "hello"}], {}, r"line 1.*list of objects with 'role'"),
-        ([{"messages": [{"role": "user"}]}], {}, r"'content'"),
+        ([{"messages": [{"role": "user"}]}], {}, r"line 1: message 1 \(user\) has no content"),
         ([{"prompt": "1"}], {"format": "chat"}, r"line 1.*'messages'.*messages_column"),
         ([{"prompt": "1"}], {"id_column": "key"}, r"line 1.*'key'"),
         ([{"prompt": "1" * 25}], {}, r"25 tokens.*only 24 fit a context of 32.*'drop'"),
@@ -183,15 +183,13 @@ def test_more_ranks_than_prompts_is_an_error(tmp_path: Path, tokenizer: ModelTok
 
 
 def test_fewer_prompts_than_a_step_takes_are_reported_once(
-    tmp_path: Path, tokenizer: ModelTokenizer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
     rows = [{"prompt": "1"}, {"prompt": "2"}]
 
-    prepare(tmp_path, tokenizer, rows, groups=2)
-    assert not caplog.messages
-    prepare(tmp_path, tokenizer, rows, groups=3)
+    assert not prepare(tmp_path, tokenizer, rows, groups=2).warnings
+    (said,) = prepare(tmp_path, tokenizer, rows, groups=3).warnings
 
-    (said,) = caplog.messages
     assert "has 2 prompts, fewer than rollout.groups_per_step = 3" in said
     assert "lower rollout.groups_per_step, or give more prompts" in said
 
@@ -252,7 +250,8 @@ def test_a_wrong_column_is_named_before_anything_starts(
     tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], said: str, held_out: bool
 ) -> None:
     bad = write_jsonl(tmp_path / "bad.jsonl", [row])
-    good_row = {"prompt": "1", "messages": [{"role": "user", "content": "1"}], "key": "a"}
+    chat = {"messages": [{"role": "user", "content": "1"}]}
+    good_row = {"key": "a", **(chat if "format" in settings else {"prompt": "1"})}
     good = write_jsonl(tmp_path / "good.jsonl", [good_row])
     train, held_out_path = (good, bad) if held_out else (bad, good)
 

@@ -1,0 +1,73 @@
+"""The one form that messages of a chat have before a template renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from umbra.runtime.errors import DataError
+
+
+def normal_messages(
+    messages: Sequence[object], *, continue_final_message: bool
+) -> list[dict[str, Any]]:
+    """Messages without keys that are null, and with each content as one text.
+
+    Args:
+        continue_final_message: whether the chat may end with a message of the assistant.
+
+    Raises:
+        DataError: something is no message, or its content is not text.
+    """
+    if not messages:
+        raise DataError("the chat has no messages")
+    found = [_normal(message, number) for number, message in enumerate(messages, 1)]
+    if found[-1]["role"] == "assistant" and not continue_final_message:
+        raise DataError(
+            f"message {len(found)} (assistant) is the last one, so the prompt would hold the "
+            "answer: remove it, or set continue_final_message to have the model continue it"
+        )
+    return found
+
+
+def are_messages(value: object) -> bool:
+    """Whether a value is a list of objects with a role, and therefore meant as a chat."""
+    items = cast("Sequence[object]", value) if isinstance(value, list) else ()
+    return bool(items) and all(isinstance(item, dict) and "role" in item for item in items)
+
+
+def _normal(message: object, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"message {number} is a {type(message).__name__}, not an object")
+    given = cast("Mapping[str, Any]", message)
+    found = {key: value for key, value in given.items() if value is not None}
+    role = found.get("role")
+    if not isinstance(role, str):
+        raise DataError(f"message {number} has no role that is text; it has {sorted(found)}")
+    name = f"message {number} ({role})"
+    if "content" in found:
+        found["content"] = _text(found["content"], name)
+    elif role != "assistant" or len(found) == 1:  # a call of a tool has no content
+        raise DataError(f"{name} has no content")
+    return found
+
+
+def _text(content: object, name: str) -> str:
+    """A content as one text; it may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{name}: its content is a {type(content).__name__}, not text")
+    return "".join(_part_text(part, name) for part in cast("list[object]", content))
+
+
+def _part_text(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    fields = cast("dict[str, object]", part) if isinstance(part, dict) else {}
+    text, kind = fields.get("text"), fields.get("type", "text")
+    if kind != "text" or not isinstance(text, str):
+        raise DataError(
+            f"{name}: its content has the part {part!r:.80}: umbra works on text only, remove it"
+        )
+    return text

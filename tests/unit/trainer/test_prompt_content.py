@@ -1,0 +1,205 @@
+"""What a row asks: one meaning for each row, whatever its file stores, or a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import write_model_folder
+
+from umbra.runtime.errors import DataError, SettingError
+from umbra.runtime.rollout.prompts import PromptSet
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
+from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.data.data_rows import read_rows
+from umbra.trainer.data.prompt_content import prompt_content
+from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles, prepare_prompts
+from umbra.trainer.serving.model_text import ModelText
+
+ASK = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def content_of(row: dict[str, Any], **settings: Any) -> Any:
+    return prompt_content(DataSection(train=Path("x.jsonl"), **settings), "line 1", row)
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "content"),
+    [
+        ({"prompt": "2+2="}, {}, "2+2="),
+        ({"prompt": "[1, 2] has a sum of"}, {}, "[1, 2] has a sum of"),
+        ({"messages": [ASK]}, {}, [ASK]),
+        ({"messages": [{**ASK, "name": None}]}, {}, [ASK]),
+        ({"messages": [{"role": "user", "content": parts("2+", "2?")}]}, {}, [ASK]),
+        ({"messages": json.dumps([ASK])}, {}, [ASK]),
+        ({"prompt": json.dumps([ASK])}, {}, [ASK]),
+        ({"messages": json.dumps([ASK])}, {"format": "chat"}, [ASK]),
+        ({"prompt": json.dumps([ASK])}, {"format": "text"}, json.dumps([ASK])),
+        ({"messages": "2+2?"}, {"format": "chat"}, [ASK]),
+        ({"prompt": "2+2=", "messages": [ASK]}, {"format": "chat"}, [ASK]),
+        ({"prompt": "2+2=", "messages": [ASK]}, {"format": "text"}, "2+2="),
+        ({"prompt": "2+2=", "messages": None}, {}, "2+2="),
+        ({"prompt": "1", "images": [], "image": None}, {}, "1"),
+        ({"messages": [ASK, ANSWER]}, {"continue_final_message": True}, [ASK, ANSWER]),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call("add")]},
+                          {"role": "tool", "content": "4"}]},
+            {},
+            [ASK, {"role": "assistant", "tool_calls": [call("add")]},
+             {"role": "tool", "content": "4"}],
+        ),
+        ({"messages": [ASK]}, {"system_prompt": "Be brief."}, [SYSTEM, ASK]),
+        ({"q": "2+2", "n": 7}, {"template": "{n}. {q}= {{}}"}, "7. 2+2= {}"),
+        ({"q": "2+2"}, {"template": "{q}?", "format": "chat"}, [ASK]),
+        (
+            {"q": "2+2"},
+            {"template": "{q}?", "format": "chat", "system_prompt": "Be brief."},
+            [SYSTEM, ASK],
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_has_one_meaning(row: dict[str, Any], settings: dict[str, Any], content: Any) -> None:
+    assert content_of(row, **settings) == content
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "said"),
+    [
+        ({"prompt": "a", "messages": [ASK]}, {}, r"both 'prompt' and 'messages'.*set data.format"),
+        ({"prompt": [ASK]}, {"format": "text"}, r"holds a list, not text: set data.format = 'cha"),
+        ({"prompt": None}, {}, r"column 'prompt' holds a NoneType, not text"),
+        ({"messages": "2+2?"}, {}, r"must be a list of objects .*set data.format = 'chat'"),
+        ({"messages": "[{"}, {}, r"must be a list of objects"),
+        ({"messages": [ASK, ANSWER]}, {}, r"message 2 \(assistant\) is the last one.* set contin"),
+        ({"messages": [{"role": "user", "content": None}]}, {}, r"message 1 \(user\) has no conte"),
+        ({"messages": [{"role": "assistant"}, ASK]}, {}, r"message 1 \(assistant\) has no content"),
+        (
+            {"messages": [{"role": "user", "content": 7}]},
+            {},
+            r"its content is a int, not text",
+        ),
+        (
+            {"messages": [ASK, {"role": 1, "content": ""}]},
+            {},
+            r"message 2 has no role that is",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [*parts("a"), {"type": "image_url"}]}]},
+            {},
+            r"message 1 \(user\): its content has the part .*image_url.*text only, remove it",
+        ),
+        ({"prompt": "a", "images": [b"\xff"]}, {}, r"column 'images' is not empty.*text only"),
+        ({"prompt": "a"}, {"system_prompt": "b"}, r"data.system_prompt needs a chat.*data.format"),
+        (
+            {"messages": [SYSTEM, ASK]},
+            {"system_prompt": "b"},
+            r"message 1 is a system message",
+        ),
+        ({"q": "a"}, {"template": "{q} {r}"}, r"no column 'r'; its columns are 'q': set data.temp"),
+        ({"q": [1]}, {"template": "{q}"}, r"column 'q' of data.template holds a list, not text"),
+    ],
+)
+def test_a_row_without_a_clear_meaning_is_refused(
+    row: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=rf"^line 1: .*{said}"):
+        content_of(row, **settings)
+
+
+@pytest.mark.parametrize("template", ["{", "{0}", "{}", "{a.b}", "{a[0]}", "no column"])
+def test_a_template_that_names_no_columns_is_refused(template: str) -> None:
+    with pytest.raises(SettingError, match="template"):
+        DataSection(train=Path("x.jsonl"), template=template)
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
+    arrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+
+    def asked(answer: str, *calls: dict[str, Any]) -> dict[str, Any]:
+        messages = [ASK, {"role": "assistant", "content": "", "tool_calls": list(calls)}]
+        tool = {"role": "tool", "content": answer}
+        return {"messages": [*messages, tool], "checks": {"calls": list(calls)}, "answer": answer}
+
+    rows = [
+        asked("18", call("weather", city="Paris", at={"hour": 3})),
+        asked("5", call("add", a=2, b=3), call("weather", at={"day": 1})),
+        {"messages": [ASK], "checks": {}, "answer": None},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+    found = [row for _, row in read_rows(tmp_path / "rows.parquet")]
+
+    assert found == rows == [row for _, row in read_rows(tmp_path / "rows.jsonl")]
+
+
+def test_all_ways_in_render_a_chat_alike(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    tokenizer = ModelTokenizer.open(folder)
+    odd = [{"role": "user", "content": parts("2+", "2?"), "name": None}, ANSWER]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": odd}))
+
+    files = prepare(path, tokenizer, continue_final_message=True)
+    with_data = PromptSet.open(files.train_path)[0].tokens.tolist()
+    text = ModelText(folder, trust_remote_code=False)
+    served = asyncio.run(text.render_chat(odd, {}, continue_final_message=True))
+    agents = tokenizer.encode_chat(odd, continue_final_message=True)
+
+    assert served == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4"
+    assert tokenizer.encode(served) == with_data == agents
+    with pytest.raises(DataError, match="set continue_final_message"):
+        asyncio.run(text.render_chat(odd, {}, continue_final_message=False))
+    with pytest.raises(DataError, match="set continue_final_message"):
+        tokenizer.encode_chat(odd)
+
+
+def prepare(path: Path, tokenizer: ModelTokenizer, **settings: Any) -> PromptFiles:
+    return prepare_prompts(
+        DataSection(train=path, **settings),
+        tokenizer,
+        PromptBudget(max_context_len=512, max_new_tokens=8),
+        folder=path.parent,
+        min_prompts=1,
+        groups_per_step=1,
+    )
+
+
+def write_prompts(path: Path, prompts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+def test_prompts_that_repeat_or_are_held_out_and_trained_on_are_warned_about(
+    tmp_path: Path,
+) -> None:
+    tokenizer = ModelTokenizer.open(write_model_folder(tmp_path / "model"))
+    held_out = write_prompts(tmp_path / "eval.jsonl", ["6", "5", "2", "3"])
+
+    def warnings_with(*prompts: str) -> Sequence[str]:
+        path = write_prompts(tmp_path / "train.jsonl", prompts)
+        return prepare(path, tokenizer, eval=held_out, eval_limit=3).warnings
+
+    assert warnings_with("1", "3") == []
+    assert warnings_with("1", "2", "1", "1", "5") == [
+        "data.train: 2 of 5 prompts repeat an earlier one, such as '1': they are trained on more "
+        "often; remove them unless that is meant",
+        "data.eval: 2 of 3 prompts are in data.train, too, such as '5': evaluations measure what "
+        "was trained on; remove them from one of the two",
+    ]

@@ -1,0 +1,137 @@
+"""What a row of a data set asks: a text, or the messages of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.text.messages import are_messages, normal_messages
+from umbra.trainer.config.trainer_config import DataSection
+
+_PROMPT: Final = "data.prompt_column"
+_MESSAGES: Final = "data.messages_column"
+_MEDIA_COLUMNS: Final = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def prompt_content(
+    data: DataSection, where: str, row: Mapping[str, Any]
+) -> str | list[dict[str, Any]]:
+    """A row's prompt: text, or the messages of a chat in their normal form.
+
+    Raises:
+        DataError: the row has none, or one that is not clear, with `where`, cause and remedy.
+    """
+    for name in _MEDIA_COLUMNS:
+        if row.get(name):
+            raise DataError(
+                f"{where}: column {name!r} is not empty, and umbra trains on text only: leave such "
+                "rows out, or remove the column if the text is enough"
+            )
+    found = _filled(data, where, row) if data.template else _given(data, where, row)
+    if isinstance(found, str):
+        if data.system_prompt:
+            raise DataError(
+                f"{where}: data.system_prompt needs a chat, and this prompt is plain text: set "
+                "data.format = 'chat' and data.messages_column to the text's column, which makes "
+                "the text a user's message, or put the system prompt into the text"
+            )
+        return found
+    try:
+        return normal_messages(
+            _with_system_prompt(data, found), continue_final_message=data.continue_final_message
+        )
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def no_column(
+    column: str, where: str, row: Mapping[str, Any], key: str, also: str = ""
+) -> DataError:
+    """The error about a column that a row lacks; `key` is the setting that names it."""
+    return DataError(
+        f"{where}: no column {column!r}{also}; its columns are {', '.join(map(repr, row))}: "
+        f"set {key}"
+    )
+
+
+def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
+    """The prompt of a column."""
+    column, key = _column(data, where, row)
+    value = row[column]
+    chat = None if data.format == "text" else _chat(value)
+    if chat is not None:
+        return chat
+    if not isinstance(value, str):
+        is_chat = data.format == "text" and are_messages(value)
+        hint = ": set data.format = 'chat'" if is_chat else ""
+        kind = "list of objects with 'role' and 'content'" if key == _MESSAGES else "text"
+        raise DataError(
+            f"{where}: column {column!r} holds a {type(value).__name__}, not {kind}{hint}"
+        )
+    if data.format == "chat":
+        return [{"role": "user", "content": value}]
+    if key == _MESSAGES:
+        raise DataError(
+            f"{where}: {column!r} must be a list of objects with 'role' and 'content', got "
+            f"{value!r:.80}; set data.format = 'chat' to take texts as users' messages"
+        )
+    return value
+
+
+def _column(data: DataSection, where: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    """The column of the prompt, and the setting that names it."""
+    prompt, messages = (data.prompt_column, _PROMPT), (data.messages_column, _MESSAGES)
+    if data.format != "auto":
+        chosen = messages if data.format == "chat" else prompt
+        if chosen[0] not in row:
+            raise no_column(chosen[0], where, row, chosen[1])
+        return chosen
+    present = [each for each in (messages, prompt) if row.get(each[0]) is not None]
+    if len(present) == 2 and prompt[0] != messages[0]:
+        raise DataError(
+            f"{where}: both {prompt[0]!r} and {messages[0]!r} could be the prompt: set data.format "
+            "= 'text' or 'chat'"
+        )
+    if not present:
+        if prompt[0] in row:
+            return prompt
+        raise no_column(prompt[0], where, row, _PROMPT, f" nor {messages[0]!r}")
+    return present[0]
+
+
+def _chat(value: object) -> list[Any] | None:
+    """The messages that a column holds, also as JSON text; None if it holds something else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return cast("list[Any]", value) if are_messages(value) else None
+
+
+def _with_system_prompt(data: DataSection, messages: list[Any]) -> list[Any]:
+    if not data.system_prompt:
+        return messages
+    if messages[0]["role"] == "system":
+        raise DataError(
+            "message 1 is a system message, and data.system_prompt would be another: leave one of "
+            "them out"
+        )
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def _filled(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
+    """The template with the row's columns."""
+    columns = data.template_columns
+    for name in columns:
+        if name not in row:
+            raise no_column(name, where, row, "data.template")
+        if not isinstance(row[name], str | int | float):
+            kind = type(row[name]).__name__
+            raise DataError(
+                f"{where}: column {name!r} of data.template holds a {kind}, not text or a number"
+            )
+    text = data.template.format(**{name: row[name] for name in columns})
+    return [{"role": "user", "content": text}] if data.format == "chat" else text
