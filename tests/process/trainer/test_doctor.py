@@ -141,11 +141,13 @@ def test_a_mistyped_path_that_could_be_a_name_on_the_hub_fails_one_check_and_the
 def test_settings_that_work_but_are_probably_not_meant_are_warned_of(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", str(config), "rollout.max_staleness=1"]) == 0
+    settings = ["rollout.max_staleness=1", "data.eval=train.jsonl"]
+    assert main(["doctor", str(config), *settings]) == 0
 
     output = capsys.readouterr().out
     for name in ("pool.mode = 'hybrid'", "train.loss = 'clipped'"):
         assert f"warning settings       rollout.max_staleness = 1 and {name}: " in output
+    assert "warning prompts        data.eval: 2 of 2 prompts are in data.train, too" in output
     assert output.endswith("\nno check failed; see the warnings\n")
 
 

@@ -136,7 +136,7 @@ def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
         tool = {"role": "tool", "content": answer}
         return {"messages": [*messages, tool], "checks": {"calls": list(calls)}, "answer": answer}
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         asked("18", call("weather", city="Paris", at={"hour": 3})),
         asked("5", call("add", a=2, b=3), call("weather", at={"day": 1})),
         {"messages": [ASK], "checks": {}, "answer": None},
