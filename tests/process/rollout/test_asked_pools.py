@@ -64,10 +64,10 @@ def start(
             restart=RESTART,
         )
     )
-    write_tokenizer(folder / "tokenizer.json")
+    write_tokenizer(folder / "judge.json", end_token_ids=())
     asked: dict[str, Any] = {
         "generator": "judge-generator",
-        "tokenizer_path": str(folder / "tokenizer.json"),
+        "tokenizer_path": str(folder / "judge.json"),
         "timeout_s": 60.0,
     }
     return LiveRollouts(

@@ -34,7 +34,9 @@ def exits(prompts, completions, **columns):
 @pytest.fixture
 def config(tmp_path: Path, umbra_tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    Path("train.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
+    )
     Path("rewards.py").write_text(_REWARDS)
     Path("other.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 2)
     Path("cut.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+')
@@ -49,6 +51,7 @@ def config(tmp_path: Path, umbra_tiny_model_dir: Path, monkeypatch: pytest.Monke
         function = "rewards:score"
         [rollout]
         max_new_tokens = 16
+        groups_per_step = 2
         [pool]
         engine = "echo"
         engine_args = {{vocab_size = 42}}

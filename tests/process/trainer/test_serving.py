@@ -245,7 +245,11 @@ def test_what_is_not_possible_is_refused_in_the_apis_own_form(server: Server) ->
         (COMPLETIONS, {"prompt": ["1"] * 40, "n": 128}, 429, None, "5120 choices are too many"),
         (CHAT, {"messages": []}, 400, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
-         "messages", "parts of text"),
+         "messages", "umbra works on text only"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "1"}]}, 400, "messages",
+         "set continue_final_message"),
+        (CHAT, {"messages": [{"role": "user", "content": "1"}], "add_generation_prompt": False},
+         400, "add_generation_prompt", "only with continue_final_message"),
         (CHAT, {"messages": [{"role": "user", "content": "1"}], "tools": [{}]}, 400, "tools",
          "not supported"),
     ]  # fmt: skip

@@ -41,12 +41,12 @@ _LOOK_S = 0.002
 """Between two questions to the manager, which would otherwise answer all the time."""
 
 
-def write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path, end_token_ids: Sequence[int] = (0,)) -> None:
     """A tokenizer whose token i reads `t<i>`; token 0 is special."""
     tokenizer: Any = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["t0"])
-    save_rust_tokenizer(path, tokenizer, end_token_ids=[0])
+    save_rust_tokenizer(path, tokenizer, end_token_ids)
 
 
 class LiveRollouts:
