@@ -36,7 +36,7 @@ from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.disk import check_free_space, format_nbytes
 from umbra.runtime.engine_api.engine_names import engine_kind
-from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.errors import ConfigError, DataError, RemoteError, UmbraError
 from umbra.runtime.package_versions import outside_tested_range
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
@@ -53,7 +53,6 @@ from umbra.trainer.memory_needs import ITEMSIZES, plan_job_memory
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.metrics_logger import check_loggers, logger_names
-from umbra.trainer.reward_trial import try_reward
 from umbra.trainer.run_files import writing
 from umbra.trainer.services import (
     POOL,
@@ -61,7 +60,6 @@ from umbra.trainer.services import (
     open_policy_tokenizer,
     prompt_budget,
     user_folders,
-    worker_specs,
 )
 from umbra.trainer.setup_check import (
     check_batch_size,
@@ -69,6 +67,7 @@ from umbra.trainer.setup_check import (
     check_rotary_frequencies,
     check_stop_tokens,
 )
+from umbra.trainer.worker_trial import WorkerTrial
 from umbra.trainer.world import pick_device, usable_gpus
 
 HUB: Final = "hub"
@@ -140,6 +139,8 @@ class NodeChecks:
         self._gpu_nbytes = gpu_nbytes
         self._plan: Plan | None = None
         self._first_prompt: Prompt | None = None
+        self._worker: WorkerTrial | None = None
+        self._stack = contextlib.ExitStack()
         self._data_warnings: Sequence[str] = ()
         self._failed: set[str] = set()
         self._not_downloaded = hub_settings(config)  # else they would be local paths
@@ -170,8 +171,9 @@ class NodeChecks:
         yield verdict_of("open files", _open_files)
         yield verdict_of("/dev/shm", self._shared_memory)
         yield verdict_of("locked memory", self._locked_memory)
-        yield self._verdict("reward, agent", self._user_functions, after="model")
-        yield self._verdict("first reward", self._reward, after=("prompts", "reward, agent"))
+        with self._stack:
+            yield self._verdict("reward, agent", self._user_functions, after="model")
+            yield self._verdict("first reward", self._reward, after=("prompts", "reward, agent"))
         yield verdict_of("GPUs", self._gpus)
         yield verdict_of("placement", self._placement)
         if self._plan is None:
@@ -395,7 +397,10 @@ class NodeChecks:
         return "\n".join([fits, *self._plan.table(memory.columns()), *memory.notes])
 
     def _user_functions(self) -> str:
-        check_actor(worker_specs(self._config, 1, self._config.run.dir)[0])
+        try:
+            self._worker = self._stack.enter_context(WorkerTrial.open(self._config))
+        except RemoteError as error:  # user code may raise anything
+            raise ConfigError(error.remote_traceback) from None
         return ", ".join(filter(None, (self._config.reward.function, self._config.rollout.agent)))
 
     def _reward(self) -> str:
@@ -406,7 +411,8 @@ class NodeChecks:
             names = ", ".join(config.pools)
             raise NotApplicable(f"it may ask {names}, and no engine runs here")
         assert self._first_prompt is not None
-        rewards = try_reward(config, self._first_prompt)
+        assert self._worker is not None
+        rewards = self._worker.score(self._first_prompt)
         shown = ", ".join(f"{reward:.4g}" for reward in dict.fromkeys(rewards))
         return f"{shown} for {len(rewards)} completions that repeat the first prompt"
 
