@@ -12,7 +12,7 @@ from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings, EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.process.cpu_affinity import core_shares, cores_near
+from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
 from umbra.trainer.pool_placement import engine_device
 
 
@@ -39,7 +39,7 @@ def pool_spec(
     """
     gpus = plan.engine_gpus(name)
     # Without an engine here, one has the cores that it would have on this node.
-    threads_each = core_shares(cores_near([engine.own for engine in gpus] or [()]))
+    threads_each = core_shares(cores_near([engine.own for engine in gpus] or [()]), cpu_quota())
     device = engine_device(pool, device_type)
     kwargs: dict[str, Any] = {
         "model_path": str(model_path.absolute()),

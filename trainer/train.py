@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -38,6 +39,7 @@ from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
     begin_run,
+    changed_settings,
     newest_version,
     record_settings,
 )
@@ -334,12 +336,28 @@ class Trainer:
         self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
         for warning in prompts.warnings:
             self._display.note(f"warning: {warning}")
-        record_settings(config.with_steps(prompts.num_train), identity)
+        self._record_settings(config.with_steps(prompts.num_train), identity)
         stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
         shown = ", ".join(f"{tokenizer.decode_all([token])!r} ({token})" for token in stops)
         self._display.note(f"completions end with {shown}")
         starter.start_manager(prompts, stops, world.world_size, world.device.type)
         return prompts.num_train
+
+    def _record_settings(self, config: TrainerConfig, identity: Mapping[str, Any]) -> None:
+        """Records the settings and shows what is only known now.
+
+        Args:
+            config: with the steps of its epochs.
+        """
+        train, display = config.train, self._display
+        if train.epochs is not None:
+            display.note(f"train.epochs = {train.epochs} are {train.total_steps:,} steps")
+        for text in setting_rules.warnings(config):
+            if text not in setting_rules.warnings(self._config):
+                display.note(f"warning: {text}")
+        if changed := changed_settings(config):
+            display.note(f"changed since the last start: {', '.join(changed)}")
+        record_settings(config, identity)
 
     def _begin_rollouts(
         self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
 from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
-from umbra.runtime.process.cpu_affinity import allowed_threads, confine, core_shares, cores_near
+from umbra.runtime.process.cpu_affinity import (
+    allowed_threads,
+    confine,
+    core_shares,
+    cores_near,
+    cpu_quota,
+)
 from umbra.runtime.process.nvml import count_gpus
 
 T = TypeVar("T")
@@ -106,8 +113,9 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
 
 
 def share_cores(local_rank: int, local_world_size: int, gpus: Sequence[str]) -> None:
-    """Keeps this rank on the cores near its GPU. The ranks there share them, since more threads
-    than cores slow them down.
+    """Keeps this rank on the cores near its GPU. The ranks there share them, and the CPU quota of
+    their container, since more threads than cores slow them down. A single rank has as many threads
+    as OMP_NUM_THREADS says, if it is set.
 
     Denormal numbers are flushed to zero: gradients are full of them, and each costs a hundred
     times an ordinary multiplication on most CPUs.
@@ -117,7 +125,12 @@ def share_cores(local_rank: int, local_world_size: int, gpus: Sequence[str]) -> 
     """
     cores = cores_near([gpus[rank : rank + 1] for rank in range(local_world_size)])
     confine(cores[local_rank])
-    torch.set_num_threads(allowed_threads(core_shares(cores)[local_rank]))
+    num_threads = core_shares(cores, cpu_quota())[local_rank]
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    # With several ranks torchrun sets it to 1, whatever the user wants.
+    if local_world_size == 1 and wanted.isdigit() and int(wanted) > 0:
+        num_threads = int(wanted)
+    torch.set_num_threads(allowed_threads(num_threads))
     torch.set_flush_denormal(True)
 
 

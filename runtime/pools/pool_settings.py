@@ -105,7 +105,7 @@ class EnginePoolSettings(Settings):
         tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
             that dies loses the tokens of one. With vLLM, the end of a request waits for it too.
         num_threads: CPU threads of an engine. Default: the cores near its GPUs, or all on the CPU,
-            divided by the pool's engines there.
+            at most the CPU quota of the container, divided by the pool's engines there.
         engine_args: Options passed to the engine unchanged: for "vllm" those of its
             AsyncEngineArgs, such as tensor_parallel_size, for "sglang" those of its ServerArgs,
             such as tp_size.

@@ -6,9 +6,11 @@ The kernel then puts the memory that it touches first on the NUMA node of these 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 
 from umbra.runtime.process.nvml import LIBRARY, Nvml
 
@@ -35,10 +37,42 @@ def _united(near: Sequence[frozenset[int]]) -> frozenset[int]:
     return frozenset[int]().union(*near) if all(near) else frozenset()
 
 
-def core_shares(cores: Sequence[AbstractSet[int]]) -> list[int]:
+def core_shares(cores: Sequence[AbstractSet[int]], quota: float) -> list[int]:
     """How many threads each of several processes may have: its cores, divided by the number of
-    processes that may use any of them; 1 at least."""
-    return [max(1, len(own) // sum(1 for other in cores if own & other)) for own in cores]
+    processes that may use any of them; 1 at least.
+
+    Args:
+        quota: CPUs that all of them together may keep busy, see `cpu_quota`.
+    """
+    most = quota / len(cores)
+    shares = [len(own) // sum(1 for other in cores if own & other) for own in cores]
+    return [max(1, int(min(share, most))) for share in shares]
+
+
+def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """How many CPUs this process and those beside it may keep busy, by the limits of its cgroup,
+    such as a container's; infinite without a limit. Such a process sees all of the host's cores.
+    """
+    limits = [math.inf]
+    for line in own.read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root  # the first is version 1 of cgroups
+        place = top / path.lstrip("/")
+        limits += map(_quota_of, [place, *(up for up in place.parents if up.is_relative_to(top))])
+    return min(limits)
+
+
+def _quota_of(cgroup: Path) -> float:
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max" is no limit
+        quota, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError):
+        quota = (cgroup / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+        period = (cgroup / "cpu.cfs_period_us").read_text(encoding="utf-8")
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    return math.inf
 
 
 def allowed_threads(num: int) -> int:

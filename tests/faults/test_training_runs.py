@@ -149,6 +149,7 @@ def test_a_run_of_epochs_keeps_its_best_checkpoint_and_resumes_from_it(folder: P
     rows = read_metrics(folder / "run/metrics.jsonl")
     scores = {row["step"]: row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row}
     assert "step 4/4  reward" in output
+    assert "train.epochs = 0.5 are 4 steps" in output
     assert list(scores) == [2, 4]
     assert all(row["eval/completion_len_mean"] <= 4 for row in rows if "eval/accuracy" in row)
     best = max(scores, key=lambda step: (scores[step], -step))
@@ -160,6 +161,7 @@ def test_a_run_of_epochs_keeps_its_best_checkpoint_and_resumes_from_it(folder: P
     output = run(config, 1, *settings, "train.epochs=0.75", f"run.resume={link}")
 
     assert f"resuming after step {best}" in output
+    assert "changed since the last start: train.epochs = 0.75 (was 0.5), train.steps = 6" in output
     assert read_summary(folder)["steps"] == 6
 
 

@@ -175,6 +175,34 @@ def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
     write_json(config.run.dir / "settings.json", content)
 
 
+def changed_settings(config: TrainerConfig) -> list[str]:
+    """The settings that differ from those of the run's last start, each with both values; none if
+    it is not known. How a run is resumed does not count."""
+    try:
+        recorded = json.loads((config.run.dir / "settings.json").read_text(encoding="utf-8"))
+        before = _flat(recorded["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    now = _flat(json.loads(json.dumps(to_wire(config))))
+    return [
+        f"{name} = {now.get(name)!r} (was {before.get(name)!r})"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in ("run.resume", "run.overwrite")
+    ]
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their full names."""
+    sections = dict(settings)
+    pools: Mapping[str, Any] = sections.pop("pools", {})
+    sections |= {f"pools.{name}": pool for name, pool in pools.items()}
+    return {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
+
+
 def recorded_identity(run_dir: Path) -> Mapping[str, Any]:
     """The identity that the last start has recorded; empty if there is none."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from actor_specs import actor
 from fake_nvml import FakeGpu, FakeNvml
 
-from umbra.runtime.process.cpu_affinity import core_shares, cores_near
+from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.session import Session
 
@@ -64,9 +65,45 @@ def test_a_process_keeps_all_cores_if_those_near_its_gpus_are_not_known_or_not_t
 def test_processes_share_the_cores_that_they_have_in_common() -> None:
     left, right = set(range(8)), set(range(8, 12))
 
-    assert core_shares([left, left, right]) == [4, 4, 4]
-    assert core_shares([left | right, left, right]) == [4, 4, 2]
-    assert core_shares([{0}] * 3) == [1, 1, 1]
+    assert core_shares([left, left, right], math.inf) == [4, 4, 4]
+    assert core_shares([left | right, left, right], math.inf) == [4, 4, 2]
+    assert core_shares([{0}] * 3, math.inf) == [1, 1, 1]
+
+
+def test_processes_share_the_cpu_quota_of_their_container() -> None:
+    cores = [frozenset(range(64))]
+
+    assert core_shares(cores, 4.5) == [4]
+    assert core_shares(cores * 2, 4.5) == [2, 2]
+    assert core_shares(cores, 0.5) == [1]
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "quota"),
+    [
+        ("0::/", {}, math.inf),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/job/step", {"job/cpu.max": "400000 100000", "cpu.max": "max 100000"}, 4.0),
+        ("0::/job/step", {"job/cpu.max": "400000 100000", "job/step/cpu.max": "1 1"}, 1.0),
+        (
+            "4:memory:/m\n1:cpu,cpuacct:/of/the/host",
+            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            2.0,
+        ),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "1"}, math.inf),
+    ],
+)
+def test_the_cpu_quota_is_the_least_of_the_cgroups_above(
+    tmp_path: Path, cgroups: str, files: dict[str, str], quota: float
+) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    own.write_text(f"{cgroups}\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+    assert cpu_quota(own, root) == quota
 
 
 def cores_of_threads(pid: int) -> list[set[int]]:
@@ -130,6 +167,25 @@ def test_a_rank_moves_to_the_cores_near_its_gpu_with_threads_that_it_has(
     show_near(fake_nvml, (FIRST,), (LAST,), (LAST,))
 
     assert run_program(RANK) == f"{{{LAST}}} {{{LAST}}} 1"
+
+
+LONE_RANK = """
+import torch
+from umbra.trainer.world import share_cores
+
+share_cores(0, 1, ())
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_single_rank_has_the_threads_that_its_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
+
+    assert run_program(LONE_RANK) == "7"
 
 
 POOL = """

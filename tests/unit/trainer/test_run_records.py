@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,19 @@ from byte_tokenizer import byte_tokenizer
 
 from umbra.runtime.durations import format_duration
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings
 from umbra.runtime.text.model_files import read_model_config
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
     begin_run,
+    changed_settings,
     check_run_dir,
     complete_checkpoints,
     newest_version,
     process_age_s,
+    record_settings,
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.config_file import check_config
@@ -499,6 +502,20 @@ def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
         journal.evaluated(2, evaluation(0.5), is_last=False)
 
     assert journal.accuracy_before == 0.25
+
+
+def test_what_changed_since_the_last_start_is_known(tmp_path: Path) -> None:
+    assert changed_settings(make_config(tmp_path)) == []
+    record_settings(make_config(tmp_path), {})
+    again = replace(make_config(tmp_path), run=RunSection(dir=tmp_path, resume="auto"))
+    again = replace(again, run=replace(again.run, name="a <test>"))
+    judge = AuxiliaryPoolSettings(model_path=Path("judge"), engine="echo")
+
+    more = replace(again, train=replace(again.train, steps=9), pools={"judge": judge})
+
+    assert changed_settings(again) == []
+    assert "train.steps = 9 (was 4)" in changed_settings(more)
+    assert "pools.judge.engine = 'echo' (was None)" in changed_settings(more)
 
 
 def test_without_a_first_evaluation_no_accuracy_before_is_claimed(tmp_path: Path) -> None:
