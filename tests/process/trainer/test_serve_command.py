@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from http_server import run_umbra, serving
-from training_models import listed, make_model, save_model, save_tokenizer
+from training_models import listed, make_model, save_model
+from weight_file import write_weight_file
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
@@ -251,13 +252,12 @@ def test_a_model_without_a_tokenizer_is_not_served_though_engines_could(folder: 
 
 def test_engines_that_cannot_start_are_a_failure_with_its_cause(folder: Path) -> None:
     model = save_model(folder / "tiny")
-    (model / "model.safetensors").unlink()
-    save_tokenizer(model)
+    write_weight_file(model / "model.safetensors", {"another.model": b"1"})
 
     done = run_umbra(folder, "generate", model, "--prompt", "1")
 
     assert done.returncode == 1
-    assert "safetensors" in done.stderr
+    assert "holds 'another.model', which this architecture does not have" in done.stderr
     assert not list((folder / "sockets").iterdir())
 
 
