@@ -151,14 +151,14 @@ class Trainer:
                 world = stack.enter_context(World.join(environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
             from_lead(world, lambda: starter.wait_for_workers() if starter else None)
-            resumed_from = from_lead(world, lambda: begin_run(config.run, environment.incarnation))
+            checkpoints = CheckpointStore(
+                self._run_dir.checkpoints, world, config.train.keep_checkpoints
+            )
+            resumed_from = self._begin_run(world, checkpoints, environment.incarnation)
             num_prompts = from_lead(world, lambda: self._start_rollouts(starter, world))
             config = self._config = config.with_steps(num_prompts)
             policy, reference = self._load_policies(world)
             optimizer = PolicyOptimizer(policy.parameters, config.train)
-            checkpoints = CheckpointStore(
-                self._run_dir.checkpoints, world, config.train.keep_checkpoints
-            )
             state = TrainerState(step=0, version=0, world_size=world.world_size, seed=0)
             if resumed_from is not None:
                 with self._display.activity("loading the checkpoint"):
@@ -224,6 +224,24 @@ class Trainer:
             self._run_dir = RunDir(checkpoints.folder.parent)  # it may have been moved
             self._config = replace(config, run=replace(config.run, dir=self._run_dir.path))
             self._leave_results(world, policy, reporter, loop.step)
+
+    def _begin_run(
+        self, world: World, checkpoints: CheckpointStore, incarnation: int
+    ) -> Path | None:
+        """Prepares the run directory; returns the newest checkpoint whose files are intact."""
+        damaged: list[Path] = []
+        while True:
+            path = from_lead(world, lambda: begin_run(self._config.run, incarnation, damaged))
+            if path is None:
+                return None
+            with self._display.activity(f"checking {path.name}"):
+                damage = checkpoints.find_damage(path)
+            if not damage:
+                if damaged:
+                    self._display.note(f"resuming from the older checkpoint {path} instead")
+                return path
+            self._display.note(f"warning: the checkpoint {path} is damaged: {damage}")
+            damaged.append(path)
 
     def _serve_metrics(self) -> None:
         """Lets the supervisor serve metrics for Prometheus, if configured. Called by rank 0."""

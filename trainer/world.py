@@ -166,6 +166,15 @@ def barrier() -> None:
     any_rank(False)
 
 
+def from_each_rank(value: T) -> list[T]:
+    """The values of all ranks, by rank, by torch.distributed's own objects. Collective."""
+    values: list[Any] = [value]
+    if _dist.is_initialized():
+        values = [None] * _dist.get_world_size()
+        _dist.all_gather_object(values, value)
+    return values
+
+
 def first_text(text: str) -> str:
     """The text of the first rank whose text is not empty. Collective; one rank must have one."""
     if not _dist.is_initialized():

@@ -73,6 +73,23 @@ def test_another_group_size_than_that_of_open_groups_is_an_error(
     )
 
 
+def test_a_checkpoint_with_changed_bytes_is_passed_over_with_a_word(
+    folder: Path, ended: Path
+) -> None:
+    shutil.copytree(ended, folder / "run")
+    newest = folder / "run/checkpoints/step-000002/__0_0.distcp"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+
+    resumed = run_to_end(folder, "run.resume=auto", "train.steps=3")
+
+    assert resumed.status == 0, resumed.output
+    assert "step-000002 is damaged: __0_0.distcp changed since it was written" in resumed.output
+    assert "resuming from the older checkpoint" in resumed.output
+    assert "resuming after step 1" in resumed.output
+
+
 def test_a_resume_with_other_data_is_refused_and_the_next_with_the_right_data_is_not(
     folder: Path, assets: Path, killed: Path
 ) -> None:

@@ -14,6 +14,7 @@ from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters, load_parameters
+from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.model_folder import (
     MAX_SHARD_NBYTES,
     copy_files,
@@ -27,6 +28,7 @@ from umbra.trainer.checkpoint.trainer_state import is_complete
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
+from umbra.trainer.run_files import RunDirectoryError
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,6 +74,11 @@ def export_checkpoint(
         DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
             cannot be written.
     """
+    if damage := find_damage(checkpoint):
+        raise RunDirectoryError(
+            f"the checkpoint {checkpoint} is damaged: {damage}; name another one, or restore it "
+            "from a backup"
+        )
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
     if prepared.weights is None:

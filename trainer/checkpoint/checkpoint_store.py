@@ -1,7 +1,7 @@
 """Checkpoints, sharded by torch.distributed.checkpoint; each is complete or ignored.
 
     run.dir/checkpoints/step-000040/    __R_0.distcp of each rank R, .metadata, trainer.json,
-                                        and COMPLETE, written last
+                                        and COMPLETE, written last, with the digests of the others
 
 Each rank writes its own shards, and any number of ranks can read them. A directory without COMPLETE
 is left over from an interrupted save: it is never read, and the next save removes it. A save that
@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from torch.futures import Future
 from umbra.runtime.disk import check_free_space, sync
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
+from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     IF_DAMAGED,
@@ -57,7 +58,7 @@ from umbra.trainer.run_files import (
     write_json,
     writing,
 )
-from umbra.trainer.world import World, barrier, from_lead
+from umbra.trainer.world import World, any_rank, barrier, first_text, from_each_rank, from_lead
 
 _METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."
@@ -104,13 +105,12 @@ class CheckpointStore:
         tensors = _tensors(parameters, optimizer)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         from_lead(self._world, lambda: self._prepare(target, nbytes))
+        writer = _Writer(target, nbytes)
         try:
             with _disk_trouble(_WRITE, target, needed_nbytes=nbytes):
-                _dcp.save(
-                    tensors | _random_state(self._world.rank),
-                    storage_writer=_Writer(target, nbytes),
-                )
-            from_lead(self._world, lambda: self._complete(target, state))
+                _dcp.save(tensors | _random_state(self._world.rank), storage_writer=writer)
+            digests = from_each_rank(writer.files.digests)
+            from_lead(self._world, lambda: self._complete(target, state, digests))
         except RunDirectoryError:  # raised on every rank, when none of them writes any more
             if self._world.is_lead and not is_complete(target):
                 shutil.rmtree(target, ignore_errors=True)
@@ -138,6 +138,12 @@ class CheckpointStore:
     def _locate(self) -> Path:
         return self.folder if self._run_dir is None else self._run_dir.path / self.folder.name
 
+    def find_damage(self, path: Path) -> str:
+        """What is wrong with the files of a checkpoint; "" if nothing. Collective: each rank reads
+        a part of them."""
+        found = find_damage(path, self._world.rank, self._world.world_size)
+        return first_text(found) if any_rank(bool(found)) else ""
+
     def _prepare(self, target: Path, nbytes: int) -> None:
         """Removes what interrupted saves left, including `target` itself.
 
@@ -153,12 +159,13 @@ class CheckpointStore:
             check_free_space(self.folder, nbytes)
             target.mkdir()
 
-    def _complete(self, target: Path, state: TrainerState) -> None:
+    def _complete(
+        self, target: Path, state: TrainerState, digests: Sequence[Mapping[str, str]]
+    ) -> None:
         write_json(target / STATE_FILE, asdict(state))
         with writing("complete the checkpoint", target):
             sync(target)
-            (target / COMPLETE).touch()
-            sync(target)
+            complete(target, {name: d for of_rank in digests for name, d in of_rank.items()})
             sync(self.folder)
             # Later ones belong to a discarded history: they do not count, and stay.
             found = [path for path in complete_checkpoints(self.folder) if path <= target]
@@ -234,6 +241,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, path: Path, nbytes: int) -> None:
         super().__init__(path)  # pyright: ignore[reportUnknownMemberType]
+        self.fs = self.files = DigestingFileSystem()
         self._checkpoint = path
         self._nbytes = nbytes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -18,6 +18,7 @@ from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_tr
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.run_files import (
     HeldFolder,
+    RunDirectoryError,
     check_writable,
     remove,
     restore_folder,
@@ -135,26 +136,35 @@ def _what_to_do(run_dir: Path) -> str:
     )
 
 
-def begin_run(run: RunSection, incarnation: int) -> Path | None:
+def begin_run(run: RunSection, incarnation: int, damaged: Collection[Path] = ()) -> Path | None:
     """Prepares the directory; returns the checkpoint to resume from, if any. Called by rank 0.
 
     For a fresh start, the files of an earlier run are moved to `RunDir.replaced`, because the new
     run may fail early.
 
+    Args:
+        damaged: checkpoints that are not resumed from.
+
     Raises:
         ConfigError: `run.resume` names a checkpoint that does not exist.
+        RunDirectoryError: no other checkpoint is left.
     """
     run_dir = RunDir(run.dir)
     with writing("clear", run_dir.path):
         restore_folder(run_dir.export)
     if run.resume not in ("never", "auto"):
-        return _named_or_newer(run, incarnation)
+        return _named_or_newer(run, incarnation, damaged)
     if run.resume == "never" and incarnation == 1:
         _set_aside(run_dir)
         return None
-    found = complete_checkpoints(run_dir.checkpoints)
+    found = [p for p in complete_checkpoints(run_dir.checkpoints) if p not in damaged]
     if found:
         return found[-1]
+    if damaged:
+        raise RunDirectoryError(
+            f"no checkpoint in {run_dir.checkpoints} is as it was written: restore one from a "
+            "backup, or begin a new run (run.overwrite = true, or another run.dir)"
+        )
     with writing("clear", run.dir):
         for name in _EARLIER:
             if name not in _KEPT_WITHOUT_CHECKPOINT:
@@ -245,7 +255,7 @@ def _set_aside(run_dir: RunDir) -> None:
                 path.rename(target)
 
 
-def _named_or_newer(run: RunSection, incarnation: int) -> Path:
+def _named_or_newer(run: RunSection, incarnation: int, damaged: Collection[Path]) -> Path:
     """The checkpoint that `run.resume` names, or for ranks that torchrun restarted, a newer one.
 
     Version numbers are never reused, so they show which checkpoints are older: those of earlier
@@ -255,10 +265,15 @@ def _named_or_newer(run: RunSection, incarnation: int) -> Path:
     if incarnation > 1 and run_dir.resumed.exists():
         newest_then = int(json.loads(run_dir.resumed.read_text(encoding="utf-8"))["version"])
         for path in reversed(complete_checkpoints(run_dir.checkpoints)):
-            if read_trainer_state(path).version > newest_then:
+            if path not in damaged and read_trainer_state(path).version > newest_then:
                 return path
     else:
         write_json(run_dir.resumed, {"version": newest_version(run_dir.versions)})
+    if named in damaged:
+        raise RunDirectoryError(
+            f"run.resume: the checkpoint {named} is not as it was written: name another one, or "
+            "restore it from a backup"
+        )
     read_trainer_state(named)
     return named
 

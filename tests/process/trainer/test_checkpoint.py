@@ -24,9 +24,11 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import to_wire
 from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer.checkpoint.checkpoint_export import export_checkpoint
+from umbra.trainer.checkpoint.file_digests import complete
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.stored_weights import StoredWeights
+from umbra.trainer.run_files import RunDirectoryError
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -69,6 +71,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
     two_ranks = {
         "save": ["save_after_two_steps", f"{place}/saved"],
         "damaged": ["load_damaged", f"{place}/saved/step-000002", f"{place}/damaged-copies"],
+        "flipped": ["find_flipped_bits", f"{place}/saved/step-000002", f"{place}/flipped"],
         "many": ["save_many", f"{place}/many", [10, 20, 30], 2],
         "blocked": ["fail_to_save", f"{place}/file/checkpoints"],
         "qwen3": ["export_model", f"{place}/qwen3", f"{place}/qwen3-export", "float32"],
@@ -138,6 +141,25 @@ def test_a_damaged_file_is_named_on_every_rank_with_cause_and_remedy(
         "if the checkpoint is damaged, remove it: run.resume = 'auto' then resumes from the one "
         "before it"
     )
+
+
+def test_changed_bytes_are_noticed_on_every_rank(ran: Ran) -> None:
+    one, other = (dict(rank["flipped"]) for rank in ran.two)
+
+    assert one == other
+    assert one.pop("intact") == ""
+    assert len(one) == 4
+    for name, damage in one.items():
+        assert damage.startswith(f"{name} changed since it was written")
+
+
+def test_a_checkpoint_with_changed_bytes_is_not_exported(ran: Ran, tmp_path: Path) -> None:
+    section = ModelSection(path=ran.folder / "qwen3")
+    copy = ran.folder / "flipped" / "__1_0.distcp"
+
+    with pytest.raises(RunDirectoryError, match=r"damaged: __1_0.distcp changed since it was"):
+        export_checkpoint(section, copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_incomplete_checkpoint_is_refused_by_name(ran: Ran, tmp_path: Path) -> None:
@@ -302,7 +324,7 @@ def save_parameters(model: Any, folder: Path) -> None:
     tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     with pytest.warns(UserWarning, match="intent is to save in a single process"):
         distributed_checkpoint.save(tensors, checkpoint_id=str(folder))
-    (folder / "COMPLETE").touch()
+    complete(folder, {})
 
 
 def stored_names(folder: Path) -> list[str]:

@@ -368,6 +368,27 @@ def _copy_damaged(checkpoint: Path, copy: Path, name: str, kept: float | None) -
         os.truncate(copy / name, int((copy / name).stat().st_size * kept))
 
 
+def find_flipped_bits(world: World, checkpoint: str, folder: str) -> dict[str, str]:
+    """The damage that is found in copies with a flipped bit, by file; "intact" has none."""
+    store = CheckpointStore(Path(folder), world, keep=1)
+
+    def damage_of(name: str) -> str:
+        copy = Path(folder) / name
+        from_lead(world, lambda: _copy_flipped(Path(checkpoint), copy, name))
+        return store.find_damage(copy)
+
+    files = ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json")
+    intact = store.find_damage(Path(checkpoint))
+    return {"intact": intact} | {name: damage_of(name) for name in files}
+
+
+def _copy_flipped(checkpoint: Path, copy: Path, name: str) -> None:
+    shutil.copytree(checkpoint, copy)
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (copy / name).write_bytes(data)
+
+
 def said_by(action: Callable[[], object]) -> str:
     """The error that `action` raises, in words; "" where it does not."""
     try:

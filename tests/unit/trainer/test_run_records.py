@@ -625,6 +625,25 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> Non
     assert begin_run(RunSection(dir=tmp_path), incarnation=2) == newest
 
 
+def test_damaged_checkpoints_are_passed_over_and_none_left_is_refused(tmp_path: Path) -> None:
+    older, newer = (write_checkpoint(tmp_path, step=step, version=step) for step in (2, 4))
+    (tmp_path / "metrics.jsonl").write_text("kept")
+    run = RunSection(dir=tmp_path, resume="auto")
+
+    assert begin_run(run, incarnation=1, damaged=[newer]) == older
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint in .* is as it was written"):
+        begin_run(run, incarnation=1, damaged=[newer, older])
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept"
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    named = write_checkpoint(tmp_path, step=2, version=2)
+    run = RunSection(dir=tmp_path, resume=str(named))
+
+    with pytest.raises(RunDirectoryError, match="step-000002 is not as it was written: name anoth"):
+        begin_run(run, incarnation=1, damaged=[named])
+
+
 def test_a_named_checkpoint_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="step-9 does not exist"):
         begin_run(RunSection(dir=tmp_path, resume=str(tmp_path / "step-9")), incarnation=1)
