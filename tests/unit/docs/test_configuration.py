@@ -23,7 +23,9 @@ _HEAD = """# Configuration
 `torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`: a TOML file, and
 changes to it on the command line. Paths are taken from the current folder. An unknown key or a
 wrong value is an error that names it. Required settings have no default. Where several settings
-have to fit each other, their description says so.
+have to fit each other, their description says so. A combination in which nothing sensible can be
+meant is refused; one that works and is probably not meant is a warning of `umbra doctor` and of the
+start. Both print what "auto" stands for on the machine.
 
 On the command line an empty value (`data.eval=`) unsets a setting whose default is `unset` or
 empty, or takes out an entry of a table (`pool.engine_args.NAME=`, `pools.judge=`), as if the file
