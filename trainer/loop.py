@@ -164,7 +164,10 @@ class TrainingLoop:
             self._sleep_engines()
             self._offload.bring_back()
         batch = RankBatch.from_columns(columns, self._estimate)
-        row = {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
+        row = {
+            name if "/" in name else f"rollout/{name}": float(value)
+            for name, value in batch.metrics.items()
+        }
         row["time/sleep_s"] = sleeping.seconds
         with self._memory.phase("train"), self._display.activity(f"training step {self.step + 1}"):
             row |= self._train_step.run(batch, self.step)

@@ -401,12 +401,11 @@ class NodeChecks:
             self._worker = self._stack.enter_context(WorkerTrial.open(self._config))
         except RemoteError as error:  # user code may raise anything
             raise ConfigError(error.remote_traceback) from None
-        return ", ".join(filter(None, (self._config.reward.function, self._config.rollout.agent)))
+        functions = self._config.reward.targets.values()
+        return ", ".join(filter(None, (*functions, self._config.rollout.agent)))
 
     def _reward(self) -> str:
         config = self._config
-        if not config.reward.function:
-            raise NotApplicable("the agent loop gives all rewards")
         if config.pools:
             names = ", ".join(config.pools)
             raise NotApplicable(f"it may ask {names}, and no engine runs here")

@@ -218,7 +218,9 @@ def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[Ac
     other. `open_tokenizers` writes what they need into `folder`, also after they have started."""
     kwargs = {
         "tokenizer_path": str(tokenizer_path(folder.absolute(), POOL)),
-        "reward": config.reward.function,
+        "reward": config.reward.function or "",
+        "rewards": dict(config.reward.functions),
+        "reward_weights": dict(config.reward.weights),
         "sys_path": user_folders(config),
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
@@ -315,7 +317,7 @@ def manager_spec(
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,
         accuracy_threshold=config.reward.accuracy_threshold,
-        reward_timeout_s=config.reward.timeout_s,
+        reward_timeout_s=config.reward.timeout_s * len(config.reward.targets),
     )
     return ActorSpec(
         name=MANAGER,

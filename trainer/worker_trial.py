@@ -60,20 +60,23 @@ class WorkerTrial:
                 "sample_id": f"{prompt.prompt_id}/{idx}",
                 "prompt": prompt.text,
                 "tokens": prompt.tokens,
+                "num_tokens": len(prompt.tokens),
+                "finish_reason": "stop",
                 "row": prompt.row,
                 "manager": self._name,  # which has to exist, and is not asked for anything
             }
             for idx in range(self._config.rollout.group_size)
         ]
-        worker, limit_s = self._session.actor(self._name), 2 * self._config.reward.timeout_s
+        worker, reward = self._session.actor(self._name), self._config.reward
+        limit_s = (1 + len(reward.targets)) * reward.timeout_s
         try:
-            rewards: list[float] = worker.call("score", items, timeout_s=limit_s)
+            scores: dict[str, list[float]] = worker.call("score", items, timeout_s=limit_s)
         except ConnectionLost:
             self._session.raise_if_lost(_CAUSE_TIMEOUT_S)
             raise
         except RewardError as error:
             raise RewardError(f"{error}\nthe row: {prompt.row!r:.500}") from None
-        return rewards
+        return scores["rewards"]
 
 
 def _ignore(_: object) -> None:

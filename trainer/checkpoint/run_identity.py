@@ -34,8 +34,15 @@ def run_identity(
         "data.shuffle": config.data.shuffle,
         "tokenizer": xxhash.xxh3_128_hexdigest(_vocabulary(tokenizer.state)),
         "chat template": xxhash.xxh3_128_hexdigest(tokenizer.state.chat_template.encode()),
-        _REWARD: xxhash.xxh3_128_hexdigest(_source(config.reward.function, folders)),
+        _REWARD: xxhash.xxh3_128_hexdigest(_rewards(config, folders)),
     }
+
+
+def _rewards(config: TrainerConfig, folders: Sequence[str]) -> bytes:
+    """Weights and sources of all reward functions."""
+    weights = repr(sorted(config.reward.weights.items())) if config.reward.weights else ""
+    sources = (_source(target, folders) for target in config.reward.targets.values())
+    return b"".join([weights.encode(), *sources])
 
 
 def keeps_samples(run_dir: Path) -> bool:

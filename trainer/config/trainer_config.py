@@ -247,13 +247,18 @@ class EvalSection(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection(Settings):
-    """`[reward]`: a Python function, run in rollout worker processes.
+    """`[reward]`: Python functions, run in rollout worker processes.
 
     Attributes:
         function: "module:function", called as function(prompts, completions, **columns) with
-            lists of equal length. It returns one finite number per completion. It may be async, and
-            then take an argument `ctx`, by which it calls auxiliary pools: ctx.pool("judge").
-        timeout_s: Limit for one call of the function. It excludes the time that the call waits for
+            lists of equal length. Columns are those of the data, `num_tokens` and `finish_reason`.
+            It returns one finite number per completion. It may be async, and then take an argument
+            `ctx`, by which it calls auxiliary pools: ctx.pool("judge").
+        functions: Several such functions by name, instead of `function`. The reward is the sum of
+            what they return, each times its weight, and each is logged as `reward/NAME_mean`. One
+            may return None for a completion that it does not apply to.
+        weights: Weight of each of `functions`, by name. Default: 1.
+        timeout_s: Limit for one call of a function. It excludes the time that the call waits for
             its turn and for auxiliary pools. Exceeding it drops the prompt. An async function may
             block its process for half of it, at most for `rollout.block_limit_s`; a call that
             blocks it longer is dropped, and the process is replaced.
@@ -261,10 +266,29 @@ class RewardSection(Settings):
         python_path: Folders searched for the module, before the current directory.
     """
 
-    function: FunctionName
+    function: FunctionName | None = None
+    functions: Mapping[str, FunctionName] = field(default_factory=dict[str, str])
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
     timeout_s: Seconds = 120.0
     accuracy_threshold: float = 1.0
     python_path: tuple[FilePath, ...] = ()
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if bool(self.function) == bool(self.functions):
+            have = "both are set" if self.function else "neither is set"
+            raise SettingError(f"set function, or functions for several: {have}")
+        for name in self.functions:
+            if not name.isidentifier():
+                raise SettingError(f"functions: name {name!r} has more than letters, digits and _")
+        if unknown := sorted(self.weights.keys() - self.functions.keys()):
+            known = ", ".join(self.functions) or "none"
+            raise SettingError(f"weights: {', '.join(unknown)} is none of functions ({known})")
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """All functions by name; that of the only one is empty."""
+        return dict(self.functions) or {"": self.function or ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,16 +129,23 @@ class AgentSessions:
                 context, and is not replayed here.
 
         Raises:
-            RolloutError: the session has ended, is generating already, or `context` does not begin
-                with the trajectory.
+            RolloutError: the session has ended, is generating already, `context` is empty or does
+                not begin with the trajectory, or `max_new_tokens` is below 1.
             RequestRefused: a token is outside the model's vocabulary.
-            ValueError: the context is empty, or `max_new_tokens` is below 1.
         """
         session = self._find(session_id)
         trajectory = session.trajectory
         context = token_ids(context, self._vocab_size, trajectory.sample_id)
-        if len(context) == 0 or (max_new_tokens is not None and max_new_tokens < 1):
-            raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
+        if len(context) == 0:
+            raise RolloutError(
+                f"{trajectory.sample_id}: generate() got no tokens to continue; begin with "
+                "ctx.prompt_tokens or tokens of your own"
+            )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise RolloutError(
+                f"{trajectory.sample_id}: generate() got max_new_tokens = {max_new_tokens}; use 1 "
+                "or more, or None for all that the budget leaves"
+            )
         if lora:
             return await session.side_generations.generate(
                 context, max_new_tokens, session.temperature, lora

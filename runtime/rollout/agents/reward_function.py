@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError, RewardError
@@ -31,11 +33,14 @@ class RewardFunction:
     """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
 
     It gets G prompts, G completions and, for each column of the data set that it takes, a list
-    of G values. An `async def` with an argument `ctx` gets a `RewardContext`, which gives access to
-    other models. It must return G finite numbers.
+    of G values; the facts that a call is given are columns, too. An `async def` with an argument
+    `ctx` gets a `RewardContext`, which gives access to other models. It must return G finite
+    numbers.
 
     Args:
         target: `module:function`.
+        setting: that names it.
+        may_skip: it may return None for a sample, which becomes NaN.
         timeout_s: deadline of one call from the moment that the function begins, excluding the time
             that other models take to answer.
         pools: the auxiliary pools that it may call.
@@ -49,10 +54,18 @@ class RewardFunction:
     """
 
     def __init__(
-        self, target: str, thread: UserThread, timeout_s: float, pools: PoolCaller | None = None
+        self,
+        target: str,
+        thread: UserThread,
+        timeout_s: float,
+        pools: PoolCaller | None = None,
+        *,
+        setting: str = "reward.function",
+        may_skip: bool = False,
     ) -> None:
         self.target = target
-        self._function: Callable[..., Any] = load_function(target, "reward.function")
+        self._may_skip = may_skip
+        self._function: Callable[..., Any] = load_function(target, setting)
         parameters = inspect.signature(self._function).parameters.values()
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in _VARIADIC]
@@ -61,7 +74,7 @@ class RewardFunction:
         given = ["prompts", "completions"]
         check_call(
             self._function,
-            f"reward.function {target!r}",
+            f"{setting} {target!r}",
             positional=[],
             keywords=[*given, *sorted(self._required.difference(given))],
         )
@@ -84,10 +97,11 @@ class RewardFunction:
         prompts: list[str],
         completions: list[str],
         rows: Sequence[Mapping[str, Any]],
+        facts: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     ) -> list[float]:
         """[G] the rewards."""
         samples = _name(sample_ids)
-        columns = self._columns(rows, samples)
+        columns = self._columns(rows, facts, samples)
         deadline = ExtendableDeadline(self._timeout_s)
         if self._takes_context and self._pools is not None:
             columns[_CONTEXT] = RewardContext(self._pools, deadline)
@@ -134,19 +148,29 @@ class RewardFunction:
         too_slow = self._too_slow(_name(sample_ids))
         return await self._thread.run_sync(call, label, self._timeout_s, too_slow)
 
-    def _columns(self, rows: Sequence[Mapping[str, Any]], samples: str) -> dict[str, Any]:
-        """The data set's columns that the function takes, each as a list."""
+    def _columns(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        facts: Mapping[str, Sequence[Any]],
+        samples: str,
+    ) -> dict[str, Any]:
+        """The facts and the data set's columns that the function takes, each as a list."""
         given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
         present = set[str]().union(*rows) - given
-        missing = self._required - given - present
+        if both := present & facts.keys() & self._accepted:
+            raise RewardError(
+                f"reward function {self.target} takes {sorted(both)}, which umbra has for each "
+                "completion, and the data set has as a column: rename the column"
+            )
+        missing = self._required - given - present - facts.keys()
         if missing:
             raise RewardError(
                 f"reward function {self.target} takes {sorted(missing)}, which the "
                 f"data set lacks for {samples}; its columns are {sorted(present)}"
             )
-        if not self._takes_any:
-            present &= self._accepted
-        return {name: [row.get(name) for row in rows] for name in sorted(present)}
+        wanted = present | facts.keys() if self._takes_any else self._accepted
+        own = {name: list(values) for name, values in facts.items() if name in wanted}
+        return own | {name: [row.get(name) for row in rows] for name in sorted(present & wanted)}
 
     def _checked(self, result: Any, sample_ids: Sequence[str]) -> list[float]:
         try:
@@ -164,7 +188,9 @@ class RewardFunction:
                 f"{len(sample_ids)} completions ({_name(sample_ids)}); return one for each"
             )
         return [
-            reward_value(value, f"reward function {self.target}", sample_id, _NO_NUMBER)
+            math.nan
+            if value is None and self._may_skip
+            else reward_value(value, f"reward function {self.target}", sample_id, _NO_NUMBER)
             for value, sample_id in zip(values, sample_ids, strict=True)
         ]
 

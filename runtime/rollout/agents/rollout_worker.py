@@ -16,6 +16,7 @@ from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.main_thread_signals import explain_signals
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
+from umbra.runtime.rollout.agents.reward_sum import ONLY, RewardSum
 from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.agents.user_thread import UserThread
 from umbra.runtime.rpc.rpc_client import Handle
@@ -24,6 +25,8 @@ from umbra.runtime.tracing.spans import span
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
 _REPORT_TIMEOUT_S: Final = 5.0
+_FACTS: Final = ("num_tokens", "finish_reason")
+"""What reward functions may take besides the columns of the data."""
 
 
 class RolloutWorker:
@@ -44,6 +47,8 @@ class RolloutWorker:
         pools: `AuxiliaryPoolConfig` as plain values, by name: the auxiliary pools.
         skip_special_tokens: see `RolloutSettings`.
         chat_template_kwargs: variables of the policy's chat template.
+        rewards: several functions in place of `reward`, by name; see `RewardSum`.
+        reward_weights: theirs, by name.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class RolloutWorker:
         pools: Mapping[str, Mapping[str, Any]] | None = None,
         skip_special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        rewards: Mapping[str, str] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
     ) -> None:
         sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
         self._tokenizer_path = tokenizer_path
@@ -65,10 +72,26 @@ class RolloutWorker:
         self._opened: ModelTokenizer | None = None
         self._stack = contextlib.AsyncExitStack()
         explain_signals()
-        self._thread = UserThread("user-code", actor_context().main_thread)
+        self._thread = UserThread("user-code")
         self._pools = PoolCaller(pools or {})
+        targets = dict(rewards or {}) or ({ONLY: reward} if reward else {})
         self._reward = (
-            RewardFunction(reward, self._thread, reward_timeout_s, self._pools) if reward else None
+            RewardSum(
+                {
+                    name: RewardFunction(
+                        target,
+                        self._thread,
+                        reward_timeout_s,
+                        self._pools,
+                        setting=f"reward.functions.{name}" if name else "reward.function",
+                        may_skip=len(targets) > 1,
+                    )
+                    for name, target in targets.items()
+                },
+                reward_weights or {},
+            )
+            if targets
+            else None
         )
         self._agent = AgentLoop(agent, self._thread) if agent else None
         if self._reward is None and self._agent is None:
@@ -82,6 +105,7 @@ class RolloutWorker:
         self._managers: dict[str, Handle] = {}
 
     async def __aenter__(self) -> Self:
+        self._thread.main_thread = actor_context().main_thread
         await self._stack.enter_async_context(self._thread)
         self._calls_out = await self._stack.enter_async_context(TaskHost())
         await self._stack.enter_async_context(self._pools)
@@ -105,12 +129,13 @@ class RolloutWorker:
                 await manager.call("report_blocked", *arguments, timeout_s=_REPORT_TIMEOUT_S)
         raise RolloutError(reason)
 
-    async def score(self, items: list[dict[str, Any]]) -> list[float]:
-        """Scores finished trajectories in one call of the reward function.
+    async def score(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Scores finished trajectories in one call of each reward function; returns `Scores`.
 
         Args:
-            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "row", "manager":
-                name of the caller}.
+            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "num_tokens":
+                those that the policy generated, "finish_reason", "row", "manager": name of the
+                caller}.
 
         Raises:
             RewardError: see `RewardFunction`.
@@ -127,12 +152,14 @@ class RolloutWorker:
             for item in items
         ]
         with span("reward", overlaps=True, sample=items[0]["sample_id"], samples=len(items)):
-            return await self._reward(
+            scores = await self._reward(
                 [item["sample_id"] for item in items],
                 [item["prompt"] for item in items],
                 completions,
                 [item["row"] for item in items],
+                {name: [item[name] for item in items] for name in _FACTS},
             )
+        return scores._asdict()
 
     async def run_agent(self, item: dict[str, Any], timeout_s: float) -> float | None:
         """Runs the agent loop for one trajectory; returns the reward it gives, if any.

@@ -50,11 +50,14 @@ class UserThread:
 
     At exit, tasks are cancelled; a thread that hangs in user code is abandoned until the process
     ends.
+
+    Attributes:
+        main_thread: the process's, if it is free; set before this is entered.
     """
 
-    def __init__(self, name: str, main_thread: FunctionQueue | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._main_thread = main_thread
+        self.main_thread: FunctionQueue | None = None
         self._runs_functions = False
         self._own_threads: list[FunctionQueue] = []
         self._started: concurrent.futures.Future[TaskHost] = concurrent.futures.Future()
@@ -76,7 +79,7 @@ class UserThread:
     async def __aenter__(self) -> Self:
         self._caller = asyncio.get_running_loop()
         self._breaking = self._caller.create_future()
-        main = self._main_thread
+        main = self.main_thread
         self._functions = main if main and self._runs_functions else self._own_thread("functions")
         self._loop_thread = main if main and not self._runs_functions else self._own_thread("loop")
         self._loop_thread.put(self._serve_loop)

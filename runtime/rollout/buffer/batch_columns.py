@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,4 +97,15 @@ def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
         "refilled_tokens": float(sum(sample.num_refilled_tokens for sample in samples)),
         "version_min": float(min(versions, default=NOT_GENERATED)),
         "version_max": float(max(versions, default=NOT_GENERATED)),
+        **_part_means(samples),
     }
+
+
+def _part_means(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Of each reward function, over the samples that it applies to and was called for."""
+    values = defaultdict[str, list[float]](list)
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            if not math.isnan(value):
+                values[name].append(value)
+    return {f"reward/{name}_mean": math.fsum(found) / len(found) for name, found in values.items()}

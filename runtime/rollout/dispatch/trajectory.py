@@ -10,8 +10,9 @@ Letters: P prompt tokens, C completion tokens (generated, and in agent loops als
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from umbra.runtime.rollout.prompts import Prompt
 
 NOT_GENERATED: Final = -1  # in place of a version: the token was given, not sampled
 _NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_PARTS: Final[Mapping[str, float]] = MappingProxyType({})
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
 
 
@@ -68,6 +70,7 @@ class Trajectory:
         "prompt",
         "prompt_tokens",
         "reward",
+        "reward_parts",
         "sample_id",
         "seed",
         "state",
@@ -85,6 +88,7 @@ class Trajectory:
         self.uid = -1  # in the ledger; -1: it is not recorded
         self.is_recorded_running = False  # the state that was recorded last
         self.reward: float | None = None
+        self.reward_parts: Mapping[str, float] = _NO_PARTS  # NaN where one does not apply
         self.last_engine: EngineId | None = None  # the engine that generated last
         self.num_interruptions = 0
         self.num_refilled_tokens = 0  # prefilled again because of interruptions

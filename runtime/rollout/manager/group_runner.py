@@ -218,11 +218,17 @@ class GroupRunner:
 
     def _score_job(self, run: _Run) -> WorkerJob:
         samples = run.group.unscored
-        items = [self._item(sample, sample.tokens) for sample in samples]
+        items = [
+            self._item(sample, sample.tokens)
+            | {"num_tokens": sample.num_generated, "finish_reason": sample.finish_reason}
+            for sample in samples
+        ]
 
-        def on_result(rewards: list[float]) -> None:
-            for sample, reward in zip(samples, rewards, strict=True):
-                sample.reward = reward
+        def on_result(scores: dict[str, Any]) -> None:
+            parts: dict[str, list[float]] = scores["parts"]
+            for idx, sample in enumerate(samples):
+                sample.reward = scores["rewards"][idx]
+                sample.reward_parts = {name: values[idx] for name, values in parts.items()}
             self._end(run)
 
         # A worker runs its score calls one after the other if the reward function is synchronous.

@@ -254,6 +254,23 @@ def test_a_bad_reward_fails_every_rank(
 
 
 @pytest.mark.slow
+def test_several_rewards_add_up_and_are_logged_by_name(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    rewards = {name: f"user_rewards:{name}" for name in ("constant", "punishes_length")}
+    worker = {"reward": "", "rewards": rewards, "reward_weights": {"punishes_length": 0.01}}
+    live = LiveRollouts(umbra_session, tmp_path, worker=worker)
+    live.publish(0)
+
+    batches = live.next_batch(0)
+
+    metrics = batches[0]["metrics"]
+    assert metrics["reward/constant_mean"] == 0.5
+    assert metrics["reward/punishes_length_mean"] == -164.0  # 64 tokens, and not at an end
+    assert metrics["reward_mean"] == pytest.approx(0.5 - 1.64)
+
+
+@pytest.mark.slow
 def test_a_request_that_an_engine_refuses_fails_with_its_words(
     umbra_session: Session, tmp_path: Path
 ) -> None:

@@ -39,11 +39,13 @@ def score(worker: SyncHandle) -> list[float]:
     item: dict[str, Any] = {
         "prompt": "t1",
         "tokens": np.asarray([1], np.int32),
+        "num_tokens": 1,
+        "finish_reason": "stop",
         "row": {},
         "manager": WORKER,
     }
     items = [item | {"sample_id": f"e0/p0/{idx}"} for idx in range(NUM_SAMPLES)]
-    rewards: list[float] = worker.call("score", items, timeout_s=30.0)
+    rewards: list[float] = worker.call("score", items, timeout_s=30.0)["rewards"]
     return rewards
 
 

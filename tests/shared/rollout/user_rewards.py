@@ -73,6 +73,19 @@ async def blocks_for_t3(prompts: list[str], completions: list[str], **_: Any) ->
     return [1] * len(completions)
 
 
+def punishes_length(
+    prompts: list[str], completions: list[str], num_tokens: list[int], finish_reason: list[str]
+) -> list[float]:
+    ends = zip(num_tokens, finish_reason, strict=True)
+    return [-number - 100.0 * (reason == "length") for number, reason in ends]
+
+
+def punishes_length_by_columns(
+    prompts: list[str], completions: list[str], **columns: list[Any]
+) -> list[float]:
+    return punishes_length(prompts, completions, columns["num_tokens"], columns["finish_reason"])
+
+
 def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise KeyError("no such answer")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,18 @@ def test_metrics_are_of_the_whole_batch() -> None:
     assert metrics["segments_per_trajectory"] == 1.5
     assert (metrics["version_min"], metrics["version_max"]) == (3, 4)
     assert metrics["zero_variance_groups"] == 2
+
+
+def test_parts_of_rewards_are_averaged_where_they_apply() -> None:
+    groups = two_groups()
+    first, second = (sample for group in groups for sample in group.trajectories)
+    first.reward_parts = {"exact": 1.0, "length": math.nan, "never": math.nan}
+    second.reward_parts = {"exact": 0.0, "length": -0.5, "never": math.nan}
+
+    metrics = batch_metrics(groups, gen_s=2.0)
+
+    means = {name: value for name, value in metrics.items() if name.startswith("reward/")}
+    assert means == {"reward/exact_mean": 0.5, "reward/length_mean": -0.5}
 
 
 def make_admission(folder: Path, *, max_context_len: int = 64, **settings: Any) -> Admission:

@@ -10,6 +10,7 @@ import user_rewards
 
 from umbra.runtime.errors import ConfigError, RewardError
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
+from umbra.runtime.rollout.agents.reward_sum import RewardSum, Scores
 from umbra.runtime.rollout.agents.user_thread import Broken, UserThread
 
 IDS = ["e0/p/0", "e0/p/1"]
@@ -84,6 +85,64 @@ def test_a_full_disk_is_no_fault_of_the_samples() -> None:
         score("writes_to_a_full_disk")
 
     assert "let it return a number" not in str(caught.value)
+
+
+FACTS: dict[str, list[Any]] = {"num_tokens": [1, 9], "finish_reason": ["stop", "length"]}
+
+
+def add_up(
+    functions: dict[str, str], weights: dict[str, float], rows: Sequence[dict[str, Any]] = ({}, {})
+) -> Scores:
+    async def main() -> Scores:
+        async with UserThread("user") as thread:
+            loaded = {
+                name: RewardFunction(f"user_rewards:{function}", thread, 5.0, may_skip=True)
+                for name, function in functions.items()
+            }
+            return await RewardSum(loaded, weights)(IDS, ["p", "p"], ["x", "yyy"], rows, FACTS)
+
+    return asyncio.run(main())
+
+
+def test_rewards_add_up_by_weight_where_they_apply() -> None:
+    rewards, parts = add_up(
+        {"length": "length", "second": "nothing_for_the_first", "judge": "slow_judge"},
+        {"length": 0.5, "second": 3.0},
+    )
+
+    assert rewards == [0.5 + 1.0, 1.5 + 0.0 + 1.0]
+    assert {name: str(values) for name, values in parts.items()} == {
+        "length": "[1.0, 3.0]",
+        "second": "[nan, 0.0]",
+        "judge": "[1.0, 1.0]",
+    }
+
+
+def test_a_sample_to_which_nothing_applies_gets_0(caplog: pytest.LogCaptureFixture) -> None:
+    rewards, _ = add_up({"second": "nothing_for_the_first"}, {})
+
+    assert rewards == [0.0, 0.0]
+    assert "none of second applies to some samples: their reward is 0" in caplog.text
+
+
+def test_a_sum_that_is_too_large_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"weighted sum of length is 2e.38 for sample e0/p/0"):
+        add_up({"length": "length"}, {"length": 2e38})
+
+
+@pytest.mark.parametrize("name", ["punishes_length", "punishes_length_by_columns"])
+def test_a_reward_sees_the_number_of_tokens_and_the_end(name: str) -> None:
+    rewards, _ = add_up({"": name}, {})
+
+    assert rewards == [-1.0, -109.0]
+
+
+def test_a_column_with_the_name_of_a_fact_is_named_where_it_is_taken() -> None:
+    rows = [{"num_tokens": 3}, {"num_tokens": 4}]
+
+    with pytest.raises(RewardError, match=r"takes \['num_tokens'\], which umbra has .*: rename"):
+        add_up({"": "punishes_length"}, {}, rows)
+    assert add_up({"": "punishes_length_by_columns"}, {}, rows).rewards == [-3.0, -104.0]
 
 
 @pytest.mark.parametrize("name", ["wants_answer", "wants_answer_among_others"])

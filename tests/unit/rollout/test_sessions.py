@@ -122,6 +122,21 @@ def test_a_loop_generates_one_thing_at_a_time() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("context", "limit", "said"),
+    [([], None, "got no tokens to continue"), ([1], 0, "got max_new_tokens = 0; use 1 or more")],
+)
+def test_a_generation_of_nothing_is_refused(
+    context: list[int], limit: int | None, said: str
+) -> None:
+    async def run() -> None:
+        loop = Loop()
+        with pytest.raises(RolloutError, match=said):
+            await loop.sessions.generate(loop.open(), np.asarray(context, np.int32), limit)
+
+    asyncio.run(run())
+
+
 def test_a_loop_that_runs_again_gets_what_it_had_and_then_continues() -> None:
     async def run() -> None:
         loop = Loop()

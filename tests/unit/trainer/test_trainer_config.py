@@ -318,6 +318,10 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
         ("model.dtype=float16", ["model.dtype", "'float32', 'bfloat16' or 'float64'"]),
         ("train.betas=[0.9, 1.5]", ["train.betas.1", "less than 1"]),
         ("reward.function=score", ["reward.function", "'module:function'"]),
+        ("reward.function=", ["reward: set function, or functions for several: neither is set"]),
+        ("reward.functions.exact=rewards:exact", ["reward: set function, or", "both are set"]),
+        ("reward.functions.exact=exact", ["reward.functions.exact", "'module:function'"]),
+        ("reward.weights.exact=1", ["reward: weights: exact is none of functions (none)"]),
         (
             "pool.engine=embeded",
             ["pool.engine", "'embedded', 'vllm', 'sglang', 'echo', 'faulty' or the 'module:Class'"],
