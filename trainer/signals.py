@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, NoReturn, Protocol, Self
+from typing import Any, Final, NoReturn, Protocol, Self
 
 from umbra.runtime.cluster.run_notice import NOTHING_TO_SAVE, PREEMPT_SIGNAL, stop_status
 from umbra.runtime.errors import JobFailed
@@ -52,10 +52,7 @@ _NEWS_LIMIT_S: Final = 1.0
 
 
 class StopRequested(Exception):
-    """Raised inside `interruptible()` only."""
-
-    def __init__(self) -> None:
-        super().__init__("a signal asked this job to stop")
+    """A signal asked this job to stop. Raised inside `interruptible()` only."""
 
 
 class StopNow(SystemExit):
@@ -63,10 +60,15 @@ class StopNow(SystemExit):
 
     def __init__(self, number: signal.Signals, why: str) -> None:
         super().__init__(stop_status(number))
+        self._number = number
         self._why = why
 
     def __str__(self) -> str:
         return self._why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """torch carries a rank's error to the others as a pickle, from a checkpoint's save."""
+        return type(self), (self._number, self._why), self.__dict__
 
     @staticmethod
     def is_cause_of(failure: JobFailed) -> bool:

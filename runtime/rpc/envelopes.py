@@ -61,9 +61,13 @@ class BadEnvelope(ProtocolError):
     """
 
     def __init__(self, message: str, kind: int, call_id: int) -> None:
+        super().__init__(message, kind, call_id)
+        self.message = message
         self.kind = kind
         self.call_id = call_id
-        super().__init__(message)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 _EXACT_TYPES: Final = {

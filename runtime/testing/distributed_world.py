@@ -45,8 +45,12 @@ class RankFailed(UmbraError):
     """
 
     def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
+        super().__init__(rank, message)
         self.rank = rank
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class RankProcess(Protocol):

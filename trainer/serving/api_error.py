@@ -21,10 +21,14 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status = status
+        self.message = message
         self.param = param
         self.code = code
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
