@@ -7,6 +7,7 @@ import errno
 import os
 import re
 from collections.abc import Generator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -69,6 +70,15 @@ def check_kept(descriptor: int) -> None:
     not."""
     if os.fstat(descriptor).st_nlink == 0:
         raise OSError(errno.ENOENT, "it was removed while this run wrote to it")
+
+
+def similar_path(path: Path) -> str:
+    """`, did you mean X?` for a path that does not exist, if its folder has a similar name."""
+    try:
+        similar = get_close_matches(path.name, os.listdir(path.parent), n=1)
+    except OSError:
+        return ""
+    return f", did you mean {path.parent / similar[0]}?" if similar else ""
 
 
 def os_error_behind(error: BaseException) -> OSError | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, cast
 
+from umbra.runtime.disk import similar_path
 from umbra.runtime.errors import DataError
 
 # Longest context if the config does not set one; an engine's KV cache grows with it.
@@ -27,8 +28,8 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
         ) from error
     if not is_folder:
         raise DataError(
-            f"model.path: no directory {model_path.absolute()}; give a Hugging Face model "
-            "directory (config.json, safetensors, tokenizer.json)"
+            f"model.path: no directory {model_path.absolute()}{similar_path(model_path)}; give a "
+            "Hugging Face model directory (config.json, safetensors, tokenizer.json)"
         )
     advice = "it is not a Hugging Face model directory"
     if (model_path / "export" / "config.json").exists():

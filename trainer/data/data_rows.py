@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from uuid import UUID
 
+from umbra.runtime.disk import similar_path
 from umbra.runtime.errors import DataError, how_to_install
 from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 
@@ -29,7 +30,8 @@ def check_data_file(path: Path, key: str) -> None:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{key}: no file {path.absolute()}; paths are taken from the current folder"
+            f"{key}: no file {path.absolute()}{similar_path(path)}; paths are taken from the "
+            "current folder"
         ) from None
     except OSError as error:
         raise DataError(f"{key}: {path.absolute()} cannot be read: {error.strerror}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
@@ -50,9 +51,11 @@ def no_column(
     column: str, where: str, row: Mapping[str, Any], key: str, also: str = ""
 ) -> DataError:
     """The error about a column that a row lacks; `key` is the setting that names it."""
+    similar = get_close_matches(column, row, n=1)
+    hint = f", did you mean {similar[0]!r}?" if similar else ""
     return DataError(
         f"{where}: no column {column!r}{also}; its columns are {', '.join(map(repr, row))}: "
-        f"set {key}"
+        f"set {key}{hint}"
     )
 
 

@@ -10,16 +10,15 @@ Local paths that exist are used as they are. Without hub names, nothing is impor
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.job_nodes import Store, open_job_store
+from umbra.runtime.disk import similar_path
 from umbra.runtime.engine_api.hub_snapshot import download_model, local_model
 from umbra.runtime.errors import DataError, JobFailed, UmbraError
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
@@ -121,9 +120,7 @@ def _not_here(path: Path) -> str:
     text, folder = f"no directory {path.absolute()}", path.parent
     if not folder.is_dir():
         return text
-    similar = get_close_matches(path.name, os.listdir(folder), n=1)
-    hint = f", did you mean {folder / similar[0]}?" if similar else ""
-    return f"{text} (there is {folder.absolute()}{hint})"
+    return f"{text} (there is {folder.absolute()}{similar_path(path)})"
 
 
 def hub_settings(config: TrainerConfig) -> list[str]:

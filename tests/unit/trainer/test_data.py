@@ -212,7 +212,8 @@ def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: ModelTo
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("none.jsonl", None, r"data.train: no file .*none.jsonl"),
+        ("none.jsonl", None, r"data.train: no file .*none.jsonl; paths are"),
+        ("similar.jsonl", None, r"no file .*similar.jsonl, did you mean .*/similar.json\?; paths"),
         ("x" * 300, None, r"data.train: .*xxx cannot be read: File name too long"),
         ("empty.jsonl", "", r"empty.jsonl is empty"),
         ("table.csv", "a,b", r"'.csv'.*\.jsonl.*\.parquet"),
@@ -224,6 +225,7 @@ def test_unusable_files_are_named_before_anything_starts(
     tmp_path: Path, name: str, content: str | None, said: str
 ) -> None:
     path = tmp_path / name
+    (tmp_path / "similar.json").touch()
     if content is not None:
         path.write_text(content)
 
@@ -237,7 +239,7 @@ def test_unusable_files_are_named_before_anything_starts(
         (
             {"question": "1"},
             {},
-            r"'prompt' nor 'messages'; its columns are 'question': set data.pr",
+            r"'prompt' nor 'messages'; its columns are 'question': set data.prompt_column$",
         ),
         ({"prompt": 7}, {}, r"int, not text"),
         ({"messages": "hello"}, {}, r"list of objects with 'role'"),
