@@ -93,6 +93,29 @@ class _NumberOrAuto:
         return f"{self.least} or more, or 'auto'"
 
 
+@dataclass(frozen=True, slots=True)
+class _OneOrSeveral:
+    """The bound of a setting that has one path, or a list of them that becomes a tuple."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Called by pydantic, which is loaded by then."""
+        from pydantic_core.core_schema import no_info_wrap_validator_function
+
+        return no_info_wrap_validator_function(self._validate, handler(FilePath))
+
+    def __get_pydantic_json_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Called by pydantic."""
+        one = handler(source)
+        return {"anyOf": [one, {"type": "array", "items": one}]}
+
+    def _validate(self, value: object, validate_one: Callable[[object], Path]) -> object:
+        if not isinstance(value, list | tuple):
+            return validate_one(value)
+        if not value:
+            raise ValueError("the list is empty: name at least one file")
+        return tuple(validate_one(path) for path in cast("Sequence[object]", value))
+
+
 def check_function_name(spec: str) -> None:
     module, colon, function = spec.partition(":")
     parts = [*module.split("."), *function.split(".")]
@@ -137,6 +160,7 @@ CountOrAuto = Annotated[int | Literal["auto"], _NumberOrAuto(0)]
 Seconds = Annotated[float, Bounds(gt=0)]
 Share = Annotated[float, Bounds(ge=0, lt=1)]
 FilePath = Annotated[Path, Checked(_check_no_nul)]
+FilePaths = Annotated[Path | tuple[Path, ...], _OneOrSeveral()]
 PathText = Annotated[str, Checked(_check_no_nul)]
 Variables = Annotated[Mapping[str, str], Checked(_check_no_nul_in_items)]
 Address = Annotated[str, Checked(_check_address)]
@@ -144,6 +168,13 @@ Address = Annotated[str, Checked(_check_address)]
 FunctionName = Annotated[str, Checked(check_function_name)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
+
+
+def files_of(paths: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
+    """The files of a setting that has one, several or none."""
+    if paths is None:
+        return ()
+    return paths if isinstance(paths, tuple) else (paths,)
 
 
 @functools.cache
@@ -218,8 +249,9 @@ def _decode(value: Any, hint: Any) -> Any:
     match typing.get_origin(hint):
         case typing.Annotated:
             return _decode(value, arguments[0])
-        case typing.Union | types.UnionType:  # always of one type and None
-            return _decode(value, arguments[0])
+        case typing.Union | types.UnionType:  # of one type, a tuple of it, and None
+            several = [kind for kind in arguments if typing.get_origin(kind) is builtins.tuple]
+            return _decode(value, (several if isinstance(value, list) else arguments)[0])
         case builtins.tuple:
             return tuple(_decode(item, arguments[0]) for item in value)
         case collections.abc.Mapping:
@@ -252,7 +284,8 @@ def _check_bound(name: str, value: Any, bound: object) -> None:
             allowed = bound.allowed_instead_of(value)
         case _NumberOrAuto(least) if value != "auto" and not value >= least:
             allowed = str(bound)
-        case Checked(check):
+        case Checked() | _OneOrSeveral():
+            check = bound.check if isinstance(bound, Checked) else _check_no_nul
             try:
                 return check(value)
             except ValueError as error:

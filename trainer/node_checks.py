@@ -231,7 +231,7 @@ class NodeChecks:
     def _data(self) -> str:
         check_data(self._config.data)
         return ", ".join(
-            str(path) for path in (self._config.data.train, self._config.data.eval) if path
+            str(path) for path in (*self._config.data.train_files, *self._config.data.eval_files)
         )
 
     def _prompts(self) -> str:

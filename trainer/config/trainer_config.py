@@ -30,6 +30,7 @@ from umbra.runtime.settings import (
     Dtype,
     DtypeOrAuto,
     FilePath,
+    FilePaths,
     FunctionName,
     PathText,
     Positive,
@@ -37,6 +38,7 @@ from umbra.runtime.settings import (
     Settings,
     Share,
     check_function_name,
+    files_of,
 )
 from umbra.trainer.algorithms.algorithm_names import (
     ADVANTAGE_ESTIMATORS,
@@ -151,9 +153,9 @@ class DataSection(Settings):
         train: File of prompts to train on, or the name of a data set on the hub: "openai/gsm8k",
             with its configuration "openai/gsm8k/main", and with a split "openai/gsm8k/main:train".
             A file of that name wins. The split is "train" where none is given. Needs the extra
-            "hub".
+            "hub". A list of files or names is one data set, in this order.
         eval: File of held-out prompts, or a name like that of `train`, whose split is "test" where
-            none is given. Without it nothing is evaluated.
+            none is given, or a list. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column`, or texts, each the one message of a user, and renders
             them by the tokenizer's chat template. A list may be stored as JSON text.
@@ -179,8 +181,8 @@ class DataSection(Settings):
         shuffle: Whether each epoch has a new order, from `train.seed`, or that of the file.
     """
 
-    train: FilePath
-    eval: FilePath | None = None
+    train: FilePaths
+    eval: FilePaths | None = None
     format: Literal["auto", "text", "chat"] = "auto"
     prompt_column: str = "prompt"
     messages_column: str = "messages"
@@ -210,6 +212,14 @@ class DataSection(Settings):
             raise SettingError(
                 "template names no column, so all prompts would be the same: write {column}"
             )
+
+    @property
+    def train_files(self) -> tuple[Path, ...]:
+        return files_of(self.train)
+
+    @property
+    def eval_files(self) -> tuple[Path, ...]:
+        return files_of(self.eval)
 
     @property
     def template_columns(self) -> list[str]:

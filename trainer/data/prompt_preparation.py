@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def check_data(data: DataSection) -> None:
     Raises:
         DataError: with the setting, or file, line, cause and remedy.
     """
-    for path, key in ((data.train, "data.train"), (data.eval, "data.eval")):
-        if path is not None:
+    for paths, key in ((data.train_files, "data.train"), (data.eval_files, "data.eval")):
+        for path in paths:
             check_prompts(data, path, key)
 
 
@@ -96,7 +97,7 @@ def check_prompts(data: DataSection, path: Path, key: str) -> None:
     check_data_file(path, key)
     first = next(read_rows(path), None)
     if first is None:
-        raise _empty(path, "it has no rows")
+        raise _empty([path], "it has no rows")
     prompt_content(data, *first)
     _prompt_id(data, *first, idx=0)
 
@@ -124,32 +125,34 @@ def prepare_prompts(
         DataError: with file, line, cause and remedy.
         RunDirectoryError: `folder` is full or the like.
     """
-    train_path = folder / "prompts.msgpack"
+    train_path, train = folder / "prompts.msgpack", f"data.train: {_names(data.train_files)}"
     repeated = RepeatedPrompts()
-    prompts = repeated.pass_train(_read_prompts(data, data.train, tokenizer, budget))
+    prompts = repeated.pass_train(_read_prompts(data, data.train_files, tokenizer, budget))
     if kept is not None:
-        prompts = kept.unchanged(prompts, train_path.name, f"data.train: {data.train}")
+        prompts = kept.unchanged(
+            prompts, train_path.name, f"data.train: {_names(data.train_files)}"
+        )
     num_train = _write(train_path, prompts, on_prompt)
     if num_train < min_prompts:
         raise DataError(
-            f"data.train: {data.train} has {num_train} prompts for {min_prompts} ranks; every rank "
-            f"needs one: use {num_train} ranks or fewer, or more prompts"
+            f"{train} has {num_train} prompts for {min_prompts} ranks; every rank needs one: use "
+            f"{num_train} ranks or fewer, or more prompts"
         )
     few = list[str]()
     if num_train < groups_per_step:
         few = [
-            f"data.train: {data.train} has {num_train} prompts, fewer than "
+            f"{train} has {num_train} prompts, fewer than "
             f"rollout.groups_per_step = {groups_per_step}: a step has some of them more than once; "
             "lower rollout.groups_per_step, or give more prompts"
         ]
     eval_path, num_eval = None, 0
     if data.eval is not None:
-        prompts = _read_prompts(data, data.eval, tokenizer, budget.for_eval())
+        prompts = _read_prompts(data, data.eval_files, tokenizer, budget.for_eval())
         prompts = _take(prompts, data.eval_limit)
         eval_path = folder / "eval_prompts.msgpack"
         prompts = repeated.pass_held_out(prompts)
         if kept is not None:
-            prompts = kept.noted(prompts, eval_path.name, f"data.eval: {data.eval}")
+            prompts = kept.noted(prompts, eval_path.name, f"data.eval: {_names(data.eval_files)}")
         num_eval = _write(eval_path, prompts, on_prompt)
     return PromptFiles(
         train_path=train_path,
@@ -162,7 +165,7 @@ def prepare_prompts(
 
 def prepare_held_out(
     data: DataSection,
-    sets: Mapping[str, Path],
+    sets: Mapping[str, Sequence[Path]],
     tokenizer: ModelTokenizer,
     budget: PromptBudget,
     *,
@@ -176,8 +179,8 @@ def prepare_held_out(
     sizes = dict.fromkeys(sets, 0)
 
     def prompts() -> Iterator[dict[str, Any]]:
-        for name, path in sets.items():
-            found = _take(_read_prompts(data, path, tokenizer, budget.for_eval()), data.eval_limit)
+        for name, paths in sets.items():
+            found = _take(_read_prompts(data, paths, tokenizer, budget.for_eval()), data.eval_limit)
             for prompt in found:
                 sizes[name] += 1
                 yield prompt | {"id": f"{name}/{prompt['id']}"}
@@ -207,11 +210,12 @@ def _take(prompts: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, A
 
 
 def _read_prompts(
-    data: DataSection, path: Path, tokenizer: ModelTokenizer, budget: PromptBudget
+    data: DataSection, paths: Sequence[Path], tokenizer: ModelTokenizer, budget: PromptBudget
 ) -> Iterator[dict[str, Any]]:
     num_rows = num_dropped = 0
     names: set[str] = set()
-    for num_rows, (where, row) in enumerate(read_rows(path), 1):
+    rows = chain.from_iterable(read_rows(path) for path in paths)
+    for num_rows, (where, row) in enumerate(rows, 1):
         text, tokens = _tokenize(data, tokenizer, where, row)
         if len(tokens) > budget.max_prompt_len:
             if data.overlong == "error":
@@ -226,14 +230,19 @@ def _read_prompts(
         packed = np.asarray(tokens, "<i4").tobytes()
         yield {"id": name, "prompt": text, "tokens": packed, "row": row}
     if num_dropped:
-        logger.warning("%s: dropped %d of %d prompts: too long", path, num_dropped, num_rows)
+        files = _names(paths)
+        logger.warning("%s: dropped %d of %d prompts: too long", files, num_dropped, num_rows)
     if num_rows == num_dropped:
         cause = "all of its prompts are too long" if num_rows else "it has no rows"
-        raise _empty(path, cause)
+        raise _empty(paths, cause)
 
 
-def _empty(path: Path, cause: str) -> DataError:
-    return DataError(f"data set {path} is empty: {cause}")
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
+
+
+def _empty(paths: Sequence[Path], cause: str) -> DataError:
+    return DataError(f"data set {_names(paths)} is empty: {cause}")
 
 
 def _tokenize(

@@ -137,12 +137,27 @@ def _models(config: TrainerConfig | ServeConfig) -> dict[str, HubName]:
 
 def _data(config: TrainerConfig) -> dict[str, HubName]:
     """The settings that name data sets of the hub."""
-    names = {"data.train": data_name(config.data.train, "train")}
-    if config.data.eval is not None:
-        names["data.eval"] = data_name(config.data.eval, "test")
+    files = _keys("data.train", config.data.train), _keys("data.eval", config.data.eval)
+    names = {
+        key: data_name(path, split)
+        for paths, split in zip(files, ("train", "test"), strict=True)
+        for key, path in paths.items()
+    }
     for each, path in config.eval.sets.items():
         names[f"eval.sets.{each}"] = data_name(path, "test")
     return {key: name for key, name in names.items() if name}
+
+
+def _keys(key: str, paths: Path | tuple[Path, ...] | None) -> dict[str, Path]:
+    """The paths of a setting by its key, or by key and index if there is a list."""
+    if isinstance(paths, tuple):
+        return {f"{key}[{idx}]": path for idx, path in enumerate(paths)}
+    return {} if paths is None else {key: paths}
+
+
+def _local(key: str, given: Path | tuple[Path, ...] | None, paths: Mapping[str, Path]) -> Any:
+    found = [paths.get(each, path) for each, path in _keys(key, given).items()]
+    return tuple(found) if isinstance(given, tuple) else next(iter(found), None)
 
 
 def _replaced(config: _Config, paths: Mapping[str, Path]) -> _Config:
@@ -158,11 +173,11 @@ def _replaced(config: _Config, paths: Mapping[str, Path]) -> _Config:
     }
     data = config.data
     if data is not None:
-        data = replace(
-            data,
-            train=paths.get("data.train", data.train),
-            eval=paths.get("data.eval", data.eval),
-        )
+        local = {
+            name: _local(f"data.{name}", given, paths)
+            for name, given in (("train", data.train), ("eval", data.eval))
+        }
+        data = replace(data, **local)
     evaluation = replace(config.eval, sets=held_out)
     changed: Any = {"model": model, "pools": pools, "eval": evaluation, "data": data}
     return replace(config, **changed)

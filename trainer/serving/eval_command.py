@@ -57,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_models(read_serve_config(arguments.config, overrides))
     check_stop_tokens(config)
     prompt_budget(config).for_eval().check()
-    for name, path in sets.items():
+    for name, paths in sets.items():
         key = f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
-        check_prompts(config.data, path, key)
+        for path in paths:
+            check_prompts(config.data, path, key)
     checkpoint = Path(arguments.checkpoint) if arguments.checkpoint else None
     if checkpoint is not None and not is_complete(checkpoint):
         raise ConfigError(
@@ -105,13 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
         return with_pools(engine_pools, folder, actors, work)
 
 
-def _held_out_sets(config: TrainerConfig) -> Mapping[str, Path]:
+def _held_out_sets(config: TrainerConfig) -> Mapping[str, Sequence[Path]]:
     """The files of held-out prompts by name; `data.eval` is called "eval"."""
-    sets = dict(config.eval.sets)
+    sets: dict[str, Sequence[Path]] = {name: [path] for name, path in config.eval.sets.items()}
     if config.data.eval is not None:
         if "eval" in sets:
             raise ConfigError("eval.sets.eval has the name of data.eval: rename it")
-        sets = {"eval": config.data.eval, **sets}
+        sets = {"eval": config.data.eval_files, **sets}
     if not sets:
         raise ConfigError("there are no held-out prompts: set data.eval or eval.sets")
     return sets

@@ -20,7 +20,8 @@ def paths(out: str, config_file: str) -> None:
     environment = TorchrunEnvironment.read()
     config = with_local_paths(load_config(config_file), environment)
     models = [config.model.path, config.pools["judge"].model_path]
-    found = [*models, config.data.train, config.data.eval, config.eval.sets["more"]]
+    data = [*config.data.train_files, *config.data.eval_files, config.eval.sets["more"]]
+    found = [*models, *data]
     Path(f"{out}-{environment.rank}").write_text(json.dumps([str(path) for path in found]))
 
 

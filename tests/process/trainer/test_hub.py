@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "train.toml"
     path.write_text(
         f'model.path = "{MODEL}"\n'
-        f'data = {{train = "{DATA}/main", eval = "{DATA}/main:test"}}\n'
+        f'data = {{train = ["{DATA}/main"], eval = "{DATA}/main:test"}}\n'
         'reward.function = "rewards:score"\n'
         f'eval.sets = {{more = "{DATA}/main:train[:2]"}}\n'
         "train.steps = 1\n"

@@ -61,7 +61,7 @@ def _default(field: Field[Any]) -> str:
 
 def _allowed(schema: dict[str, Any]) -> str:
     """What the JSON schema of a setting lets through, in words."""
-    if choices := [c for c in schema.get("anyOf", []) if c["type"] != "null"]:  # null is unset
+    if choices := [c for c in schema.get("anyOf", []) if c.get("type") != "null"]:  # null is unset
         return ", ".join(map(_allowed, choices))
     if "const" in schema:
         return f"`{_toml(schema['const'])}`"

@@ -132,6 +132,29 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: ModelTokenizer) -
     prompts.close()
 
 
+def test_a_list_of_files_is_one_data_set(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    arrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    table, bad = tmp_path / "more.parquet", write_jsonl(tmp_path / "bad.jsonl", [{"q": "1"}])
+    parquet.write_table(arrow.table({"prompt": ["3", "4"]}), table)
+    lines = write_jsonl(tmp_path / "lines.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
+    data = DataSection(train=(lines, table), eval=(table, lines), eval_limit=3)
+
+    check_data(data)
+    files = prepare_prompts(
+        data, tokenizer, BUDGET, folder=tmp_path, min_prompts=1, groups_per_step=1
+    )
+
+    assert files.eval_path is not None
+    for path, texts in ((files.train_path, "1234"), (files.eval_path, "341")):
+        prompts = PromptSet.open(path)
+        found = [(prompts[idx].prompt_id, prompts[idx].text) for idx in range(len(prompts))]
+        prompts.close()
+        assert found == [(str(idx), text) for idx, text in enumerate(texts)]
+    with pytest.raises(DataError, match=r"bad.jsonl, line 1: no column 'prompt'"):
+        check_data(DataSection(train=(lines, bad)))
+
+
 def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": str(i)} for i in range(5)])
 

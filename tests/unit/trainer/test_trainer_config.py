@@ -19,7 +19,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.config_file import check_config, load_config
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import DataSection, TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles
 from umbra.trainer.services import manager_spec
 
@@ -119,6 +119,24 @@ def test_a_number_of_engines_is_set_or_left_to_the_gpus(
 
 def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
+
+
+def test_data_may_be_a_file_or_a_list_of_files(config_file: Path) -> None:
+    def data_of(*overrides: str) -> DataSection:
+        return load_config(config_file, overrides).data
+
+    several = data_of('data.train=["a.jsonl", "b.parquet"]', 'data.eval=["c.jsonl"]')
+
+    assert several.train_files == (Path("a.jsonl"), Path("b.parquet"))
+    assert several.eval_files == (Path("c.jsonl"),)
+    assert from_wire(DataSection, to_wire(several)) == several
+    one = data_of("data.train=a.jsonl")
+    assert (one.train_files, one.eval_files) == ((Path("a.jsonl"),), ())
+    assert from_wire(DataSection, to_wire(one)) == one
+    with pytest.raises(ConfigError, match=r"data.train.*the list is empty: name at least one file"):
+        data_of("data.train=[]")
+    with pytest.raises(ConfigError, match=r"data.train.*holds a NUL character"):
+        data_of('data.train=["a.jsonl", "b\u0000"]')
 
 
 def test_ones_own_estimator_may_do_with_one_completion_for_each_prompt(config_file: Path) -> None:
