@@ -250,8 +250,9 @@ def _decode(value: Any, hint: Any) -> Any:
         case typing.Annotated:
             return _decode(value, arguments[0])
         case typing.Union | types.UnionType:  # of one type, a tuple of it, and None
-            several = [kind for kind in arguments if typing.get_origin(kind) is builtins.tuple]
-            return _decode(value, (several if isinstance(value, list) else arguments)[0])
+            is_tuple = [typing.get_origin(kind) is builtins.tuple for kind in arguments]
+            idx = is_tuple.index(True) if isinstance(value, list) and any(is_tuple) else 0
+            return _decode(value, arguments[idx])
         case builtins.tuple:
             return tuple(_decode(item, arguments[0]) for item in value)
         case collections.abc.Mapping:

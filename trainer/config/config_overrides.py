@@ -70,8 +70,10 @@ class Override:
             raise ConfigError(
                 f"{self.given} (command line): {self.key} cannot be unset; give it a value"
             )
+        annotation = _annotation(self.keys)
         is_quoted = self.text[:1] in {'"', "'"}
-        if not is_quoted and _takes_text(_annotation(self.keys)):
+        is_list = self.text[:1] == "[" and _takes(annotation, tuple)
+        if not (is_quoted or is_list) and _takes(annotation, str, Path):
             return self.text
         try:
             return tomllib.loads(f"value = {self.text}")["value"]
@@ -180,10 +182,10 @@ def _default(section: Any, key: str) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _takes_text(annotation: Any) -> bool:
+def _takes(annotation: Any, *kinds: type) -> bool:
     origin, options = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _takes_text(options[0])
+        return _takes(options[0], *kinds)
     if origin in (typing.Union, types.UnionType):
-        return any(_takes_text(option) for option in options)
-    return annotation is str or annotation is Path
+        return any(_takes(option, *kinds) for option in options)
+    return annotation in kinds or origin in kinds
