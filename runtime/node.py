@@ -47,6 +47,7 @@ from umbra.runtime.errors import (
     RemoteError,
     UmbraError,
 )
+from umbra.runtime.process.delayed_stops import delayed_stops
 from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
@@ -216,14 +217,15 @@ def generate(job: FoundJob) -> int:
 def _start_supervisor(settings: SupervisorConfig, log_dir: Path) -> GuardianProcess:
     owner_pidfd = os.pidfd_open(os.getpid())
     try:
-        return start_guardian(
-            [sys.executable, "-m", "umbra.runtime.supervisor_host"],
-            config=settings.to_json(),
-            socket_dir=SocketDir.create(_JOB, settings.node_id, socket_root()),
-            log_path=log_dir / "supervisor.log",
-            grace_s=_GRACE_S,
-            owner_pidfd=owner_pidfd,
-        )
+        with delayed_stops():
+            return start_guardian(
+                [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+                config=settings.to_json(),
+                socket_dir=SocketDir.create(_JOB, settings.node_id, socket_root()),
+                log_path=log_dir / "supervisor.log",
+                grace_s=_GRACE_S,
+                owner_pidfd=owner_pidfd,
+            )
     finally:
         os.close(owner_pidfd)
 

@@ -46,8 +46,9 @@ from umbra.runtime.tracing.trace_writer import recording
 
 logger = logging.getLogger(__name__)
 
-_ORPHAN_LOOK_INTERVAL_S = 1.0
-"""Interval of checks for processes that dead actors' children left. Longer: they live longer."""
+_LOOK_INTERVAL_S = 1.0
+"""Interval of checks for processes that dead actors' children left, and for the socket directory.
+Longer: they live longer."""
 
 _NUM_FILES = 262_144
 """Files that a process may open if the hard limit allows it. A connection takes four, and the
@@ -165,7 +166,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             os.close(ready_fd)
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.run())
-                looking = tasks.create_task(_look_for_orphans())
+                looking = tasks.create_task(_look_around(supervisor, socket_dir))
                 try:
                     await supervisor.run(tcp_endpoint)
                 finally:
@@ -173,10 +174,20 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                     looking.cancel()
 
 
-async def _look_for_orphans() -> None:
+async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
+    """Ends orphans, and reports once that the job's sockets were removed."""
+    is_reachable = True
     while True:
-        await asyncio.sleep(_ORPHAN_LOOK_INTERVAL_S)
+        await asyncio.sleep(_LOOK_INTERVAL_S)
         await end_orphans(deadline_s=10.0)
+        if is_reachable and not socket_dir.exists():  # noqa: ASYNC240  it is node-local
+            is_reachable = False
+            text = (
+                f"{socket_dir} with this job's sockets was removed: what is connected continues, "
+                "but an actor that ends cannot be replaced; end the job with a checkpoint, and "
+                "resume it with UMBRA_SOCKET_ROOT set to a folder that nothing cleans"
+            )
+            supervisor.note(text, "fault", "supervisor")
 
 
 def _allow_many_files() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +97,24 @@ def test_a_socket_root_that_is_not_ours_alone_is_refused(
 
     with pytest.raises(ConfigError, match=message):
         umbra_session_factory(environ={"UMBRA_SOCKET_ROOT": str(socket_root)})
+
+
+@pytest.mark.slow
+def test_a_socket_directory_that_is_removed_is_reported_and_what_is_connected_continues(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    echo = session.spawn(actor("Echo"))
+    echo.call("who", timeout_s=10.0)
+    shutil.rmtree(session.socket_dir)
+
+    log = session.log_dir / "supervisor.log"
+    deadline = time.monotonic() + 20.0
+    while f"{session.socket_dir} with this job's sockets was removed" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+    assert echo.call("who", timeout_s=10.0)
 
 
 def test_a_socket_root_that_is_too_long_is_refused(
