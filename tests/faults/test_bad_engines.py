@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
+from umbra.trainer.reporting.metrics_log import read_metrics
+
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 EMBEDDED = ("pool.engine=embedded", "pool.engine_args={}")
@@ -68,3 +70,19 @@ def test_an_engine_above_its_memory_limit_is_named_with_the_limit(folder: Path) 
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed("MiB resident, above its memory limit of 64 MiB: raise")
+
+
+def test_an_engine_with_another_model_ends_the_run_before_a_step(folder: Path) -> None:
+    """The engine of this run has no model: its logprobs are made up."""
+    rewards = "reward.function=plain_rewards:distinct"
+
+    with start_run(folder, rewards, "train.max_logprob_difference=0.01") as run:
+        ended = run.wait()
+
+    ended.check_failed(
+        "UmbraError: step 1: engines and trainer do not compute the same model",
+        " by the engine and ",
+        "No weight has changed. Usual causes",
+    )
+    assert read_metrics(run.run_dir / "metrics.jsonl") == []
+    assert not (run.run_dir / "checkpoints").exists()
