@@ -141,14 +141,24 @@ class Rollouts:
         for `next_batch`."""
         return self._collect("evaluate", "eval", (step, temperature), serve_sync, timeout_s)
 
-    def progress(self) -> tuple[int, int]:
-        """Prompts that are scored, of those that the ranks wait for. Any thread may call it."""
-        stats: Mapping[str, Any] = self._manager.call("stats", timeout_s=_PROGRESS_TIMEOUT_S)
-        if evaluation := stats["evaluation"]:
-            return evaluation["groups_scored"], evaluation["groups"]
-        training = stats["training"]
+    def batch_progress(self) -> tuple[int, int]:
+        """Prompts of the next batch that are scored, of all. Any thread may call it."""
+        training = self._stats()["training"]
         num_wanted = training["groups_per_step"]
         return min(training["groups_ready"], num_wanted), num_wanted
+
+    def evaluation_progress(self) -> tuple[int, int] | None:
+        """Completions of the evaluation in progress that are finished, of all; None if it has not
+        begun. Any thread may call it."""
+        evaluation = self._stats()["evaluation"]
+        if evaluation is None:
+            return None
+        total = evaluation["trajectories"]
+        return total - evaluation["trajectories_open"], total
+
+    def _stats(self) -> Mapping[str, Any]:
+        stats: Mapping[str, Any] = self._manager.call("stats", timeout_s=_PROGRESS_TIMEOUT_S)
+        return stats
 
     def _collect(
         self,

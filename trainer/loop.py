@@ -14,7 +14,6 @@ step. A signal to one of them ends the waits of all (`umbra.trainer.signals`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -143,7 +142,11 @@ class TrainingLoop:
         with (
             self._memory.phase("generation"),
             span("wait for the batch") as waiting,
-            self._scoring(f"generating for step {self.step + 1}"),
+            self._display.activity(
+                f"generating for step {self.step + 1}",
+                unit="prompts",
+                ask=self._rollouts.batch_progress,
+            ),
         ):
             columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
@@ -245,7 +248,12 @@ class TrainingLoop:
         if self._config.data.eval is None:
             return
         temperature, limit_s = self._config.eval.temperature, self._config.rollout.timeout_s
-        with span("evaluate", step=self.step), self._scoring(f"evaluating after step {self.step}"):
+        evaluating = self._display.activity(
+            f"evaluating after step {self.step}",
+            unit="completions",
+            ask=self._rollouts.evaluation_progress,
+        )
+        with span("evaluate", step=self.step), evaluating:
             result = self._wait(
                 lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
             )
@@ -255,9 +263,6 @@ class TrainingLoop:
                 self._checkpoints.path(self.step), row
             ):
                 self._display.note(f"the best checkpoint is that of step {self.step}")
-
-    def _scoring(self, text: str) -> contextlib.AbstractContextManager[object]:
-        return self._display.activity(text, unit="prompts", ask=self._rollouts.progress)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -92,7 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         def work(session: Session, display: ProgressDisplay) -> None:
             rollouts = Rollouts(session, MANAGER)
-            with display.activity("evaluating", unit="prompts", ask=rollouts.progress):
+            with display.activity(
+                "evaluating", unit="completions", ask=rollouts.evaluation_progress
+            ):
                 outcome = rollouts.evaluate(
                     0, config.eval.temperature, _no_sync, config.rollout.timeout_s
                 )

@@ -46,6 +46,7 @@ class Evaluation:
         return {
             "groups": len(self.groups),
             "groups_scored": len(self.groups) - self._num_unscored,
+            "trajectories": len(samples),
             "trajectories_open": sum(group.num_open for group in self.groups),
             "tokens": sum(sample.num_generated for sample in samples),
         }

@@ -15,7 +15,7 @@ import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
 
 from umbra.engines.echo.echo_tokens import EchoTokens
-from umbra.runtime.collective import SessionSync
+from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
@@ -109,6 +109,24 @@ def test_a_killed_engine_loses_nothing(
         r"policy-1#1$",
         notes[0],
     ), notes
+
+
+@pytest.mark.slow
+def test_the_progress_of_a_batch_and_of_an_evaluation_are_told_apart(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    rollouts = Rollouts(umbra_session, "rollouts")
+    seen: list[tuple[int, int] | None] = []
+    live.publish(1)
+
+    with while_generating(live, 10, lambda: seen.append(rollouts.batch_progress())):
+        live.next_batch(0)
+    seen.append(rollouts.evaluation_progress())
+    with while_generating(live, 10, lambda: seen.append(rollouts.evaluation_progress())):
+        num_prompts = live.evaluate(0)[0]["num_prompts"]
+
+    assert seen == [(0, 4), None, (0, num_prompts)]
 
 
 @pytest.mark.slow
