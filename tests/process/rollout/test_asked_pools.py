@@ -69,12 +69,13 @@ def start(
         "generator": "judge-generator",
         "tokenizer_path": str(folder / "judge.json"),
         "timeout_s": 60.0,
+        "chat_template_kwargs": {"word": "t7"},
     }
     return LiveRollouts(
         session,
         folder,
         engine={"tokens_per_s": 200.0},
-        worker={"pools": {"judge": asked}},
+        worker={"pools": {"judge": asked}, "chat_template_kwargs": {"word": "t8"}},
         config={"shares_memory": colocated, "pools_timeout_s": 60.0, "max_new_tokens": 24},
         **settings,
     )
@@ -100,6 +101,18 @@ def test_an_agent_loop_asks_a_judge(
             asked = EchoTokens(3, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
             assert said == asked.draw(4).tokens.tolist()
             assert sum(sample["mask"]) == 24  # the judge's tokens are not trained on
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_chats_of_policy_and_judge_have_the_variables_of_their_own_settings(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = start(umbra_session, tmp_path, colocated=False, agent="renders_chats", reward="")
+
+    live.publish(0)
+
+    assert {sample["reward"] for sample in merged(live.next_batch(0)).values()} == {1.0}
 
 
 @pytest.mark.process

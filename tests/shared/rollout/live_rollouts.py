@@ -42,11 +42,12 @@ _LOOK_S = 0.002
 
 
 def write_tokenizer(path: Path, end_token_ids: Sequence[int] = (0,)) -> None:
-    """A tokenizer whose token i reads `t<i>`; token 0 is special."""
+    """A tokenizer whose token i reads `t<i>`; token 0 is special. A chat is the variable `word` and
+    the first message."""
     tokenizer: Any = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["t0"])
-    save_rust_tokenizer(path, tokenizer, end_token_ids)
+    save_rust_tokenizer(path, tokenizer, end_token_ids, "{{ word }} {{ messages[0].content }}")
 
 
 class LiveRollouts:

@@ -9,7 +9,9 @@ from typing import Any
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, TokenizerState
 
 
-def save_rust_tokenizer(path: Path, tokenizer: Any, end_token_ids: Sequence[int] = ()) -> None:
+def save_rust_tokenizer(
+    path: Path, tokenizer: Any, end_token_ids: Sequence[int] = (), chat_template: str = ""
+) -> None:
     """Writes what `ModelTokenizer.open` opens without transformers."""
     added = tokenizer.get_added_tokens_decoder()
     state = TokenizerState(
@@ -17,7 +19,7 @@ def save_rust_tokenizer(path: Path, tokenizer: Any, end_token_ids: Sequence[int]
         trust_remote_code=False,
         tokenizer=tokenizer.to_str(),
         splits_special_tokens=False,
-        chat_template="",
+        chat_template=chat_template,
         special_tokens={},
         eos_token_id=None,
         pad_token_id=None,

@@ -211,6 +211,23 @@ async def gives_huge_reward_for_t3(ctx: AgentContext, sample: dict[str, Any]) ->
     return 1e300 if ctx.prompt == "t3" else 1.0
 
 
+async def renders_chats(ctx: AgentContext, sample: dict[str, Any]) -> float:
+    """1 if the chats of the policy and of the judge are rendered with their own variables."""
+    messages = [{"role": "user", "content": "t1"}]
+    judge = ctx.pool("judge")
+    answers = [
+        await judge.chat(messages, 4, seed=3),
+        await judge.generate(judge.encode("t7 t1"), 4, seed=3),
+        await judge.chat(messages, 4, seed=3, chat_template_kwargs={"word": "t9"}),
+        await judge.generate(judge.encode("t9 t1"), 4, seed=3),
+    ]
+    first, expected, other, expected_other = (answer.tokens for answer in answers)
+    tokens = ctx.encode_chat(messages)
+    await ctx.generate(tokens)
+    is_own = tokens == ctx.encode("t8 t1")
+    return float(is_own and first == expected != other == expected_other)
+
+
 async def asks_judge(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """A judge's answer to the first 5 tokens is given; its length makes the reward."""
     tokens = [*ctx.prompt_tokens]

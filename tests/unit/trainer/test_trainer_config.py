@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_folders import write_model_folder
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPoolConfig
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.config_file import check_config, load_config
-from umbra.trainer.config.trainer_config import DataSection, TrainerConfig
+from umbra.trainer.config.trainer_config import DataSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles
-from umbra.trainer.services import manager_spec
+from umbra.trainer.services import manager_spec, worker_specs
+from umbra.trainer.serving.served_config import served_pools
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "models/tiny"},
@@ -89,6 +92,29 @@ def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     assert found.settings == replace(config.rollout, stop_token_ids=(3,))
     assert found.dispatch.max_context_len == 128
     assert found.worker_names == ("worker-0", "worker-1", "worker-2")
+
+
+def test_the_settings_of_texts_reach_workers_and_servers(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    pool = {"model_path": str(folder), "chat_template_kwargs": {"enable_thinking": False}}
+    values: dict[str, Any] = {
+        **MINIMAL,
+        "model": {"path": str(folder)},
+        "data": {**MINIMAL["data"], "chat_template_kwargs": {"short": True}},
+        "rollout": {"skip_special_tokens": True},
+        "pools": {"judge": pool},
+    }
+    config = check_config(TrainerConfig, values, "config")
+
+    (spec,) = worker_specs(config, 1, tmp_path / "run")
+    worker = from_wire(ActorSpec, to_wire(spec)).kwargs
+    judge = from_wire(AuxiliaryPoolConfig, worker["pools"]["judge"])
+    served = served_pools(check_config(ServeConfig, values, "config"))
+
+    assert (worker["skip_special_tokens"], judge.skip_special_tokens) == (True, True)
+    variables = [worker["chat_template_kwargs"], judge.chat_template_kwargs]
+    assert variables == [{"short": True}, {"enable_thinking": False}]
+    assert [pool.template_variables for pool in served] == variables
 
 
 def test_a_pool_names_its_adapters(config_file: Path) -> None:
