@@ -130,3 +130,4 @@ def check_plans(folder: Path, num_workers: int) -> None:
             assert report["reasons_later"] == []
             assert report["num_copies_later"] == report["num_copies"]
             assert report["whole"] == []
+            assert report["unread"] == []

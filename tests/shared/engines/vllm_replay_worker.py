@@ -145,6 +145,7 @@ def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
         "reasons": _reasons(plan),
         "reasons_later": _reasons(later.plan),
         "whole": whole,
+        "unread": loader.unread,
     }
 
 
