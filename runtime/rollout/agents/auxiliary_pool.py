@@ -1,7 +1,7 @@
 """Auxiliary pools, such as a judge, for agent loops and reward functions: `ctx.pool(NAME)`.
 
 user code ──ctx.pool("judge").generate()──▶ PoolCaller ──RPC──▶ GeneratorService ──▶ engines
-(its own thread)                            (worker)          (of the pool)
+(another thread)                            (worker)          (of the pool)
 """
 
 from __future__ import annotations
