@@ -25,7 +25,7 @@ def checked(folder: Path, model: Path, program: list[str], *settings: str) -> tu
     (folder / "rewards.py").write_text("def score(prompts, completions, **columns): ...\n")
     (folder / "config.toml").write_text(
         f'model.path = "{model}"\ndata.train = "train.jsonl"\n'
-        'reward.function = "rewards:score"\ntrain.steps = 1\n'
+        'reward.function = "rewards:score"\ntrain.steps = 1\nrollout.max_new_tokens = 16\n'
     )
     command = [sys.executable, *program, "config.toml", *settings]
     done = subprocess.run(
