@@ -50,9 +50,9 @@ from whole_model import load_whole_model
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.config.trainer_config import ModelSection
-from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.policy import Policy
@@ -140,11 +140,10 @@ def make_requests(vocab_size: int, temperature: float, given: argparse.Namespace
     prompts: list[Any] = list(rng.integers(0, vocab_size, (count, PROMPT_LEN)))
     stops: list[int] = []
     if given.data:
-        tokenizer = PromptTokenizer(given.model)
-        stops = stop_token_ids(given.model, tokenizer)
+        tokenizer = ModelTokenizer.open(given.model)
+        stops = tokenizer.stop_token_ids()
         rows = [json.loads(line) for line in given.data.read_text().splitlines()[:count]]
-        texts = [tokenizer.render_chat(row["messages"], {}) for row in rows]
-        prompts = [tokenizer.encode_rendered(text) for text in texts]
+        prompts = [tokenizer.encode_chat(row["messages"]) for row in rows]
     return [
         {
             "id": i,

@@ -139,7 +139,7 @@ class AuxiliaryPool:
         self._deadline = deadline
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text by the pool's own tokenizer, without special tokens."""
+        """Tokens of a text by the pool's own tokenizer, which adds no special tokens."""
         return self._tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
