@@ -35,6 +35,7 @@ def test_fp8_parameters_are_those_of_a_folder(
 
     print(report)
     assert report["differing"] == [[], [], [], []]
+    assert report["unread"] == []
     assert report["num_told_apart"] == report["num_parameters"]
     names = [f"model.layers.0.mlp.down_proj.{name}" for name in left_out]
     assert report["refusal"].endswith(f"{len(names)} of vLLM's parameters: {', '.join(names)}")

@@ -55,13 +55,16 @@ def _report(
     model: nn.Module, model_config: Any, expected: dict[str, nn.Module]
 ) -> dict[str, object]:
     worker: Any = import_module("umbra.engines.vllm.vllm_worker")
-    loading = PlannedLoading(model, worker.LayerwiseLoader(model, model_config))
+    loader = worker.LayerwiseLoader(model, model_config)
+    loading = PlannedLoading(model, loader)
+    unread: list[str] = []
     first, second = expected
     differing: list[list[str]] = []
     ways: list[str] = []
 
     def load(folder: str) -> None:
         ways.append(loading.load(_source(folder)))
+        unread.extend(loader.unread)
         differing.append(find_differing(model, expected[folder]))
 
     for folder in (second, first, second):
@@ -73,6 +76,7 @@ def _report(
         "num_told_apart": len(find_differing(expected[first], expected[second])),
         "num_parameters": len(list(model.parameters())),
         "refusal": refusal,
+        "unread": unread,
         "ways": ways,
     }
 
