@@ -2,8 +2,8 @@
 
     python adopting_parent.py
 
-Prints a line of JSON: how many children there are that have ended, before and after those that were
-adopted are reaped, and the exit statuses of its own.
+Prints a line of JSON: how many adopted children there are that have ended, before and after they
+are reaped, and the exit statuses of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import time
 from typing import Any
 
 from umbra.runtime.process.adopted_children import AdoptedChildren, note_own_children
@@ -22,14 +23,14 @@ from umbra.runtime.process.prctl import become_subreaper
 NUM_ADOPTED = 5
 
 
-def num_ended() -> int:
-    stats = [process_stat(pid) for pid in child_pids(os.getpid())]
-    return sum(stat is not None and stat.has_ended for stat in stats)
+def ended() -> set[int]:
+    stats = {pid: process_stat(pid) for pid in child_pids(os.getpid())}
+    return {pid for pid, stat in stats.items() if stat is not None and stat.has_ended}
 
 
-def wait_for_ends(number: int) -> None:
-    while num_ended() < number:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+def is_running(pid: int) -> bool:
+    stat = process_stat(pid)  # multiprocessing itself reaps one that has ended, at times
+    return stat is not None and not stat.has_ended
 
 
 def adopt() -> None:
@@ -64,10 +65,12 @@ def main() -> None:
         processes[-1].start()
     spawned = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], os.environ)
     adopt()
-    wait_for_ends(NUM_ADOPTED + 5)
-    before = num_ended()
+    own = {program.pid, forked, spawned, *(process.pid for process in processes)}
+    while any(map(is_running, own)) or len(ended() - own) < NUM_ADOPTED:
+        time.sleep(0.01)
+    before = len(ended() - own)
     reap_twice()
-    after = num_ended()
+    after = len(ended() - own)
     by_asyncio = asyncio.run(with_asyncio())
     for process in processes:
         process.join()
