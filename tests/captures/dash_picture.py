@@ -56,11 +56,9 @@ def main() -> None:
     parser.add_argument("picture", type=Path, nargs="?", default=ROOT / "docs" / "dash.png")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="umbra-", dir="/tmp") as name:
-        run_dir, assets = Path(name) / "run", given.assets.resolve()
-        settings = [
-            f"run.dir={run_dir}", f"model.path={assets}/model", f"data.train={assets}/train.jsonl",
-            f"data.eval={assets}/eval.jsonl", "train.steps=1000",
-        ]  # fmt: skip
+        # The page shows the settings, so its paths are those of the documentation.
+        run_dir = Path(name) / "runs" / "quickstart"
+        shutil.copytree(given.assets, run_dir.parent / "quickstart-assets")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         config = ROOT / "launch" / "configs" / "quickstart.toml"
         command = [*torchrun, "--nproc-per-node", "2", "-m", "umbra.trainer", str(config)]
@@ -69,7 +67,11 @@ def main() -> None:
         with (
             log.open("wb") as output,
             subprocess.Popen(
-                [*command, *settings], env=environment, stdout=output, stderr=output
+                [*command, "train.steps=1000"],
+                cwd=name,
+                env=environment,
+                stdout=output,
+                stderr=output,
             ) as run,
         ):
             try:
