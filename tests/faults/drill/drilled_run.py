@@ -70,6 +70,7 @@ def run_drilled(
     """
     arguments = [*overrides, f"run.dir={run_dir}", "run.overwrite=true"]
     steps = load_config(config_path, arguments).train.steps
+    assert steps is not None, "the drill's config counts steps, not epochs"
     after_step = max(1, round(rng.uniform(*_KILL_BETWEEN) * steps))
     for stale in ("metrics.jsonl", "processes.json", "summary.json"):
         (run_dir / stale).unlink(missing_ok=True)

@@ -106,8 +106,9 @@ def _score_beside(
     )
     with torch.no_grad():
         logprobs = policy.scores(micro_batch).logprobs
-    scores = logprobs.split([len(sample.generated) for sample in ordered])
-    return cast("list[float]", cast("Any", scores[order.index(0)]).tolist())
+    start = sum(len(sample.generated) for sample in ordered[: order.index(0)])
+    every = cast("list[float]", cast("Any", logprobs).tolist())
+    return every[start:][: len(samples[0].generated)]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -71,6 +71,7 @@ def test_a_sorted_list_gets_more_the_more_of_it_is_right(completion: str, reward
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_names_a_reward_that_is_there(path: Path) -> None:
     reward = load_config(path).reward
+    assert reward.function is not None
     module, _, function = reward.function.partition(":")
     (folder,) = reward.python_path
 

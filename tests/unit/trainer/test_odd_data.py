@@ -30,11 +30,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     return ModelTokenizer.open(save_model(tmp_path_factory.mktemp("model")))
 
 
+def file_of(data: DataSection) -> Path:
+    assert isinstance(data.train, Path)
+    return data.train
+
+
 def prepare(data: DataSection, tokenizer: ModelTokenizer) -> list[dict[str, Any]]:
     """The rows as they are read from the prompt file; checked as before a start, too."""
     check_data(data)
     files = prepare_prompts(
-        data, tokenizer, BUDGET, folder=data.train.parent, min_prompts=1, groups_per_step=1
+        data, tokenizer, BUDGET, folder=file_of(data).parent, min_prompts=1, groups_per_step=1
     )
     prompts = PromptSet.open(files.train_path)
     rows = [prompts[idx].row for idx in range(len(prompts))]
@@ -140,9 +145,9 @@ def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
     tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
     data = write_parquet(tmp_path / "rows.parquet", ["1", "22"], "string")
-    content = data.train.read_bytes()
+    content = file_of(data).read_bytes()
     assert content.count(b"22") >= 1
-    data.train.write_bytes(content.replace(b"22", b"\xff\xff"))
+    file_of(data).write_bytes(content.replace(b"22", b"\xff\xff"))
 
     with pytest.raises(DataError, match=r"row 2: column 'a' cannot be read \('utf-8' codec"):
         prepare(data, tokenizer)

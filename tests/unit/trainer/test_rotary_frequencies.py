@@ -83,9 +83,10 @@ def test_types_of_layers_have_frequencies_of_their_own() -> None:
             assert layer_type == "full_attention"
             return whole(x, positions)
 
-    whole.rope_type, model.model.rotary_emb = "longrope", torch.nn.ModuleList([ByLayerType()])
+    by_layer_type = ByLayerType()
+    whole.rope_type, model.model.rotary_emb = "longrope", torch.nn.ModuleList([by_layer_type])
 
     fix_rotary_frequencies(model, 100)
 
-    assert model.model.rotary_emb[0].rope_type["full_attention"] == "fixed"
+    assert by_layer_type.rope_type["full_attention"] == "fixed"
     assert torch.equal(whole.inv_freq, expected.model.rotary_emb.inv_freq)
