@@ -178,7 +178,8 @@ class DataSection(Settings):
             `pool.max_context_len`: "error" ends the run, "drop" leaves it out.
         eval_limit: Number of held-out prompts to evaluate on, from the first. More take longer and
             measure better; 0 is all.
-        shuffle: Whether each epoch has a new order, from `train.seed`, or that of the file.
+        shuffle: Whether each pass over the data has a new order, from `train.seed`, or that of the
+            file.
     """
 
     train: FilePaths
@@ -269,9 +270,10 @@ class RewardSection(Settings):
             may return None for a completion that it does not apply to.
         weights: Weight of each of `functions`, by name. Default: 1.
         timeout_s: Limit for one call of a function. It excludes the time that the call waits for
-            its turn and for auxiliary pools. Exceeding it drops the prompt. An async function may
-            block its process for half of it, at most for `rollout.block_limit_s`; a call that
-            blocks it longer is dropped, and the process is replaced.
+            its turn and for auxiliary pools. Exceeding it drops the prompt, and the process of a
+            function without async is replaced. An async function may block its process for half of
+            it, at most for `rollout.block_limit_s`; a call that blocks it longer is dropped, and
+            the process is replaced.
         accuracy_threshold: Reward from which on a held-out answer counts as right.
         python_path: Folders searched for the module, before the current directory.
     """
