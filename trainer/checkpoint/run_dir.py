@@ -28,6 +28,9 @@ from umbra.trainer.run_files import (
 
 _EARLIER: Final = (
     "settings.json",
+    "tokenizers",
+    "prompts.msgpack",
+    "eval_prompts.msgpack",
     "metrics.jsonl",
     "eval_samples.jsonl",
     "events.jsonl",
@@ -43,9 +46,21 @@ _EARLIER: Final = (
     "metrics.png",
 )
 _REPLACED: Final = "replaced"
-# Kept if a run resumes before its first checkpoint: what was generated need not be done again, and
-# what happened before stays known.
-_KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl", "events.jsonl")
+# Kept if a run resumes before its first checkpoint: what was generated need not be done again, with
+# what it is compared with (`run_identity`, `kept_prompts`), and what happened before stays known.
+_KEPT_WITHOUT_CHECKPOINT: Final = (
+    "ledger",
+    "settings.json",
+    "tokenizers",
+    "prompts.msgpack",
+    "eval_prompts.msgpack",
+    "versions.jsonl",
+    "events.jsonl",
+)
+NEW_RUN: Final = (
+    "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"
+)
+"""The remedy where a run cannot be resumed: `run.overwrite` alone changes nothing for a resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +178,7 @@ def begin_run(run: RunSection, incarnation: int, damaged: Collection[Path] = ())
     if damaged:
         raise RunDirectoryError(
             f"no checkpoint in {run_dir.checkpoints} is as it was written: restore one from a "
-            "backup, or begin a new run (run.overwrite = true, or another run.dir)"
+            f"backup, or {NEW_RUN}"
         )
     with writing("clear", run.dir):
         for name in _EARLIER:

@@ -12,7 +12,7 @@ import xxhash
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_history import managers_of
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, TokenizerState
-from umbra.trainer.checkpoint.run_dir import RunDir, recorded_identity
+from umbra.trainer.checkpoint.run_dir import NEW_RUN, RunDir, recorded_identity
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config.trainer_config import TrainerConfig
 
@@ -54,7 +54,7 @@ def instead_of_resuming(run_dir: Path) -> str:
     """What to do instead of a resume that is refused."""
     found = complete_checkpoints(RunDir(run_dir).checkpoints)
     if not found:
-        return "begin a new run (run.overwrite = true, or another run.dir)"
+        return NEW_RUN
     return f"begin a new run from the checkpoint: another run.dir, and run.resume = '{found[-1]}'"
 
 

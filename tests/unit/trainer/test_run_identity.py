@@ -104,7 +104,7 @@ def test_a_changed_reward_function_is_noted(config: TrainerConfig) -> None:
 
 def test_the_remedy_names_the_checkpoint_to_begin_a_new_run_from(tmp_path: Path) -> None:
     assert instead_of_resuming(tmp_path) == (
-        "begin a new run (run.overwrite = true, or another run.dir)"
+        "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"
     )
     checkpoint = tmp_path / "checkpoints/step-000003"
     checkpoint.mkdir(parents=True)

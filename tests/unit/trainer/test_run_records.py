@@ -614,6 +614,39 @@ def test_a_start_brings_back_the_export_that_a_killed_one_had_moved_away(tmp_pat
     assert (tmp_path / "export" / "config.json").read_text() == "old"
 
 
+IDENTITY = ("settings.json", "tokenizers", "prompts.msgpack", "eval_prompts.msgpack")
+"""What a resumed run is compared with."""
+
+
+def write_identity(run_dir: Path) -> None:
+    (run_dir / "tokenizers").mkdir()
+    for name in IDENTITY:
+        path = run_dir / name
+        (path / "policy.json" if path.is_dir() else path).write_text("earlier")
+
+
+def test_a_resume_before_the_first_checkpoint_keeps_what_it_is_compared_with(
+    tmp_path: Path,
+) -> None:
+    write_identity(tmp_path)
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("of steps that are repeated")
+
+    assert begin_run(RunSection(dir=tmp_path, resume="auto"), incarnation=1) is None
+
+    assert {path.name for path in tmp_path.iterdir()} == {"ledger", *IDENTITY}
+
+
+def test_an_earlier_run_is_set_aside_with_what_a_resume_of_it_is_compared_with(
+    tmp_path: Path,
+) -> None:
+    write_identity(tmp_path)
+
+    begin_run(RunSection(dir=tmp_path, overwrite=True), incarnation=1)
+
+    assert {path.name for path in (tmp_path / "replaced").iterdir()} == set(IDENTITY)
+
+
 def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     for name, complete in (("step-000002", True), ("step-000010", True), ("step-000012", False)):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
