@@ -34,7 +34,6 @@ class BestCheckpoint:
         rows: Sequence[Mapping[str, float]],
         step: int,
     ) -> None:
-        self._folder = folder
         self._column = _COLUMNS[by]
         self._score = float("-inf")
         link = folder / _LINK
@@ -54,13 +53,14 @@ class BestCheckpoint:
         changed. The weights at the start have no checkpoint and do not count.
 
         Args:
+            checkpoint: its folder has the link, also after the run directory was moved.
             row: the metrics of the evaluation.
         """
         score = row[self._column]
         if score <= self._score or not is_complete(checkpoint):
             return False
         self._score = score
-        link, new = self._folder / _LINK, self._folder / f".{_LINK}"
+        link, new = checkpoint.with_name(_LINK), checkpoint.with_name(f".{_LINK}")
         with writing("change", link):
             new.unlink(missing_ok=True)
             new.symlink_to(checkpoint.name)

@@ -72,6 +72,14 @@ def test_a_best_checkpoint_of_a_discarded_history_does_not_count(folder: Path) -
     assert feed(best, folder, first=30) == [30]
 
 
+def test_the_link_follows_a_run_directory_that_is_moved(tmp_path: Path, folder: Path) -> None:
+    best = BestCheckpoint(folder, "accuracy", [], 0)
+    moved = folder.rename(tmp_path.with_name("moved"))
+
+    assert feed(best, moved) == [10, 20]
+    assert best_checkpoint(moved) == moved / "step-000020"
+
+
 def test_a_link_whose_checkpoint_is_gone_does_not_count(folder: Path) -> None:
     feed(BestCheckpoint(folder, "accuracy", [], 0), folder)
     (folder / "step-000020" / COMPLETE).unlink()
