@@ -215,7 +215,7 @@ def _count_nodes(session: Session) -> int:
 
 def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[ActorSpec]:
     """The processes that run the user's reward function and agent loop, one node after the
-    other. `open_tokenizers` writes what they need into `folder`, also after they have started."""
+    other. `save_tokenizers` writes what they need into `folder`, also after they have started."""
     kwargs = {
         "tokenizer_path": str(tokenizer_path(folder.absolute(), POOL)),
         "reward": config.reward.function or "",
@@ -243,20 +243,18 @@ def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[Ac
     ]
 
 
-def open_tokenizers(config: TrainerConfig, folder: Path) -> ModelTokenizer:
-    """Opens the tokenizers of all pools and saves them in `folder`; returns the policy's.
+def save_tokenizers(config: TrainerConfig, policy: ModelTokenizer, folder: Path) -> None:
+    """Saves the policy's tokenizer and those of the other pools in `folder`.
 
     Raises:
-        DataError: a model directory has no usable tokenizer.
+        DataError: a pool's model directory has no usable tokenizer.
         RunDirectoryError: `folder` is full or the like.
     """
-    policy = open_policy_tokenizer(config)
     pools = {name: open_auxiliary_tokenizer(name, pool) for name, pool in config.pools.items()}
     for name, tokenizer in {POOL: policy, **pools}.items():
         path = tokenizer_path(folder, name)
         with writing("write", path):
             tokenizer.save(path)
-    return policy
 
 
 def open_policy_tokenizer(config: TrainerConfig) -> ModelTokenizer:

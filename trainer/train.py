@@ -73,8 +73,9 @@ from umbra.trainer.services import (
     MANAGER,
     POOL,
     ServiceStarter,
-    open_tokenizers,
+    open_policy_tokenizer,
     prompt_budget,
+    save_tokenizers,
     user_folders,
 )
 from umbra.trainer.signals import StopSignals
@@ -332,7 +333,7 @@ class Trainer:
         """
         assert starter is not None
         config = self._config
-        tokenizer = open_tokenizers(config, config.run.dir)
+        tokenizer = open_policy_tokenizer(config)
         identity = run_identity(config, tokenizer, user_folders(config))
         kept = None
         if keeps_samples(config.run.dir):
@@ -350,6 +351,7 @@ class Trainer:
                 on_prompt=tokenizing.count,
                 kept=kept,
             )
+        save_tokenizers(config, tokenizer, config.run.dir)  # not before a resume may be refused
         held_out = f", {prompts.num_eval:,} held out" if prompts.num_eval else ""
         self._display.note(f"{prompts.num_train:,} prompts to train on{held_out}")
         for warning in prompts.warnings:

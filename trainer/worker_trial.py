@@ -15,7 +15,7 @@ from umbra.runtime.errors import ConnectionLost, RewardError
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.session import Session, SessionConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.services import open_tokenizers, worker_specs
+from umbra.trainer.services import open_policy_tokenizer, save_tokenizers, worker_specs
 
 _CAUSE_TIMEOUT_S: Final = 1.0
 """For the supervisor to report how the worker's process ended; it knows within milliseconds."""
@@ -41,7 +41,7 @@ class WorkerTrial:
         """
         with tempfile.TemporaryDirectory(prefix="umbra-doctor-") as name:
             folder = Path(name)
-            open_tokenizers(config, folder)
+            save_tokenizers(config, open_policy_tokenizer(config), folder)
             spec = worker_specs(config, 1, folder)[0]
             settings, alone = SessionConfig(run_dir=folder), TorchrunEnvironment.read({})
             with Session(settings, alone, on_note=_ignore, on_failed=_ignore) as session:

@@ -96,6 +96,8 @@ def test_a_resume_with_other_data_is_refused_and_the_next_with_the_right_data_is
     shutil.copytree(killed, folder / "run")
     rows = (assets / "train.jsonl").read_text().splitlines()
     (folder / "reversed.jsonl").write_text("".join(f"{row}\n" for row in reversed(rows)))
+    tokenizer = folder / "run/tokenizers/policy.json"
+    before = tokenizer.stat().st_mtime_ns
 
     refused = run_to_end(folder, "run.resume=auto", "data.train=reversed.jsonl")
 
@@ -103,8 +105,9 @@ def test_a_resume_with_other_data_is_refused_and_the_next_with_the_right_data_is
         "DataError: data.train: reversed.jsonl, prompt 1: it is ",
         " and was ",
         "belong to the data that it began with",
-        "begin a new run (run.overwrite = true, or another run.dir)",
+        "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)",
     )
+    assert tokenizer.stat().st_mtime_ns == before, "that of the samples"
     assert run_to_end(folder, "run.resume=auto").status == 0
 
 

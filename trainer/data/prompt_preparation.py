@@ -129,9 +129,7 @@ def prepare_prompts(
     repeated = RepeatedPrompts()
     prompts = repeated.pass_train(_read_prompts(data, data.train_files, tokenizer, budget))
     if kept is not None:
-        prompts = kept.unchanged(
-            prompts, train_path.name, f"data.train: {_names(data.train_files)}"
-        )
+        prompts = kept.unchanged(prompts, train_path.name, train)
     num_train = _write(train_path, prompts, on_prompt)
     if num_train < min_prompts:
         raise DataError(

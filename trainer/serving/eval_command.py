@@ -31,8 +31,9 @@ from umbra.trainer.run_files import check_writable, write_json
 from umbra.trainer.services import (
     MANAGER,
     manager_spec,
-    open_tokenizers,
+    open_policy_tokenizer,
     prompt_budget,
+    save_tokenizers,
     worker_specs,
 )
 from umbra.trainer.serving.pool_session import with_pools
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
 
             export_checkpoint(config.model, checkpoint, folder / "model")
             config = replace(config, model=replace(config.model, path=folder / "model"))
-        tokenizer = open_tokenizers(config, folder)
+        tokenizer = open_policy_tokenizer(config)
+        save_tokenizers(config, tokenizer, folder)
         prompts = prepare_held_out(
             config.data, sets, tokenizer, prompt_budget(config), folder=folder
         )
