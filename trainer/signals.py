@@ -190,11 +190,13 @@ class StopSignals:
                 is_signal, now = data[0] in _SIGNALS, time.monotonic()
                 if first is not None:
                     if is_signal and now - seen_at >= _SAME_REQUEST_S:
+                        self._is_second = True
                         end_at = min(end_at, now + _LAST_RESORT_S)
                 elif is_signal or self._passed_in is not None:
                     first = signal.Signals(data[0]) if is_signal else self._passed_in
                     assert first is not None
-                    seen_at, end_at = now, now + self._grace_of(first) + _LAST_RESORT_S
+                    self._limit_s = self._grace_of(first)  # the handler may never run
+                    seen_at, end_at = now, now + self._limit_s + _LAST_RESORT_S
                     self._announce(first)
             if first is not None and self._disarmed.is_set():
                 return

@@ -223,7 +223,7 @@ def test_a_rank_that_hangs_outside_python_is_ended(passed_in: bool) -> None:
     code = f"""
         import ctypes
         lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-        with StopSignals(grace_s=0.2) as stop:
+        with StopSignals(grace_s=0.2, on_last_resort=say) as stop:
             stop.defer()
             lock(mutex)
             {by_itself if passed_in else ""}
@@ -235,7 +235,7 @@ def test_a_rank_that_hangs_outside_python_is_ended(passed_in: bool) -> None:
         if not passed_in:
             process.terminate()
 
-        process.wait(timeout=20)
+        assert rest_of(process) == "the step in progress did not end within 0.2 s of SIGTERM\n"
         assert process.returncode == 128 + signal.SIGTERM
         assert time.monotonic() - started < 10
 
@@ -271,7 +271,7 @@ def test_ctrl_c_cuts_nothing_until_it_comes_again() -> None:
     code = """
         import ctypes
         lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-        with StopSignals(grace_s=0.2) as stop:
+        with StopSignals(grace_s=0.2, on_last_resort=say) as stop:
             stop.defer(deferral=StopForecast(4, 0.2, say))
             lock(mutex)
             say("ready")
@@ -286,7 +286,7 @@ def test_ctrl_c_cuts_nothing_until_it_comes_again() -> None:
 
         process.send_signal(signal.SIGTERM)  # torchrun passes a second SIGINT on so
 
-        process.wait(timeout=20)
+        assert rest_of(process) == "a second signal came before the step in progress had ended\n"
         assert process.returncode == 128 + signal.SIGINT
 
 
