@@ -8,6 +8,7 @@ starts a process is noted.
 from __future__ import annotations
 
 import _posixsubprocess
+import contextlib
 import functools
 import os
 import subprocess
@@ -46,7 +47,7 @@ class AdoptedChildren:
     """Reaps the adopted children of this process. Needs `note_own_children`.
 
     A child is reaped when two calls have found it ended, so that a library in C that forks and
-    waits by itself is not disturbed.
+    waits at once is not disturbed. One that waits later does not get the exit status.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,8 @@ class AdoptedChildren:
             return
         ended = {pid for pid in child_pids(os.getpid()) if pid not in _started and _has_ended(pid)}
         for pid in ended & self._had_ended:
-            os.waitpid(pid, os.WNOHANG)
+            with contextlib.suppress(ChildProcessError):  # user code waits for any child
+                os.waitpid(pid, os.WNOHANG)
         self._had_ended = ended
 
 

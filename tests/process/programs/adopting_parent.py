@@ -51,6 +51,19 @@ def reap_twice() -> None:
     children.reap()
 
 
+def reap_what_is_gone() -> None:
+    """Another thread waits for any child just before."""
+    wait = os.waitpid
+
+    def wait_too_late(pid: int, options: int) -> tuple[int, int]:
+        wait(pid, options)
+        return wait(pid, options)
+
+    os.waitpid = wait_too_late
+    reap_twice()
+    os.waitpid = wait
+
+
 def main() -> None:
     become_subreaper()
     note_own_children()
@@ -69,7 +82,7 @@ def main() -> None:
     while any(map(is_running, own)) or len(ended() - own) < NUM_ADOPTED:
         time.sleep(0.01)
     before = len(ended() - own)
-    reap_twice()
+    reap_what_is_gone()
     after = len(ended() - own)
     by_asyncio = asyncio.run(with_asyncio())
     for process in processes:
