@@ -87,7 +87,8 @@ class UserThread:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(RuntimeError):  # user code has ended the loop
+            self._loop.call_soon_threadsafe(self._stop.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 await asyncio.wrap_future(self._ended)

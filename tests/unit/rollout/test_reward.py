@@ -174,6 +174,34 @@ def test_a_reward_that_hangs_is_found_with_its_place(name: str) -> None:
     assert re.search(r"user_rewards.py:\d+ in .*hang_is_over.wait.*; make it faster", reason)
 
 
+async def why_ended() -> Broken:
+    """What the thread says when a task of a call exits."""
+
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def exits() -> None:
+        raise SystemExit("enough")
+
+    async def call() -> None:
+        loops.append(asyncio.get_running_loop())
+        await asyncio.gather(exits())
+
+    async with UserThread("user") as thread, asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(thread.run_async(call, IDS[0]))
+        broken = await thread.broken(5.0, "a limit")
+        while not loops[0].is_closed():
+            await asyncio.sleep(0.01)
+        calling.cancel()
+        return broken
+
+
+def test_a_loop_that_user_code_has_ended_can_be_left_with_the_cause() -> None:
+    label, reason = asyncio.run(why_ended())
+
+    assert label == IDS[0]
+    assert "ended the event loop with SystemExit: enough" in reason
+
+
 def test_lazy_results_are_read_like_lists_and_only_as_far_as_needed() -> None:
     assert score("lazy") == [1.0, 3.0]
 
