@@ -189,7 +189,7 @@ async def why_ended() -> Broken:
     async with UserThread("user") as thread, asyncio.TaskGroup() as tasks:
         calling = tasks.create_task(thread.run_async(call, IDS[0]))
         broken = await thread.broken(5.0, "a limit")
-        while not loops[0].is_closed():
+        while not loops[0].is_closed():  # noqa: ASYNC110  it notifies nobody
             await asyncio.sleep(0.01)
         calling.cancel()
         return broken
