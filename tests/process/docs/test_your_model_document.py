@@ -19,7 +19,7 @@ DOCUMENT = "your-model.md"
 SMALLER = {
     "Qwen/Qwen3-0.6B": MODEL,
     "openai/gsm8k": DATA,
-    "max_new_tokens = 512": "max_new_tokens = 8",
+    "max_new_tokens = 512": "max_new_tokens = 8\ngroups_per_step = 8",  # as the data set has rows
     "steps = 200": "steps = 2",
     "step-000200": "step-000002",
 }
