@@ -19,7 +19,6 @@ from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import guardian
 from umbra.runtime.process.child_log import ChildLog
-from umbra.runtime.process.delayed_stops import delayed_stops
 from umbra.runtime.process.exit_status import STOP_SIGNALS, ExitStatus
 from umbra.runtime.process.memory_file import open_memory_file
 
@@ -136,11 +135,12 @@ def start_guardian(
     well, "" for none. If the guardian cannot be started, the directory is removed, and the file is
     still the caller's.
 
-    A stop signal meanwhile takes effect afterwards, on this process and on the guardian.
+    Call it inside `delayed_stops`, which ends when the caller has stored the guardian. A stop
+    signal to the guardian takes effect once it has taken over.
 
     Raises ConfigError if the log cannot be written.
     """
-    with delayed_stops(), contextlib.ExitStack() as until_started, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as until_started, contextlib.ExitStack() as stack:
         until_started.enter_context(socket_dir)
         log = ChildLog.begin(log_path, "guardian and supervisor")
         ready_fd, ready_write_fd = os.pipe()
