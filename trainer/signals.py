@@ -77,7 +77,8 @@ class StopNow(SystemExit):
 
 
 class Deferral(Protocol):
-    """What a stop waits for. Called on several threads, and in handlers: must return at once."""
+    """The work that a stop waits for. Its methods are called on several threads and in handlers,
+    and must return at once."""
 
     def grace_s(self, number: signal.Signals) -> float:
         """The time that the work in progress has after a signal; infinite for no limit."""
@@ -88,7 +89,7 @@ class Deferral(Protocol):
         ...
 
     def loss(self) -> str:
-        """What is lost by an end now, as the end of a sentence; "" for nothing."""
+        """The steps that an end now would lose, as the end of a sentence; "" for none."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What umbra changes in torchrun's own process, so that a stop may take its time and ends in words.
+"""Changes to torchrun's own process, so that a stop may take its time and ends in words.
 
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
 ends with a stack whose cause is that signal. It loads the entry points of the group

@@ -54,8 +54,8 @@ class AdapterSettings:
         return self.load_weights or self.lora_rank > 0
 
     def config_changes(self) -> dict[str, Any]:
-        """What the library must read in config.json in place of what is there, to have the model
-        that transformers loads."""
+        """The entries of config.json that the library must replace to have the model that
+        transformers loads."""
         config = _read_whole_config(self.model_path)
         return untied(config) if has_own_head(Path(self.model_path), config) else {}
 

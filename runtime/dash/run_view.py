@@ -138,7 +138,7 @@ async def _ask_job(run_dir: Path) -> dict[str, Any]:
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:
-    """What the files have of settings and of the end, and the panels. Raises ConfigError."""
+    """The settings and the end that the run's files have, and the panels. Raises ConfigError."""
     if not run_dir.is_dir():
         raise ConfigError(f"the run directory {run_dir} is gone")
     return {

@@ -1,4 +1,4 @@
-"""Keeps what a process handles signals with away from the processes that it forks.
+"""Resets the signal handling of a process in the processes that it forks.
 
     process                                   fork of it, as of `multiprocessing`
       | os.fork() with all signals blocked       |

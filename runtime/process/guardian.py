@@ -15,7 +15,7 @@ stdin, stdout and stderr, and then only waits:
     supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR and KEYS, exit
 
 Its starter blocks the stop signals, which it unblocks once it would act on them. Then it writes an
-empty line to READY_FD: from there on it removes SOCKET_DIR and KEYS, and not its starter.
+empty line to READY_FD: from then on, the guardian and not its starter removes SOCKET_DIR and KEYS.
 
 While the supervisor lives, it adopts the orphans below it (it is a subreaper too); once it has
 ended, they all come here. If the guardian alone is killed, the supervisor notices by a pidfd and

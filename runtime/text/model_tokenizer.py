@@ -42,7 +42,7 @@ class _Backend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerState:
-    """What `ModelTokenizer.save` writes.
+    """The contents of the file that `ModelTokenizer.save` writes.
 
     Attributes:
         model_path, trust_remote_code: where it came from.

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-# What Python raises from signal.signal; verifiers such as math-verify compare it.
+# The message of Python's own error in signal.signal. Verifiers such as math-verify compare it.
 _PYTHONS_TEXT: Final = "signal only works in main thread of the main interpreter"
 _NOTE: Final = (
     "umbra runs reward functions without `async` on the main thread, where alarms work. Agent "

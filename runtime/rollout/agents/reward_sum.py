@@ -19,7 +19,7 @@ ONLY: Final = ""
 
 
 class Scores(NamedTuple):
-    """Of the samples of a call.
+    """The scores of the samples of a call.
 
     Attributes:
         rewards: [G] that the samples are trained on.

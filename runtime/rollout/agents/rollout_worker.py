@@ -26,7 +26,7 @@ from umbra.runtime.tracing.spans import span
 _RESOLVE_TIMEOUT_S: Final = 10.0
 _REPORT_TIMEOUT_S: Final = 5.0
 _FACTS: Final = ("num_tokens", "finish_reason")
-"""What reward functions may take besides the columns of the data."""
+"""Facts about a completion that reward functions may take besides the columns of the data."""
 
 
 class RolloutWorker:

@@ -73,7 +73,7 @@ class UserThread:
         self._host: TaskHost
 
     def expect_functions(self) -> None:
-        """Keeps the main thread for `run_sync`. Called before this is entered."""
+        """Reserves the main thread for `run_sync`. Called before this is entered."""
         self._runs_functions = True
 
     async def __aenter__(self) -> Self:

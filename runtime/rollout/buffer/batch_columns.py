@@ -102,7 +102,7 @@ def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
 
 
 def _part_means(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Of each reward function, over the samples that it applies to and was called for."""
+    """The mean of each reward function over the samples that it applies to and was called for."""
     values = defaultdict[str, list[float]](list)
     for sample in samples:
         for name, value in sample.reward_parts.items():

@@ -1,4 +1,4 @@
-"""What user code may do on the threads of a rollout worker."""
+"""User code may set alarms and start processes on the threads of a rollout worker."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_column_that_is_not_there_is_named(name: str) -> None:
 
 
 async def why_broken(name: str) -> Broken:
-    """What the thread says of a call that does not return."""
+    """The report of the thread about a call that does not return."""
     async with UserThread("user") as thread, asyncio.TaskGroup() as tasks:
         reward = RewardFunction(f"user_rewards:{name}", thread, 0.05)
         call = tasks.create_task(reward(IDS, ["p", "p"], ["x", "yyy"], [{}, {}]))
@@ -175,7 +175,7 @@ def test_a_reward_that_hangs_is_found_with_its_place(name: str) -> None:
 
 
 async def why_ended() -> Broken:
-    """What the thread says when a task of a call exits."""
+    """The report of the thread about a call with a task that exits."""
 
     loops: list[asyncio.AbstractEventLoop] = []
 
