@@ -136,5 +136,11 @@ def _filled(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list
             raise DataError(
                 f"{where}: column {name!r} of data.template holds a {kind}, not text or a number"
             )
-    text = data.template.format(**{name: row[name] for name in columns})
+    try:
+        text = data.template.format(**{name: row[name] for name in columns})
+    except (ValueError, KeyError) as error:  # a format such as {price:.2f}, and a text as the price
+        raise DataError(
+            f"{where}: data.template {data.template!r} cannot be filled ({error}): its formats do "
+            "not fit the columns"
+        ) from None
     return [{"role": "user", "content": text}] if data.format == "chat" else text

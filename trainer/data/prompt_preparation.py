@@ -168,7 +168,6 @@ def prepare_held_out(
     budget: PromptBudget,
     *,
     folder: Path,
-    on_prompt: Callable[[], None] = lambda: None,
 ) -> PromptFiles:
     """Tokenizes sets of held-out prompts into one file in `folder`, in which ids are SET/ID.
 
@@ -184,13 +183,15 @@ def prepare_held_out(
                 yield prompt | {"id": f"{name}/{prompt['id']}"}
 
     path = folder / "eval_prompts.msgpack"
-    num_eval = _write(path, prompts(), on_prompt)
+    num_eval = _write(path, prompts())
     return PromptFiles(
         train_path=path, num_train=0, eval_path=path, num_eval=num_eval, eval_sets=sizes
     )
 
 
-def _write(path: Path, prompts: Iterator[dict[str, Any]], on_prompt: Callable[[], None]) -> int:
+def _write(
+    path: Path, prompts: Iterator[dict[str, Any]], on_prompt: Callable[[], None] = lambda: None
+) -> int:
     def counted() -> Iterator[dict[str, Any]]:
         for prompt in prompts:
             yield prompt

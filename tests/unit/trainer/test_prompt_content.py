@@ -112,6 +112,8 @@ def test_a_row_has_one_meaning(row: dict[str, Any], settings: dict[str, Any], co
         ),
         ({"q": "a"}, {"template": "{q} {r}"}, r"no column 'r'; its columns are 'q': set data.temp"),
         ({"q": [1]}, {"template": "{q}"}, r"column 'q' of data.template holds a list, not text"),
+        ({"q": "a"}, {"template": "{q:.2f}"}, r"cannot be filled \(Unknown format code 'f'"),
+        ({"q": "a"}, {"template": "{q:{w}}"}, r"cannot be filled \('w'\): its formats do not fit"),
     ],
 )
 def test_a_row_without_a_clear_meaning_is_refused(
