@@ -62,7 +62,7 @@ def ensure_assets(folder: Path) -> None:
 
 
 def write_data(task: str, folder: Path) -> None:
-    """No question of eval.jsonl is in train.jsonl, and none is there twice."""
+    """The questions of eval.jsonl differ, and none of them is in train.jsonl, where some repeat."""
     folder.mkdir(parents=True)
     held_out: dict[str, dict[str, Any]] = {}
     items = draw(task, EVAL_SEED, NUM_TRAIN)
