@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import xxhash
+
+_SHOWN_LEN: Final = 100
+"""Characters of an example: enough for a question and the template behind it."""
 
 
 @dataclass(slots=True)
@@ -19,7 +22,7 @@ class _Found:
         self.num_prompts += 1
         if is_repeated:
             self.num_repeated += 1
-            self.first = self.first or prompt["prompt"]
+            self.first = self.first or _ending(prompt["prompt"])
 
     def __str__(self) -> str:
         return f"{self.num_repeated} of {self.num_prompts} prompts"
@@ -54,13 +57,18 @@ class RepeatedPrompts:
         if self._train.num_repeated:
             found.append(
                 f"data.train: {self._train} repeat an earlier one, such as "
-                f"{self._train.first!r:.80}: they are trained on more often; remove them unless "
+                f"{self._train.first!r}: they are trained on more often; remove them unless "
                 "that is meant"
             )
         if self._held_out.num_repeated:
             found.append(
                 f"data.eval: {self._held_out} are in data.train, too, such as "
-                f"{self._held_out.first!r:.80}: evaluations measure what was trained on; remove "
+                f"{self._held_out.first!r}: evaluations measure what was trained on; remove "
                 "them from one of the two"
             )
         return found
+
+
+def _ending(text: str) -> str:
+    """The end of a prompt: chats begin alike."""
+    return text if len(text) <= _SHOWN_LEN else f"...{text[-_SHOWN_LEN:]}"
