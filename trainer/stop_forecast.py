@@ -61,7 +61,8 @@ class StopForecast:
             self._saved_step = self._step
 
     def grace_s(self, number: signal.Signals) -> float:
-        """Who presses Ctrl-C sees what it waits for, and can press it again."""
+        """SIGINT has no limit: a person at a terminal sees what it waits for, and can press Ctrl-C
+        again."""
         if number == signal.SIGINT:
             return math.inf
         if self._given_grace_s is not None:

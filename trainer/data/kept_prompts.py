@@ -1,7 +1,7 @@
 """The prompts that a run began with, which those of a resumed run have to be.
 
-What a run keeps refers to prompts by their position: groups in progress with their tokens and
-rewards, and how far the order of the prompts has come. The prompt file of the earlier start has the
+A run keeps groups in progress, with their tokens and rewards, and how far the order of the prompts
+has come. Both refer to prompts by their position. The prompt file of the earlier start has the
 contents.
 """
 
