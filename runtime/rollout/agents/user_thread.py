@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -149,11 +150,19 @@ class UserThread:
         def run() -> T:
             self._caller.call_soon_threadsafe(watch, limit_s, lambda: watch(_RESUMED_GRACE_S, hang))
             try:
-                return function()
+                return self._without_leftovers(function)
             finally:
                 self._caller.call_soon_threadsafe(lambda: timers.pop().cancel())
 
         return await asyncio.wrap_future(self._functions.put(run))
+
+    def _without_leftovers(self, function: Callable[[], T]) -> T:
+        """Calls `function()`, and cancels an alarm that it leaves, which would hit another call."""
+        try:
+            return function()
+        finally:
+            if self._functions is self.main_thread:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
     async def broken(self, block_limit_s: float, block_setting: str) -> Broken:
         """Returns once no more user code can run, with the cause: a function hangs, or the loop has

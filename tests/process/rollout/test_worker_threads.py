@@ -64,6 +64,14 @@ def test_an_alarm_ends_a_reward_that_spins(umbra_session: Session, tmp_path: Pat
     assert score(worker) == [0.5] * NUM_SAMPLES
 
 
+def test_an_alarm_that_a_reward_leaves_does_not_hit_the_next(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    worker = start_worker(umbra_session, tmp_path, reward="user_rewards:leaves_an_alarm")
+
+    assert [score(worker) for _ in range(2)] == [[1.0] * NUM_SAMPLES] * 2
+
+
 def test_an_alarm_on_another_thread_is_explained(umbra_session: Session, tmp_path: Path) -> None:
     worker = start_worker(umbra_session, tmp_path, reward="user_rewards:alarms_in_a_thread")
 

@@ -216,6 +216,14 @@ def ends_by_alarm(prompts: list[str], completions: list[str], **_: Any) -> list[
         signal.signal(signal.SIGALRM, former)
 
 
+def leaves_an_alarm(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The next call would get it."""
+    time.sleep(0.2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    return [1.0] * len(completions)
+
+
 async def alarms_in_a_thread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return await asyncio.to_thread(ends_by_alarm, prompts, completions)
 
