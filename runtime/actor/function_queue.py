@@ -18,7 +18,7 @@ class FunctionQueue:
     """Runs functions one after the other, on the thread that calls `serve`.
 
     Attributes:
-        thread_id: of that thread, as `threading.get_ident` has it; 0 before.
+        thread_id: the thread's `threading.get_ident`; 0 before `serve`.
         has_stopped: set once `serve` has returned.
     """
 
@@ -48,7 +48,8 @@ class FunctionQueue:
         self._functions.put(None)
 
     def put(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Its result. A future that is cancelled before its turn does not run the function."""
+        """Returns the result's future. A function whose future is cancelled before its turn is not
+        run."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Which files of a model directory are its weights, and what their headers say.
+"""The files of a model directory that are its weights, and the contents of their headers.
 
     model.safetensors.index.json    names the files of weights that are in several
     model.safetensors               else all weights are in this one; other files are none of them

@@ -353,7 +353,7 @@ def _own_renderer(tokenizer: Any) -> Callable[..., str]:
 
 
 def _chat_template(tokenizer: Any) -> str:
-    """Its chat template, or the default one of several; "" if there is none."""
+    """The tokenizer's chat template, or the default one of several; "" if there is none."""
     if not tokenizer.chat_template:
         return ""
     return cast("str", tokenizer.get_chat_template())

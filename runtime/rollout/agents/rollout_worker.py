@@ -48,7 +48,7 @@ class RolloutWorker:
         skip_special_tokens: see `RolloutSettings`.
         chat_template_kwargs: variables of the policy's chat template.
         rewards: several functions in place of `reward`, by name; see `RewardSum`.
-        reward_weights: theirs, by name.
+        reward_weights: the weights of `rewards`, by name.
     """
 
     def __init__(
