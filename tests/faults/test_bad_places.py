@@ -131,16 +131,19 @@ def test_a_ledger_that_is_removed_ends_the_run_with_the_cause(folder: Path) -> N
     ended.check_failed("LedgerError: cannot write", "it was removed while this run wrote to it")
 
 
-def test_a_run_directory_that_is_moved_has_all_files_of_its_run(folder: Path) -> None:
-    moved, options = folder / "moved", ("train.steps=40", "train.export=true")
-    with start_run(folder, *options, num_ranks=1) as run:
+def test_a_run_directory_that_is_moved_has_all_files_of_its_run(folder: Path, assets: Path) -> None:
+    moved, best = folder / "moved", (f"data.eval={assets}/train.jsonl", "data.eval_limit=2")
+    best += ("train.eval_every=20", "train.keep_best_by=accuracy")
+    with start_run(folder, "train.steps=40", "train.export=true", *best, num_ranks=1) as run:
         run.wait_for_step(2)
         run.run_dir.rename(moved)
         ended = run.wait()
 
     assert ended.status == 0, ended.output
     assert read_metrics(moved / "metrics.jsonl")[-1]["step"] == 40
-    for name in ("checkpoints/step-000040/COMPLETE", "export/config.json", "summary.json"):
+    for name in ("step-000040/COMPLETE", "best/COMPLETE"):
+        assert (moved / "checkpoints" / name).exists(), name
+    for name in ("export/config.json", "summary.json"):
         assert (moved / name).exists(), name
     with start_run(folder, "run.dir=moved", "run.resume=auto", "train.steps=41") as resumed:
         assert resumed.wait().status == 0
