@@ -1,6 +1,9 @@
 """The event loop that the user code of many samples shares: no sample may end it for the others.
 
-`loop.stop()`, or `cancel()` of a task of another sample  ──▶  nothing but `on_offence`
+`loop.stop()`, or `cancel()` of another sample's call  ──▶  nothing but `on_offence`
+
+Tasks that a call makes are not protected, because libraries share some between calls, such as those
+of a pool of connections.
 """
 
 from __future__ import annotations
