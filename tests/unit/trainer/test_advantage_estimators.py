@@ -69,6 +69,8 @@ def columns_of(
         "prompt_lens": np.ones(count, np.int32),
         "mask": np.tile(np.asarray([0, 1], np.uint8), count),
         "logprobs": np.zeros(2 * count, np.float32),
+        "versions": np.zeros(2 * count, np.int64),
+        "sample_ids": [f"0/{idx}" for idx in reward_indices],
         "group_rewards": np.asarray(group_rewards, np.float32),
         "group_offsets": np.asarray(group_offsets, np.int32),
         "reward_indices": np.asarray(reward_indices, np.int32),
