@@ -175,7 +175,8 @@ class Story:
         job, count = self.life.workers.scoring.pop(0)
         self.note(f"result of {job.label}")
         if job.is_active():
-            job.on_result([float(self.chance.randrange(3)) for _ in range(count)])
+            rewards = [float(self.chance.randrange(3)) for _ in range(count)]
+            job.on_result({"rewards": rewards, "parts": {}})
 
     async def lose_score(self) -> None:
         if self.life.workers.scoring:

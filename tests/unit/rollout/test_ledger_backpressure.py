@@ -89,7 +89,7 @@ async def finish_all(life: Life, engine: Engine) -> None:
         while engine.outbox:
             life.dispatcher.on_batch(A, engine.outbox.popleft())
         while life.workers.queue:
-            life.workers.queue.pop().on_result([0.0, 1.0])
+            life.workers.queue.pop().on_result({"rewards": [0.0, 1.0], "parts": {}})
         await asyncio.sleep(0)
 
 
