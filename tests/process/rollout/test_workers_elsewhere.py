@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from joined_node import JoinedNode
 from live_rollouts import while_generating
 from run_traces import command_of
 from test_generation_nodes import OpenJob, joined
+from watching import DEADLINE_S
 
 from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 from umbra.runtime.errors import ActorDied
@@ -20,7 +22,6 @@ from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-_MAX_STALENESS = 9  # of an `OpenJob`: as many batches are made with the weights that there are
 # A call to a node that is cut off fails this much later than its link, at the latest.
 _CONNECTION_LIMIT_S = 5.0
 
@@ -42,12 +43,15 @@ def processes_of_loops(folder: Path) -> list[int]:
 
 
 def check_until_used(job: OpenJob, folder: Path, worker: int, first_step: int = 0) -> None:
-    """Checks batches until a loop of that worker has returned: others may run already."""
-    for step in range(first_step, _MAX_STALENESS):
+    """Checks batches until a loop of that worker has returned. Each follows new weights, which let
+    more loops begin: all that could may have run elsewhere before the worker was up."""
+    deadline = time.monotonic() + DEADLINE_S
+    for step in count(first_step):
         if worker in processes_of_loops(folder):
             return
+        assert time.monotonic() < deadline, "it has got no loop"
+        job.live.publish(step + 1)
         job.check_batch(step)
-    assert worker in processes_of_loops(folder), "it has got no loop"
 
 
 def test_a_worker_that_dies_on_another_node_is_restarted_there(
