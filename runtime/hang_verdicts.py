@@ -12,6 +12,8 @@ from umbra.runtime.job_state import JobState, name_ranks
 
 _USER_CALLS: Final = ("answers score(", "answers run_agent(")
 """What a rollout worker answers by running user code."""
+_USER_THREADS: Final = ("MainThread", "user-code-functions", "user-code-loop")
+"""Where a rollout worker runs it: see `UserThread`."""
 _SOON_S: Final = 1.0
 """Calls of user code that are younger explain nothing."""
 _IN_UMBRA: Final = "/umbra/runtime/"
@@ -73,8 +75,8 @@ def _user_code(node: SeenNode) -> Iterable[str]:
 def _user_place(threads: Iterable[SeenThread], tasks: Iterable[str]) -> str:
     """The code that a thread runs, or that most asynchronous calls wait in; "" if unknown."""
     for thread in threads:
-        if thread.name in ("user-function", "user-code"):
-            return thread.user_place or thread.places[0]
+        if thread.user_place and thread.name in _USER_THREADS:
+            return thread.user_place
     chains = [[place for place in task.split(" > ") if is_of_user(place)] for task in tasks]
     innermost = Counter(chain[-1] for chain in chains if chain)
     return innermost.most_common(1)[0][0] if innermost else ""
@@ -84,8 +86,8 @@ def _silent(node: SeenNode) -> Iterable[str]:
     """Processes that answer no calls, though they are not stopped."""
     for process in node.processes:
         if node.calls.get(process.name, {}).get("problem") and not process.why_stuck:
-            main = _main_thread(process)
-            where = main.user_place or main.places[0] if main else ""
+            serving = _thread(process, "actor") or _thread(process, "MainThread")
+            where = serving.user_place or serving.places[0] if serving else ""
             why = f"it is in {where}" if where else process.problem or "its threads wait"
             yield f"{node.label(process)} does not answer: {why}"
 
@@ -97,7 +99,7 @@ def _ranks(nodes: Sequence[SeenNode]) -> list[str]:
     elsewhere: list[str] = []
     for node in nodes:
         for process in node.processes:
-            main = _main_thread(process)
+            main = _thread(process, "MainThread")
             if process.rank is None or main is None:
                 continue
             if main.is_in_collective:
@@ -112,5 +114,5 @@ def _ranks(nodes: Sequence[SeenNode]) -> list[str]:
     return lines
 
 
-def _main_thread(process: SeenProcess) -> SeenThread | None:
-    return next((thread for thread in process.threads if thread.name == "MainThread"), None)
+def _thread(process: SeenProcess, name: str) -> SeenThread | None:
+    return next((thread for thread in process.threads if thread.name == name), None)

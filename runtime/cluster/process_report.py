@@ -27,8 +27,8 @@ _NUM_FRAMES: Final = 3
 _STATES: Final = {"R": "running", "S": "waiting"}
 _THREAD: Final = re.compile(r"Thread 0x[0-9a-f]+ (.*) \(most recent call first\):")
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_LOOP: Final = re.compile(r"/(selectors|asyncio/\w+)\.py$")
-"""The innermost file of a thread whose event loop has nothing to do."""
+_IDLE: Final = re.compile(r"/(selectors|asyncio/\w+|umbra/runtime/actor/function_queue)\.py$")
+"""The innermost file of a thread whose event loop or queue of functions has nothing to do."""
 _WAITING: Final = re.compile(
     r"/(threading|queue|selectors|asyncio/\w+|zmq/.*|concurrent/futures/\w+"
     r"|umbra/runtime/actor/heartbeat|umbra/trainer/signals|umbra/runtime/tracing/trace_writer"
@@ -178,7 +178,7 @@ def _see_thread(stack: str) -> SeenThread | None:
     frames: list[tuple[str, str, str]] = _FRAME.findall(stack)
     files = [file for file, _, _ in frames]
     name = title[1] if title else ""
-    if not frames or _LOOP.search(files[0]) or any(map(_REPORTING.search, files)):
+    if not frames or _IDLE.search(files[0]) or any(map(_REPORTING.search, files)):
         return None
     has_users = any(map(is_of_user, files))
     if name != "MainThread" and _WAITING.search(files[0]) and not has_users:

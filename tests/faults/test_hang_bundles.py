@@ -96,6 +96,7 @@ def test_a_stopped_engine_is_reported_and_left_alone(folder: Path) -> None:
     assert f"policy-0 (pid {pid}) is stopped by a signal: kill -CONT {pid} lets it" in summary
     assert "it did not answer within 3 s" in summary
     assert "_describe_calls" not in summary
+    assert not re.search(r"^    serve \(.*/function_queue\.py", summary, re.M)  # it is idle
 
 
 def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from umbra.runtime.cluster.process_report import SeenProcess, SeenThread
 from umbra.runtime.hang_verdicts import SeenNode, verdicts
 from umbra.runtime.job_state import JobState
@@ -41,13 +43,24 @@ def found(*nodes: SeenNode) -> Sequence[str]:
 
 
 def test_a_stopped_process_comes_first_with_what_lets_it_continue() -> None:
-    working = thread(REWARD, "user-function", REWARD)
+    working = thread(REWARD, user_place=REWARD)
     calls = {"worker-0": {"calls": [(10.2, "answers score([...])")], "tasks": []}}
     stopped = process("policy-0", 12, why_stuck="stopped by a signal")
 
     assert found(node(process("worker-0", 11, working), stopped, calls=calls)) == [
         "policy-0 (pid 12) is stopped by a signal: kill -CONT 12 lets it continue",
         f"worker-0 (pid 11) is in {REWARD}; its oldest call began 10 s ago",
+    ]
+
+
+@pytest.mark.parametrize("name", ["MainThread", "user-code-functions", "user-code-loop"])
+def test_user_code_is_found_on_each_thread_that_a_worker_runs_it_on(name: str) -> None:
+    user_code = thread("sleep (/lib/slow.py:3)", name, REWARD)
+    serving = thread("decode (/umbra/runtime/text/model_tokenizer.py:9)", "actor")
+    calls = {"worker-0": {"calls": [(10.2, "answers score([...])")], "tasks": []}}
+
+    assert found(node(process("worker-0", 11, serving, user_code), calls=calls)) == [
+        f"worker-0 (pid 11) is in {REWARD}; its oldest call began 10 s ago"
     ]
 
 
@@ -102,6 +115,15 @@ def test_a_process_that_answers_no_calls_is_named_with_its_place() -> None:
 
     assert found(node(process("rollouts", 5, thread("f (/a.py:1)")), calls=calls)) == [
         "rollouts (pid 5) does not answer: it is in f (/a.py:1)"
+    ]
+
+
+def test_a_process_that_serves_beside_its_main_thread_is_named_with_the_place_of_its_loop() -> None:
+    calls: Calls = {"worker-0": {"calls": [], "tasks": [], "problem": "it did not answer in 3 s"}}
+    threads = [thread(REWARD, user_place=REWARD), thread("g (/a.py:1)", "actor")]
+
+    assert found(node(process("worker-0", 5, *threads), calls=calls)) == [
+        "worker-0 (pid 5) does not answer: it is in g (/a.py:1)"
     ]
 
 
