@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 CONTEXT_LEN = 4096
-MAX_TOKEN_NBYTES = 400
+MAX_TOKEN_NBYTES = 1200  # so large that tokenizing the largest prompt takes a second
 MAX_PROMPT_NBYTES = CONTEXT_LEN * MAX_TOKEN_NBYTES
 BODY_NBYTES = 8 << 20
 SMALL = {"prompt": "12+3=", "max_tokens": 1}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +50,19 @@ def test_every_process_has_the_tokens_that_transformers_has(tmp_path: Path, kind
 
     served = asyncio.run(ModelText(folder, trust_remote_code=False).encode(TEXT))
     assert served == tokenizer.encode_prompt(TEXT)
+
+
+def test_other_threads_run_while_a_text_is_tokenized(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.open(write_model_folder(tmp_path))
+
+    with ThreadPoolExecutor(1) as threads:
+        times_s = [time.monotonic()]
+        tokenized = threads.submit(tokenizer.encode, TEXT * 5000)
+        while not tokenized.done():
+            times_s.append(time.monotonic())
+
+    longest_s = max(late - early for early, late in pairwise(times_s))
+    assert longest_s < (times_s[-1] - times_s[0]) / 2
 
 
 def test_a_prompt_has_at_most_one_bos_and_no_eos_behind_it(tmp_path: Path) -> None:
