@@ -55,7 +55,11 @@ def changed(changes: dict[str, Any]) -> TrainSection:
 
 def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
     """Three steps on tokens of another policy: parameters, metrics, and the model's passes."""
+    train = changed(changes)
     policy = make_policy(world)
+    builder = make_builder(world, policy, train)
+    # A policy's first pass has others besides it, which compare its head with the model's own.
+    policy.reference_logprobs(builder.build(rank_batch(world, 0, 1))[0])
     passes = 0
 
     def count(*_: object) -> None:
@@ -64,7 +68,7 @@ def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -
 
     model: Any = policy.model
     model.get_decoder().register_forward_hook(count)
-    train_step, _ = make_train_step(world, policy, changed(changes))
+    train_step, _ = make_train_step(world, policy, train)
     metrics = [
         train_step.run(rank_batch(world, seed, num_micro_batches), seed) for seed in range(3)
     ]
