@@ -51,6 +51,7 @@ from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, TokenizerState, tokenizer_path
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 STEP_SAMPLES: Final = 1024
@@ -74,7 +75,19 @@ class GrowingRun:
         self._write(Version(0, 0))
         words = {f"w{idx} ": idx for idx in range(ledger_bench.TICK_SAMPLES * 256)}
         tokenizer: Any = Tokenizer(WordLevel(words, unk_token="w0 "))
-        tokenizer.save(str(run_dir / "tokenizer.json"))
+        state = TokenizerState(
+            model_path=".",
+            trust_remote_code=False,
+            tokenizer=tokenizer.to_str(),
+            splits_special_tokens=False,
+            chat_template="",
+            special_tokens={},
+            eos_token_id=None,
+            pad_token_id=None,
+            end_token_ids=[],
+            special_token_ids=[],
+        )
+        ModelTokenizer.of_state(state).save(tokenizer_path(run_dir))
         settings = {"model": {"path": "."}, "train": {"steps": 10**6}, "run": {"name": "bench"}}
         (run_dir / "settings.json").write_text(
             json.dumps({"folder": str(run_dir), "settings": settings})
