@@ -73,7 +73,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 # /dev/shm, which other tests would report as left behind. The tests of a file run in one process,
 # because they share fixtures, and three processes at a time because tests also wait. Importing all
 # files takes longer than finding those with tests that run alone.
-test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (twelve to seventeen minutes)
+test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (20 to 30 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright smollm2 $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not gpu and not cluster" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
@@ -91,7 +91,7 @@ test-vllm: $(VLLM_VENV)/.made smollm2 ## Run all tests that need a real vLLM, in
 	    tests/gpu/trainer/test_serving_engines.py
 
 # Two files at a time, because these tests mostly wait: for a lost node, a time limit, a requeued job.
-test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; ten to fifteen minutes)
+test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; 15 to 25 minutes)
 	$(BIN)/python -m pytest tests/cluster -m "cluster and not alone" -n 2 --dist loadfile -o faulthandler_timeout=420
 	$(BIN)/python -m pytest tests/cluster/test_node_start.py -m cluster
 	$(VLLM_VENV)/bin/python -m pytest tests/cluster/test_spanning_engines.py -o faulthandler_timeout=420

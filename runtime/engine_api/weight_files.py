@@ -95,7 +95,7 @@ class WeightFiles:
 def has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the model's config.json ties its head to the embeddings, or leaves that open, and its
     files have a head that differs. transformers then does not tie them. Engines read only the
-    config, so they have to be told.
+    config, so umbra gives them another value of the key.
 
     An engine that gets its weights from the trainer may have no files of them; then it is False.
     """
