@@ -139,7 +139,7 @@ class CheckpointStore:
         return self.folder if self._run_dir is None else self._run_dir.path / self.folder.name
 
     def find_damage(self, path: Path) -> str:
-        """What is wrong with the files of a checkpoint; "" if nothing. Collective: each rank reads
+        """The damage of a checkpoint's files; "" if there is none. Collective: each rank reads
         a part of them."""
         found = find_damage(path, self._world.rank, self._world.world_size)
         return first_text(found) if any_rank(bool(found)) else ""

@@ -1,4 +1,4 @@
-"""What a resumed run must share with its earlier starts, besides its prompts (`kept_prompts`)."""
+"""The settings and files that a resume may not change, besides prompts (`kept_prompts`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def keeps_samples(run_dir: Path) -> bool:
 
 
 def instead_of_resuming(run_dir: Path) -> str:
-    """What to do instead of a resume that is refused."""
+    """The remedy in the error of a refused resume."""
     found = complete_checkpoints(RunDir(run_dir).checkpoints)
     if not found:
         return NEW_RUN

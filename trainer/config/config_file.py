@@ -91,7 +91,7 @@ def check_config(
 
 
 def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
-    """What is wrong, and its source: the file, or settings on the command line."""
+    """A problem and its source: the file, or settings on the command line."""
     if not behind:
         return f"{source}: {text}"
     given = " ".join(override.given for override in behind)

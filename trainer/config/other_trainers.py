@@ -22,12 +22,12 @@ _Name = tuple[str, ...]
 
 @cache
 def other_names() -> Mapping[str, Mapping[str, str]]:
-    """What umbra has for each full name, by trainer."""
+    """The counterparts in umbra of each full name, by trainer."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def other_trainers_hint(location: Sequence[str], value: Any, *, is_known: bool = False) -> str:
-    """What umbra has for an unknown setting; "" if no other trainer has it.
+    """The counterpart in umbra of an unknown setting; "" if no other trainer has it.
 
     Args:
         location: the parts of its full name.

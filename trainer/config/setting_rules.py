@@ -52,7 +52,7 @@ def refusals(config: TrainerConfig) -> list[Rule]:
 
 
 def warnings(config: TrainerConfig) -> list[str]:
-    """What works and is probably not meant, with the remedy."""
+    """Combinations that work and are probably not meant, with the remedy."""
     return [
         rule.message(config)
         for rule in RULES

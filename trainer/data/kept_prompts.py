@@ -101,7 +101,7 @@ class KeptPrompts:
 
 
 def _difference(before: Prompt | None, now: dict[str, Any] | None) -> str:
-    """What differs between two prompts at one position; "" if nothing that identifies them."""
+    """The difference between two prompts at one position; "" if they are the same prompt."""
     if before is None:
         assert now is not None
         return f"it is new (id {now['id']!r}): {now['prompt'][:_SHOWN_LEN]!r}"

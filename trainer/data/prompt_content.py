@@ -1,4 +1,4 @@
-"""What a row of a data set asks: a text, or the messages of a chat."""
+"""The content of a data set's row: a text, or the messages of a chat."""
 
 from __future__ import annotations
 

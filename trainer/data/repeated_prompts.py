@@ -52,7 +52,7 @@ class RepeatedPrompts:
             yield prompt
 
     def warnings(self) -> list[str]:
-        """What was found, with the first example and the remedy."""
+        """A warning per data set, with the first example and the remedy."""
         found: list[str] = []
         if self._train.num_repeated:
             found.append(
