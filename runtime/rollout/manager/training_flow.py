@@ -289,11 +289,11 @@ class TrainingFlow:
         return sorted(indices)
 
     def _on_scored(self, order_idx: int, group: Group) -> None:
+        self._failed.scored()
         if self._settings.drop_zero_variance_groups and group.has_zero_variance:
             self._on_zero_variance(order_idx, group)
             return
         self._zero_variance.end_streak()
-        self._failed.scored()
         self._ready[order_idx] = group
         self._on_change()
 

@@ -306,6 +306,19 @@ def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:
     )
 
 
+def test_groups_with_equal_rewards_count_among_those_that_did_not_fail() -> None:
+    world = World(drop_zero_variance_groups=True)
+    world.advance(0)
+    for _ in range(14):
+        for _ in range(99):
+            world.score(next(iter(world.running)), (1.0, 1.0))
+        world.fail(next(iter(world.running)))
+
+    assert world.failure is None
+    assert world.flow.dropped == {"all rewards equal": 1386, "reward failed": 14}
+    assert any("2 of the last 200 groups failed, 10 may" in note for note in world.notes)
+
+
 def test_a_token_that_breaks_the_bound_is_never_delivered() -> None:
     bound = StalenessBound(max_staleness=1, groups_per_step=2)
 
