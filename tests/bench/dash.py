@@ -46,7 +46,7 @@ from tokenizers.models import WordLevel
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.child_process import resident_nbytes
-from umbra.runtime.rollout.ledger.ledger_events import Event, Leased, Version, encode_batch
+from umbra.runtime.rollout.ledger.ledger_events import Event, Leased, Version, encode_batches
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
@@ -124,7 +124,7 @@ class GrowingRun:
             self.add_row()
 
     def _write(self, *events: Event) -> None:
-        self._log.write([encode_batch(time.time(), events)])
+        self._log.write(encode_batches(time.time(), events))
 
     def close(self) -> None:
         self._log.close()

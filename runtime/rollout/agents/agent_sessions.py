@@ -234,10 +234,10 @@ class AgentSessions:
             return start
         if trajectory.completion_len > settled:
             self._truncate(trajectory, settled)
-        prompt, start = trajectory.prompt_tokens, trajectory.completion_len
+        start = trajectory.completion_len
+        if start == 0 and not np.array_equal(context, trajectory.prompt_tokens):
+            self._recorder.prompt_replaced(trajectory, context)
         trajectory.extend_context(context)
-        if not np.array_equal(prompt, trajectory.prompt_tokens):
-            self._recorder.prompt_replaced(trajectory)
         self._recorder.tokens_given(trajectory, start)
         return trajectory.completion_len
 
@@ -264,7 +264,7 @@ class AgentSessions:
         self._recorder.reset(trajectory, "another path when replayed")
         if length and not np.array_equal(prompt, trajectory.prompt.tokens):
             trajectory.extend_context(prompt)
-            self._recorder.prompt_replaced(trajectory)
+            self._recorder.prompt_replaced(trajectory, prompt)
         for start, stop, version in segments:
             run = slice(start, min(stop, length))
             if run.start >= run.stop:

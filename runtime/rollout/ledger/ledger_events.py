@@ -3,13 +3,13 @@
 Letters: G samples of a group, S runs of tokens or samples, N tokens of all runs.
 
 Samples are numbered by `uid`, counted up from 0 within one log. An event is encoded as the
-msgpack list `[tag, *fields]`, with arrays as raw little-endian bytes. Events that belong together
-are one batch `[time_s, *events]`.
+msgpack list `[tag, *fields]`, with arrays as raw little-endian bytes. Events that are appended
+together are a batch `[time_s, *events]`, or several in order where one would be too large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeAlias, cast
 
@@ -23,8 +23,11 @@ Uids: TypeAlias = NDArray[np.int64]
 
 GIVEN: Final = -1  # in place of a version: the tokens were given, not generated
 BATCH_MAX_NBYTES: Final = 8 * 1024 * 1024
-"""Size limit of one batch. Encoding a much larger one would block the loop for more than 10 ms; a
-lower limit would refuse ordinary ticks."""
+"""Size limit of a batch of events. Encoding a much larger event would block the loop for more than
+10 ms; a lower limit would refuse long prompts of agent loops."""
+_EVENT_MAX_TOKENS: Final = 128 * 1024
+"""Tokens in one event of runs of tokens, 5 MiB if each run has one. More could pass
+`BATCH_MAX_NBYTES`; fewer make more events of a manager that was held up."""
 
 
 def uids_of(*uids: int) -> Uids:
@@ -112,6 +115,26 @@ class Tokens:
             "a run of tokens has a negative start or version",
         )
         _require(bool(np.isfinite(self.logprobs).all()), "some logprobs are not finite")
+
+    def parts(self) -> Iterator[Tokens]:
+        """The same runs as events that the ledger takes, in order; cuts runs where it must."""
+        num_tokens = len(self.tokens)
+        if num_tokens <= _EVENT_MAX_TOKENS:
+            yield self
+            return
+        for first in range(0, num_tokens, _EVENT_MAX_TOKENS):
+            last = min(first + _EVENT_MAX_TOKENS, num_tokens)
+            begin = np.searchsorted(self.offsets, first, "right") - 1
+            end = np.searchsorted(self.offsets, last, "left")
+            offsets = np.clip(self.offsets[begin : end + 1], first, last)
+            yield Tokens(
+                self.uids[begin:end],
+                self.starts[begin:end] + offsets[:-1] - self.offsets[begin:end],
+                offsets - first,
+                self.versions[begin:end],
+                self.tokens[first:last],
+                self.logprobs[first:last],
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,27 +275,59 @@ class Batch:
     events: tuple[Event, ...]
 
 
-def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
-    """Encodes one batch.
+def encode_event(event: Event) -> bytes:
+    """Encodes one event.
 
     Raises:
-        LedgerError: the batch is too large, or a recorded value is not plain data.
+        LedgerError: the event is too large, or a recorded value is not plain data.
     """
     try:
-        data: bytes = msgpack.packb([time_s, *map(_to_wire, events)])
+        data: bytes = msgpack.packb(_to_wire(event))
     except (TypeError, ValueError, OverflowError) as error:
-        keys = [event.key for event in events if isinstance(event, Recorded)]
-        about = f" (values of {', '.join(keys)})" if keys else ""
+        about = f" (the value of {event.key})" if isinstance(event, Recorded) else ""
         raise LedgerError(
-            f"events cannot be encoded{about}: {error}; ctx.once keeps plain data: numbers, "
+            f"an event cannot be encoded{about}: {error}; ctx.once keeps plain data: numbers, "
             "text, bytes, lists and dictionaries"
         ) from error
     if len(data) > BATCH_MAX_NBYTES:
+        what, remedy = _too_large(event)
         raise LedgerError(
-            f"a batch of events has {len(data)} bytes, at most {BATCH_MAX_NBYTES} are allowed: "
-            "split long columns, keep large values in files"
+            f"{what} has {len(data)} bytes in the ledger, at most {BATCH_MAX_NBYTES} are allowed"
+            f"{remedy}"
         )
     return data
+
+
+def _too_large(event: Event) -> tuple[str, str]:
+    """The event in words, and what to do."""
+    match event:
+        case PromptGiven():
+            what = f"a prompt of {len(event.tokens)} tokens"
+            return what, ": give generate() fewer, or lower pool.max_context_len"
+        case Recorded():
+            what = f"the value of {event.key}"
+            return what, ": keep a large value in a file, and the file's path with ctx.once"
+        case _:
+            return f"an event of kind {type(event).__name__}", ""
+
+
+def encode_batches(time_s: float, events: Iterable[Event]) -> list[bytes]:
+    """Encodes events, in order, as few batches as their size limit allows.
+
+    Raises:
+        LedgerError: an event cannot be encoded.
+    """
+    batches: list[list[bytes]] = [[]]
+    nbytes = 0
+    for data in map(encode_event, events):
+        nbytes += len(data)
+        if batches[-1] and nbytes > BATCH_MAX_NBYTES:
+            batches.append([])
+            nbytes = len(data)
+        batches[-1].append(data)
+    packer = msgpack.Packer()
+    time = packer.pack(time_s)
+    return [b"".join([packer.pack_array_header(1 + len(batch)), time, *batch]) for batch in batches]
 
 
 def decode_batches(payload: bytes | memoryview) -> Iterator[Batch]:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, NewType
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.alarm import Alarm
-from umbra.runtime.rollout.ledger.ledger_events import Event, encode_batch
+from umbra.runtime.rollout.ledger.ledger_events import Event, encode_batches
 from umbra.runtime.rollout.ledger.ledger_history import Position
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 
@@ -152,21 +152,21 @@ class LedgerWriter:
         return self._failure
 
     def append(self, *events: Event) -> Ticket:
-        """Queues events that belong together: the ledger gets all of them, or none.
+        """Queues events. After a crash, the ledger has all of them but some at the end.
 
         Raises:
             LedgerError: they cannot be encoded, or an earlier write failed.
         """
         self._check()
-        data = encode_batch(self._clock(), events)
-        self._appended += 1
-        self._queued_nbytes += len(data)
+        batches = encode_batches(self._clock(), events)
+        self._appended += len(batches)
+        self._queued_nbytes += sum(map(len, batches))
         self._stalled.watch(not self.has_capacity)
         with self._changed:
-            self._queue.append(data)
             # On an empty queue the thread sleeps without a deadline, otherwise with one.
-            if len(self._queue) == 1 or self._queued_nbytes > _FLUSH_NBYTES:
+            if not self._queue or self._queued_nbytes > _FLUSH_NBYTES:
                 self._changed.notify()
+            self._queue += batches
         return Ticket(self._appended)
 
     async def durable(self, ticket: Ticket, timeout_s: float) -> None:

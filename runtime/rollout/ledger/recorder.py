@@ -1,8 +1,8 @@
 """Records what happens to training samples in the manager's ledger.
 
-All events of one iteration of the event loop become one batch of the ledger, in order. Adjacent
-events of one kind become one event with columns. Samples that are not trained on (uid -1) are not
-recorded.
+All events of one iteration of the event loop are appended to the ledger together, in order.
+Adjacent events of one kind become one event with columns. Samples that are not trained on (uid -1)
+are not recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Started,
     Tokens,
     Version,
-    encode_batch,
+    encode_event,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import History, Position, read_history
@@ -49,9 +49,6 @@ from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
-_MAX_TOKENS_NBYTES: Final = 2 * 1024 * 1024
-"""Size of the runs of tokens in one batch of events. The ledger refuses batches above 8 MiB, and a
-manager that was held up for a second may find as much at once. Smaller ones cost more calls."""
 _MAX_CAUSE_LEN: Final = 1000
 """Limit for an exception's text, which may be a whole page of HTML."""
 
@@ -77,7 +74,6 @@ class Recorder:
         self._has_failed = False
         self._step = 0
         self._pending: list[tuple[str, Any]] = []  # (kind, part of an event), see `_EVENTS`
-        self._pending_tokens_nbytes = 0
         self._on_capacity: Callable[[], None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -214,10 +210,13 @@ class Recorder:
         sample.is_recorded_running = False
         self._add("finished", sample, sample.finish_reason)
 
-    def prompt_replaced(self, sample: Trajectory) -> None:
-        """Records that an agent loop replaced the prompt."""
-        if sample.uid != NOT_RECORDED:
-            self._write(PromptGiven(sample.uid, sample.prompt_tokens))
+    def prompt_replaced(self, sample: Trajectory, tokens: NDArray[np.int32]) -> None:
+        """Records that an agent loop replaces the prompt by `tokens`.
+
+        Raises:
+            LedgerError: the prompt is too long.
+        """
+        self._write_checked(sample, PromptGiven(max(0, sample.uid), tokens))
 
     def tokens_given(self, sample: Trajectory, start: int) -> None:
         """Records tokens, from `start` on, that an agent loop appended to the completion."""
@@ -240,10 +239,7 @@ class Recorder:
         Raises:
             LedgerError: the value is not plain data, or too large.
         """
-        event = Recorded(max(0, sample.uid), key, value)
-        encode_batch(0.0, [event])  # so that the caller gets the error, not a later flush
-        if sample.uid != NOT_RECORDED:
-            self._write(event)
+        self._write_checked(sample, Recorded(max(0, sample.uid), key, value))
 
     def on_tokens(
         self,
@@ -257,11 +253,8 @@ class Recorder:
         """Records runs of tokens that were appended, in the columns of `ledger_events.Tokens`."""
         for version in {*versions.tolist()} - self._versions - {NOT_GENERATED}:
             self.version(version, self._step)  # ranks published it without announcing it
-        columns = (uids, starts, offsets, versions, tokens, logprobs)
-        self._write(Tokens(*columns))
-        self._pending_tokens_nbytes += sum(column.nbytes for column in columns)
-        if self._pending_tokens_nbytes >= _MAX_TOKENS_NBYTES:
-            self._flush()  # a crash may then lose what follows, as between any two batches
+        for part in Tokens(uids, starts, offsets, versions, tokens, logprobs).parts():
+            self._write(part)
 
     # -- the trainer ---------------------------------------------------------------------
 
@@ -297,6 +290,15 @@ class Recorder:
         versions = np.asarray([version])
         self.on_tokens(uids_of(sample.uid), starts, offsets, versions, tokens, logprobs)
 
+    def _write_checked(self, sample: Trajectory, event: PromptGiven | Recorded) -> None:
+        """Raises here what its flush would raise, because the caller can act on it."""
+        try:
+            encode_event(event)
+        except LedgerError as error:
+            raise LedgerError(f"{sample.sample_id}: {error}") from error
+        if sample.uid != NOT_RECORDED:
+            self._write(event)
+
     def _write(self, event: Event) -> None:
         self._queue("event", event)
 
@@ -313,7 +315,6 @@ class Recorder:
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
-        self._pending_tokens_nbytes = 0
         if not pending or self._writer is None:
             return
         events: list[Event] = []

@@ -18,7 +18,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Started,
     Tokens,
     Version,
-    encode_batch,
+    encode_batches,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import History, Position, read_history
@@ -58,12 +58,13 @@ def life_of_a_group(first_uid: int, name: str, step: int, version: int) -> list[
 
 def wire(event: Event) -> bytes:
     """To compare events by."""
-    return encode_batch(0.0, [event])
+    (data,) = encode_batches(0.0, [event])
+    return data
 
 
 def write_events(log: LedgerLog, *batches: Sequence[Event]) -> list[Position]:
     """One frame each, as one flush each."""
-    return [log.write([encode_batch(10.0 + i, batch)]) for i, batch in enumerate(batches)]
+    return [log.write(encode_batches(10.0 + i, batch)) for i, batch in enumerate(batches)]
 
 
 def events_in(history: History) -> list[bytes]:

@@ -27,7 +27,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Started,
     Tokens,
     Version,
-    encode_batch,
+    encode_batches,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
@@ -57,7 +57,7 @@ def run_of(tmp_path: Path, tokenizer: ModelTokenizer) -> Callable[[Sequence[Even
     def write(events: Sequence[Event]) -> str:
         with LedgerLog.open(ledger_folder(run_dir, "rollouts"), "job") as log:
             for event in events:
-                log.write([encode_batch(0.0, [event])])
+                log.write(encode_batches(0.0, [event]))
         return str(run_dir)
 
     return write
@@ -252,7 +252,7 @@ def test_a_run_that_others_write_to_can_be_read(
     run_dir = run_of([Version(0, 0)])
     with LedgerLog.open(ledger_folder(Path(run_dir), "rollouts"), "job") as log:
         for event in (admitted(0, "a"), Started(BOTH), text_run(tokenizer, 0, 0, 0, "so far")):
-            log.write([encode_batch(0.0, [event])])
+            log.write(encode_batches(0.0, [event]))
 
         assert "  | so far\n" in show(capsys, "samples", run_dir, "e0/a/0")
 

@@ -19,7 +19,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Scored,
     Started,
     Version,
-    encode_batch,
+    encode_batches,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
@@ -29,7 +29,7 @@ from umbra.runtime.rollout.prompts import write_prompts
 
 def write(log: LedgerLog, events: Sequence[Event]) -> None:
     for event in events:
-        log.write([encode_batch(0.0, [event])])
+        log.write(encode_batches(0.0, [event]))
 
 
 def ids(index: SampleIndex, order: Order = "newest", step: int | None = None) -> list[str]:

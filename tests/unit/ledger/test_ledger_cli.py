@@ -21,7 +21,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Restored,
     Started,
     Version,
-    encode_batch,
+    encode_batches,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
@@ -47,13 +47,13 @@ def run_dir(tmp_path: Path) -> Path:
             [runs_of((2, 3, 2, [4, 5]))],
             [admitted(4, "c"), Dropped(uids_of(4, 5), "too old", "of step 0")],
         ]):  # fmt: skip
-            log.write([encode_batch(BEGAN_S + idx, batch)])
+            log.write(encode_batches(BEGAN_S + idx, batch))
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-b", clock=lambda: BEGAN_S + 60) as log:
-        log.write([encode_batch(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1, False)])])
-        log.write([encode_batch(BEGAN_S + 62, [Evaluated(1, 0.0, {"accuracy": 0.5})])])
+        log.write(encode_batches(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1, False)]))
+        log.write(encode_batches(BEGAN_S + 62, [Evaluated(1, 0.0, {"accuracy": 0.5})]))
     with LedgerLog.open(ledger_folder(tmp_path, "m1"), "job-b") as log:
         events = [Version(0, 0), *life_of_a_group(0, "z", 0, 0), Version(1, 1)]
-        log.write([encode_batch(BEGAN_S, events)])
+        log.write(encode_batches(BEGAN_S, events))
     return tmp_path
 
 
@@ -228,7 +228,7 @@ def test_control_characters_of_ids_and_reasons_do_not_reach_the_terminal(
     name, reason = "\x1b[2Jé\n\x9b1m\u202e", "bad\x1b]0;title\x07"
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a") as log:
         dropped = Dropped(uids_of(0, 1), reason, f"of {name}")
-        log.write([encode_batch(BEGAN_S, [admitted(0, name), dropped])])
+        log.write(encode_batches(BEGAN_S, [admitted(0, name), dropped]))
 
     statuses = [
         main(["ledger", str(tmp_path), *rest])
@@ -298,7 +298,7 @@ def test_reading_does_not_disturb_a_writer(
 ) -> None:
     with LedgerLog.open(ledger_folder(run_dir, "m1"), "job-c") as log:
         run_json(capsys, str(run_dir))
-        log.write([encode_batch(BEGAN_S, [Version(2, 2)])])
+        log.write(encode_batches(BEGAN_S, [Version(2, 2)]))
 
         assert run_json(capsys, str(run_dir))["steps_done"] == 2
 

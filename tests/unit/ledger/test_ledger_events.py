@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -31,7 +31,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Tokens,
     Version,
     decode_batches,
-    encode_batch,
+    encode_batches,
     uids_of,
 )
 
@@ -92,9 +92,15 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
 )
 
 
+def _payload(batches: Iterable[tuple[float, Sequence[Event]]]) -> bytes:
+    return b"".join(
+        data for time_s, events in batches for data in encode_batches(float(time_s), events)
+    )
+
+
 @given(st.lists(st.lists(EVENTS, max_size=4), max_size=4))
 def test_events_come_back_as_written(batches: Sequence[Sequence[Event]]) -> None:
-    payload = b"".join(encode_batch(float(idx), batch) for idx, batch in enumerate(batches))
+    payload = _payload(enumerate(batches))
 
     found = list(decode_batches(payload))
 
@@ -102,13 +108,13 @@ def test_events_come_back_as_written(batches: Sequence[Sequence[Event]]) -> None
     assert [list(map(type, batch.events)) for batch in found] == [
         list(map(type, batch)) for batch in batches
     ]
-    again = b"".join(encode_batch(batch.time_s, batch.events) for batch in found)
+    again = _payload((batch.time_s, batch.events) for batch in found)
     assert again == payload
 
 
 @given(st.lists(EVENTS, min_size=1, max_size=3), st.data())
 def test_a_shortened_payload_is_refused(events: list[Event], data: st.DataObject) -> None:
-    payload = encode_batch(1.0, events)
+    payload = _payload([(1.0, events)])
     length = data.draw(st.integers(1, len(payload) - 1))
 
     with pytest.raises(LedgerError, match="cannot be decoded"):
@@ -116,7 +122,7 @@ def test_a_shortened_payload_is_refused(events: list[Event], data: st.DataObject
 
 
 def test_columns_keep_their_values_and_types() -> None:
-    (batch,) = decode_batches(encode_batch(1.0, [runs_of((7, 3, -1, [5, 6]), (8, 0, 2, [9]))]))
+    (batch,) = decode_batches(wire(runs_of((7, 3, -1, [5, 6]), (8, 0, 2, [9]))))
 
     (event,) = batch.events
     assert isinstance(event, Tokens)
@@ -131,7 +137,7 @@ def test_columns_keep_their_values_and_types() -> None:
 def test_recorded_data_keeps_its_shape() -> None:
     value = {"text": "é", "bytes": b"\x00", "deep": [1, [2.5, None, {"x": True}]]}
 
-    (batch,) = decode_batches(encode_batch(1.0, [Recorded(0, "tool", value)]))
+    (batch,) = decode_batches(wire(Recorded(0, "tool", value)))
 
     (event,) = batch.events
     assert isinstance(event, Recorded)
@@ -139,8 +145,8 @@ def test_recorded_data_keeps_its_shape() -> None:
 
 
 def test_a_value_that_is_no_plain_data_is_refused_by_its_key() -> None:
-    with pytest.raises(LedgerError, match=r"values of my_tool.*plain data"):
-        encode_batch(1.0, [Recorded(0, "my_tool", object())])
+    with pytest.raises(LedgerError, match=r"the value of my_tool.*plain data"):
+        wire(Recorded(0, "my_tool", object()))
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -150,14 +156,62 @@ def test_numbers_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize("number", [-1, 1.5, "x", True])
 def test_what_is_no_count_is_refused(number: Any) -> None:
     with pytest.raises(LedgerError, match="cannot be encoded"):
-        encode_batch(1.0, [Version(number, 0)])
+        wire(Version(number, 0))
 
 
-def test_too_much_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_are_too_much_for_one_batch_become_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_events.BATCH_MAX_NBYTES", 1000)
+    sizes = [900, 50, 400, 900, 10, 10]
+    events = [Recorded(0, str(at), b"x" * size) for at, size in enumerate(sizes)]
+
+    batches = encode_batches(1.0, events)
+
+    assert len(batches) == 3
+    assert max(map(len, batches)) <= 1000
+    decoded = list(decode_batches(b"".join(batches)))
+    assert [batch.time_s for batch in decoded] == [1.0] * 3
+    assert [wire(event) for batch in decoded for event in batch.events] == [*map(wire, events)]
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        (Recorded(0, "page", b"x" * 1000), r"the value of page has \d+ bytes.*at most 1000.*file"),
+        (
+            PromptGiven(0, np.zeros(250, np.int32)),
+            r"a prompt of 250 tokens has \d+ bytes.*at most 1000.*pool\.max_context_len",
+        ),
+        (Dropped(uids_of(0), "x", "y" * 1000), r"Dropped has \d+ bytes.*at most 1000"),
+    ],
+)
+def test_an_event_that_is_too_large_is_refused_with_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, event: Event, problem: str
+) -> None:
     monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_events.BATCH_MAX_NBYTES", 1000)
 
-    with pytest.raises(LedgerError, match="at most 1000"):
-        encode_batch(1.0, [Recorded(0, "page", b"x" * 1000)])
+    with pytest.raises(LedgerError, match=problem):
+        wire(event)
+
+
+@given(RUNS)
+def test_parts_of_runs_are_the_same_runs_in_order(runs: Tokens) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("umbra.runtime.rollout.ledger.ledger_events._EVENT_MAX_TOKENS", 3)
+        parts = list(runs.parts())
+
+    assert all(len(part.tokens) <= 3 for part in parts)
+    assert [token for part in parts for token in _tokens_of(part)] == _tokens_of(runs)
+
+
+def _tokens_of(runs: Tokens) -> list[tuple[int, int, int, int, float]]:
+    """(uid, position, version, token, logprob) of each token."""
+    which = np.repeat(np.arange(len(runs.uids)), np.diff(runs.offsets))
+    # Positions near 2^63 wrap around in both.
+    positions = runs.starts[which] + np.arange(len(runs.tokens)) - runs.offsets[which]
+    columns = (runs.uids[which], positions, runs.versions[which], runs.tokens, runs.logprobs)
+    return list(zip(*[column.tolist() for column in columns], strict=True))
 
 
 def test_inconsistent_columns_are_refused() -> None:

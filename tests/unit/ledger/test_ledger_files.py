@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ledger_samples import events_in, life_of_a_group, versions_in, wire, write_events
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.ledger_events import Event, Restored, Version, encode_batch
+from umbra.runtime.rollout.ledger.ledger_events import Event, Restored, Version, encode_batches
 from umbra.runtime.rollout.ledger.ledger_history import (
     Position,
     ledger_folder,
@@ -298,7 +298,7 @@ def test_a_failed_write_is_final_and_nothing_follows_it(
             with pytest.raises(LedgerError, match=r"000001-0000.log: the disk is full"):
                 write_events(log, [Version(1, 0)])
         with pytest.raises(LedgerError, match="the disk is full"):
-            log.write([encode_batch(0.0, [Version(2, 0)])])
+            log.write(encode_batches(0.0, [Version(2, 0)]))
 
     assert (tmp_path / "000001-0000.log").stat().st_size == end.offset + 3 * 7
     assert read_history(tmp_path).end == end
@@ -314,7 +314,7 @@ def test_a_frame_written_in_small_pieces_is_whole(
 
     monkeypatch.setattr(os, "writev", some)
     with LedgerLog.open(tmp_path, "job") as log:
-        log.write([encode_batch(0.0, [Version(version, 0)]) for version in range(2000)])
+        log.write([wire(Version(version, 0)) for version in range(2000)])
 
     assert versions_in(tmp_path) == list(range(2000))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ledger_samples import account_of, admitted, life_of_a_group, runs_of
+from ledger_samples import account_of, admitted, life_of_a_group, runs_of, wire
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_events import (
@@ -28,7 +28,6 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Started,
     Version,
     decode_batches,
-    encode_batch,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
@@ -263,7 +262,7 @@ class Ledgers(RuleBasedStateMachine):
 
     def do(self, event: Event) -> None:
         """Through the wire, as from a file."""
-        (batch,) = decode_batches(encode_batch(0.0, [event]))
+        (batch,) = decode_batches(wire(event))
         self.events.extend(batch.events)
         self.state.apply(batch.events[0])
 

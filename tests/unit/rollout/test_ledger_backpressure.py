@@ -20,13 +20,16 @@ from recorded_world import Engine, Life
 from rollout_configs import rollout_config
 
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.ledger import recorder
 from umbra.runtime.rollout.ledger.ledger_events import Restored, Tokens
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.prompts import Prompt
 
 CONFIG = rollout_config(stop_token_ids=(0,), max_staleness=1)
 MAX_QUEUED_NBYTES = 3000
@@ -130,6 +133,41 @@ def test_admission_waits_for_the_disk_and_resumes_by_itself(tmp_path: Path, disk
             assert life.failures == []
 
     asyncio.run(body())
+
+
+def test_what_is_recorded_in_one_iteration_may_be_more_than_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = "umbra.runtime.rollout.ledger.ledger_events"
+    monkeypatch.setattr(f"{events}.BATCH_MAX_NBYTES", 1000)
+    monkeypatch.setattr(f"{events}._EVENT_MAX_TOKENS", 50)
+    prompt = Prompt("p", "", np.ones(4, np.int32), {})
+    samples = [
+        Trajectory(f"e0/p/{idx}", prompt, idx, budget=8, max_context_len=1000) for idx in range(8)
+    ]
+
+    async def body() -> None:
+        failures: list[UmbraError] = []
+        async with Recorder(tmp_path, failures.append) as recorder:
+            recorder.admitted(Group("e0/p", samples), 0, 0)
+            for sample in samples:
+                recorder.prompt_replaced(sample, np.full(200, sample.uid, np.int32))
+                recorder.value_kept(sample, "page", bytes([sample.uid]) * 900)
+            uids, zeros = np.arange(8), np.zeros(8, np.int64)
+            tokens = np.arange(1600, dtype=np.int32)
+            offsets = np.arange(0, 1601, 200)
+            recorder.on_tokens(uids, zeros, offsets, zeros - 1, tokens, tokens.astype(np.float32))
+            await recorder.durable()
+        assert failures == []
+
+    asyncio.run(body())
+    state = replay(read_history(tmp_path).entries)
+    for sample in samples:
+        account = state.sample(sample.uid)
+        assert account.prompt is not None
+        assert account.prompt.tolist() == [sample.uid] * 200
+        assert account.recorded == {"page": bytes([sample.uid]) * 900}
+        assert account.tokens.tolist() == [*range(200 * sample.uid, 200 * sample.uid + 200)]
 
 
 def test_under_the_bound_admission_does_not_wait(tmp_path: Path, disk: Disk) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dispatch_bench import A, Bench, delta
 from rollout_samples import make_trajectory
 
-from umbra.runtime.errors import RequestRefused, RolloutError
+from umbra.runtime.errors import LedgerError, RequestRefused, RolloutError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.ledger.recorder import Recorder
@@ -250,6 +250,23 @@ def test_a_prompt_of_the_loops_own_is_replayed_too() -> None:
         session = loop.open()
         await loop.turn(session, [8])
         assert loop.trajectory.prompt_tokens.tolist() == [8]
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_too_long_for_the_ledger_is_refused_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_events.BATCH_MAX_NBYTES", 1000)
+
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        for _ in range(2):
+            with pytest.raises(LedgerError, match=r"e0/p/0: a prompt of 300 .*max_context_len"):
+                await loop.turn(session, [7] * 300)
+        assert loop.trajectory.prompt_tokens.tolist() == [1, 2, 3]
+        assert await loop.turn(session, [7] * 30) == [10, 11, 12, 13, 14]
 
     asyncio.run(run())
 
