@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from umbra.runtime.cluster.memory_plan import EngineNeed, MemoryPlan, RankNeed, plan_memory
 from umbra.runtime.cluster.placement import Plan
@@ -137,19 +137,26 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
     """What the largest micro-batch takes: gathered parameters, kept activations, and logits."""
-    itemsize, num_tokens = ITEMSIZES[config.model.dtype], _micro_batch_tokens(config, num_ranks)
+    itemsize, largest = ITEMSIZES[config.model.dtype], LargestMicroBatch.of(config, num_ranks)
     if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
         # The root keeps embeddings and head. Of layers, one is gathered ahead, and the gradient of
         # one is whole, once more in float32 to be reduced.
         gathered = sizes.embedding_size * itemsize + sizes.layer_size * (3 * itemsize + 4)
     else:
         gathered = sizes.num_parameters * (2 * itemsize + 4)
-    layer = layer_nbytes(sizes, itemsize) * (_COMPILED_SHARE if config.train.compile else 1)
+    layer = layer_nbytes(sizes, itemsize) * largest.num_tokens
+    layer *= _COMPILED_SHARE if config.train.compile else 1
+    # One layer's keys and values of prompts, repeated for completions, their gradients, and these
+    # once more to be added up.
+    repeated = 2 * itemsize * sizes.kv_size * largest.num_repeated_keys
+    at_once = 3 * repeated
     kept = sizes.num_layers * layer
     if config.train.activation_checkpointing == "full":
-        kept = sizes.num_layers * itemsize * sizes.hidden_size + layer
-    scoring = scoring_nbytes(num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize)
-    return int(gathered + kept * num_tokens + scoring)
+        kept = sizes.num_layers * itemsize * sizes.hidden_size * largest.num_tokens + layer
+    elif config.train.compile:
+        kept += sizes.num_layers * repeated
+    scoring = scoring_nbytes(largest.num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize)
+    return int(gathered + kept + at_once + scoring)
 
 
 def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
@@ -166,13 +173,39 @@ def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
     return norms + attention + 4 * itemsize * sizes.intermediate_size
 
 
-def _micro_batch_tokens(config: TrainerConfig, num_ranks: int) -> int:
-    """The most tokens that a micro-batch may have."""
-    train, num_samples = config.train, -(-config.samples_per_step // num_ranks)
-    whole = num_samples * _context_len(config.pool, config.model.path)
-    if train.micro_batches:
-        return -(-whole // train.micro_batches)
-    return min(whole, train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS["cuda"])
+@dataclass(frozen=True, slots=True)
+class LargestMicroBatch:
+    """The most that a micro-batch of packed samples may have.
+
+    Attributes:
+        num_tokens: each distinct prompt counted once, as in `plan_batch`.
+        num_repeated_keys: rows of keys that attention gathers for completions from their prompts.
+            They are most where many short completions follow long prompts.
+    """
+
+    num_tokens: int
+    num_repeated_keys: int
+
+    @classmethod
+    def of(cls, config: TrainerConfig, num_ranks: int) -> Self:
+        """Takes the longest prompts and completions that the settings allow."""
+        train, rollout = config.train, config.rollout
+        context_len = _context_len(config.pool, config.model.path)
+        prompt_len = max(1, context_len - rollout.max_new_tokens)
+        num_samples = -(-config.samples_per_step // num_ranks)
+        whole = num_samples * context_len
+        if not rollout.agent:  # whose completions may fill the context
+            num_groups = -(-num_samples // rollout.group_size)
+            whole = num_groups * prompt_len + num_samples * rollout.max_new_tokens
+        if train.micro_batches:
+            num_tokens = -(-whole // train.micro_batches)
+        else:
+            cap = train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS["cuda"]
+            num_tokens = min(whole, max(cap, context_len))  # a sample beyond the cap is alone
+        shortest_group = prompt_len + rollout.group_size  # completions of one token
+        num_completions = rollout.group_size * (num_tokens // shortest_group)
+        num_completions = num_completions or max(1, num_tokens - prompt_len)
+        return cls(num_tokens, prompt_len * min(num_samples, num_completions))
 
 
 def _is_known(pool: EnginePoolSettings) -> bool:

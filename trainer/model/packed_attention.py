@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.model.packing import AttentionBlock, PackedInputs, VarlenLayout
@@ -39,10 +41,16 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed: PackedInputs,
+    regathers: bool = False,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[1, H, L, D] queries and keys and [1, H_kv, L, D_v] values to [1, L, H, D_v].
+
+    Args:
+        regathers: keep keys and values for the backward pass as packed rows, and gather them once
+            more there. Without it, a prompt's are kept once for each completion. Recomputation and
+            torch.compile have their own ways to keep less, which this would undo.
 
     Raises:
         ConfigError: the model's attention is not plain causal attention.
@@ -58,9 +66,9 @@ def packed_attention(
     keys, values = _rows(key), _rows(value)  # [L, H_kv * D]
     heads = (query.shape[1], key.shape[1])
     if packed.varlen is not None:
-        output = _attend_varlen(packed.varlen, queries, keys, values, heads, scaling)
+        output = _attend_varlen(packed.varlen, queries, keys, values, heads, scaling, regathers)
     else:
-        output = _blocks_uncompiled(packed, queries, keys, values, heads, scaling)
+        output = _blocks_uncompiled(packed, queries, keys, values, heads, scaling, regathers)
     return output.view(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -76,8 +84,11 @@ def _attend_blocks(
     values: Tensor,
     heads: tuple[int, int],
     scaling: float | None,
+    regathers: bool,
 ) -> Tensor:
-    outputs = [_attend(block, queries, keys, values, heads, scaling) for block in packed.blocks]
+    outputs = [
+        _attend(block, queries, keys, values, heads, scaling, regathers) for block in packed.blocks
+    ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -94,6 +105,7 @@ def _attend(
     values: Tensor,
     heads: tuple[int, int],
     scaling: float | None,
+    regathers: bool,
 ) -> Tensor:
     """Output of a block's rows, [rows, H * D_v]."""
     num_sequences, num_queries, num_keys = block.shape
@@ -103,18 +115,22 @@ def _attend(
     else:
         picked = queries.index_select(0, block.query_rows)
     q = picked.view(num_sequences, num_queries, num_heads, -1).transpose(1, 2)
-    kv_shape = (num_sequences, num_keys, num_kv_heads, -1)
-    k = keys.index_select(0, block.key_rows).view(kv_shape).transpose(1, 2)
-    v = values.index_select(0, block.key_rows).view(kv_shape).transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=block.mask,
-        is_causal=block.mask is None,
-        scale=scaling,
-        enable_gqa=num_heads != num_kv_heads,
-    )  # [B, H, C, D]
+
+    def gather(rows: Tensor) -> Tensor:
+        found = rows.index_select(0, block.key_rows)
+        return found.view(num_sequences, num_keys, num_kv_heads, -1).transpose(1, 2)
+
+    k, v = gather(keys), gather(values)
+    with _kept_as_rows(gather, (k, keys), (v, values)) if regathers else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scaling,
+            enable_gqa=num_heads != num_kv_heads,
+        )  # [B, H, C, D]
     flat = out.transpose(1, 2).reshape(num_sequences * num_queries, -1)
     return flat if block.output_rows is None else flat.index_select(0, block.output_rows)
 
@@ -126,6 +142,7 @@ def _attend_varlen(
     values: Tensor,
     heads: tuple[int, int],
     scaling: float | None,
+    regathers: bool,
 ) -> Tensor:
     """Output of all rows, [L, H * D_v], from the flash kernel for sequences of any length.
 
@@ -136,46 +153,78 @@ def _attend_varlen(
 
     kernel: Any = varlen_attn
     num_heads, num_kv_heads = heads
-    q = queries.view(len(queries), num_heads, -1)
-    kv_shape = (len(layout.keys.rows), num_kv_heads, -1)
-    k = layout.keys.gather(keys).view(kv_shape)
-    v = layout.keys.gather(values).view(kv_shape)
-    head_size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v = _equally_wide(q, k, v)
+    head_size = queries.shape[-1] // num_heads
+    value_size = values.shape[-1] // num_kv_heads
+    width = _kernel_width(head_size, value_size)
     options: dict[str, Any] = {}
+    num_repeats = 1
     if num_heads != num_kv_heads:
         if "enable_gqa" in inspect.signature(kernel).parameters:
             options["enable_gqa"] = True
         else:  # torch before 2.12
-            k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
-    output: Tensor = kernel(
-        q,
-        k,
-        v,
-        layout.query_starts,
-        layout.key_starts,
-        layout.max_queries,
-        layout.max_keys,
-        scale=head_size**-0.5 if scaling is None else scaling,
-        window_size=(-1, 0),
-        **options,
-    )
+            num_repeats = num_heads // num_kv_heads
+
+    def gather(rows: Tensor) -> Tensor:
+        found = layout.keys.gather(rows).view(len(layout.keys.rows), num_kv_heads, -1)
+        found = _widened(found, width)
+        return found if num_repeats == 1 else found.repeat_interleave(num_repeats, dim=1)
+
+    k, v = gather(keys), gather(values)
+    with _kept_as_rows(gather, (k, keys), (v, values)) if regathers else nullcontext():
+        output: Tensor = kernel(
+            _widened(queries.view(len(queries), num_heads, -1), width),
+            k,
+            v,
+            layout.query_starts,
+            layout.key_starts,
+            layout.max_queries,
+            layout.max_keys,
+            scale=head_size**-0.5 if scaling is None else scaling,
+            window_size=(-1, 0),
+            **options,
+        )
     return output[..., :value_size].flatten(1)
 
 
-def _equally_wide(*tensors: Tensor) -> list[Tensor]:
-    """Pads each head [.., D] with zeros to the widest head; zeros change no score.
+def _kept_as_rows(
+    gather: Callable[[Tensor], Tensor], *gathered: tuple[Tensor, Tensor]
+) -> saved_tensors_hooks:
+    """Within it, the rows are kept for the backward pass in place of what was gathered from them.
 
-    The kernel requires one width, a multiple of 8.
+    Args:
+        gathered: pairs of a tensor that `gather` made and the rows that it was made from.
+    """
+    rows_of = {made.untyped_storage().data_ptr(): rows.detach() for made, rows in gathered}
+
+    def keep(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+        rows = rows_of.get(saved.untyped_storage().data_ptr())
+        if rows is None:
+            return saved
+        shape, stride, offset = saved.shape, saved.stride(), saved.storage_offset()
+        return lambda: gather(rows).as_strided(shape, stride, offset)
+
+    @torch.no_grad()
+    def restore(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    return saved_tensors_hooks(keep, restore)
+
+
+def _kernel_width(*sizes: int) -> int:
+    """The width that the kernel gets heads of these sizes in: one for all, a multiple of 8.
 
     Raises:
         ConfigError: the heads are wider than the kernel allows.
     """
-    width = max(x.shape[-1] for x in tensors)
+    width = max(sizes)
     if width > _MAX_HEAD_SIZE:
         raise ConfigError(
             f"packed attention supports heads of at most {_MAX_HEAD_SIZE} elements on GPUs, the "
             f"model's have {width}; set model.attention = 'padded'"
         )
-    width += -width % 8
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+    return width + -width % 8
+
+
+def _widened(heads: Tensor, width: int) -> Tensor:
+    """Pads each head [.., D] with zeros, which change no score."""
+    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] < width else heads

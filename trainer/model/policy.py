@@ -90,7 +90,7 @@ class Policy:
         self.is_packed = is_packed
         self.compute_dtype = compute_dtype
         self._temperature = temperature
-        self._scorer = _Scorer(model, compiles=compiles)
+        self._scorer = _Scorer(model, compiles=compiles, recomputes=recomputes)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._wraps_layers = wraps_layers(wrap, num_parameters)
         dtype = next(model.parameters()).dtype
@@ -202,10 +202,13 @@ class _Scorer(nn.Module):
             head to the decoder's hidden states.
     """
 
-    def __init__(self, model: nn.Module, *, compiles: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, compiles: bool = False, recomputes: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self._compiles = compiles
+        self._regathers = not (compiles or recomputes)  # see `packed_attention`
         self.uses_own_logits = False
 
     def forward(
@@ -248,7 +251,7 @@ class _Scorer(nn.Module):
             return probes[-1].clone()
 
         with head.register_forward_hook(replace):
-            logits = model(use_cache=False, **_arguments(inputs)).logits
+            logits = model(use_cache=False, **self._arguments(inputs)).logits
         if len(given) != 1:
             return "the model does not call its head"
         if logits.shape != probes[0].shape or not torch.equal(logits.float(), probes[0].float()):
@@ -262,20 +265,24 @@ class _Scorer(nn.Module):
     def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[rows, E] final hidden states."""
         model: Any = self.model
-        output = model.get_decoder()(use_cache=False, **_arguments(inputs))
+        output = model.get_decoder()(use_cache=False, **self._arguments(inputs))
         return cast("Tensor", output.last_hidden_state).flatten(0, 1)
 
     def _own_logits(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[M, V] as computed by the model itself."""
         model: Any = self.model
-        output = model(use_cache=False, **_arguments(inputs))
+        output = model(use_cache=False, **self._arguments(inputs))
         return cast("Tensor", output.logits).flatten(0, 1).index_select(0, inputs.predicting)
 
-
-def _arguments(inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
-    if isinstance(inputs, PaddedInputs):
-        return {"input_ids": inputs.token_ids}
-    return {"input_ids": inputs.token_ids, "position_ids": inputs.position_ids, "packed": inputs}
+    def _arguments(self, inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
+        if isinstance(inputs, PaddedInputs):
+            return {"input_ids": inputs.token_ids}
+        return {
+            "input_ids": inputs.token_ids,
+            "position_ids": inputs.position_ids,
+            "packed": inputs,
+            "regathers": self._regathers,
+        }
 
 
 def _shard(

@@ -34,10 +34,12 @@ def samples() -> list[Sample]:
     return [found[idx] for idx in packing_order(found)]
 
 
-def attend(heads: list[Tensor], packed: PackedInputs) -> list[Tensor]:
+def attend(heads: list[Tensor], packed: PackedInputs, *, regathers: bool) -> list[Tensor]:
     """[L, H, D_v] of queries, keys and values, and their gradients."""
     query, key, value = (x.detach().requires_grad_() for x in heads)
-    output, _ = packed_attention(nn.Identity(), query, key, value, None, packed=packed)
+    output, _ = packed_attention(
+        nn.Identity(), query, key, value, None, packed=packed, regathers=regathers
+    )
     weights = torch.linspace(-1.0, 1.0, output.numel(), device=output.device)
     torch.autograd.backward((output.float() * weights.view_as(output)).sum())
     found = [output, query.grad, key.grad, value.grad]
@@ -50,16 +52,17 @@ def draw_heads(num_rows: int, size: int, value_size: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+@pytest.mark.parametrize("regathers", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-def test_the_kernel_attends_as_the_masks_do(sizes: tuple[int, int]) -> None:
+def test_the_kernel_attends_as_the_masks_do(sizes: tuple[int, int], regathers: bool) -> None:
     on_gpu = pack(samples(), torch.bfloat16, CUDA)
     on_cpu = pack(samples(), torch.float32, CPU)
     assert on_gpu.varlen is not None
     heads = [x.bfloat16() for x in draw_heads(on_cpu.token_ids.shape[1], *sizes)]
 
-    found = attend([x.to(CUDA) for x in heads], on_gpu)
+    found = attend([x.to(CUDA) for x in heads], on_gpu, regathers=regathers)
 
-    expected = attend([x.float() for x in heads], on_cpu)
+    expected = attend([x.float() for x in heads], on_cpu, regathers=False)
     assert len(found) == 4
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape

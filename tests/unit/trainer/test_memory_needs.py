@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import (
     load_file,  # pyright: ignore[reportUnknownVariableType]
     save_file,  # pyright: ignore[reportUnknownVariableType]
 )
+from torch.profiler import ProfilerActivity, profile
 from training_models import save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -21,8 +23,17 @@ from umbra.runtime.cluster.placement import Node
 from umbra.runtime.errors import DataError
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.memory_needs import engine_needs, layer_nbytes, plan_job_memory, rank_need
+from umbra.trainer.memory_needs import (
+    LargestMicroBatch,
+    engine_needs,
+    layer_nbytes,
+    plan_job_memory,
+    rank_need,
+)
 from umbra.trainer.model.model_sizes import ModelSizes
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.packing import PackedInputs, Sample, pack
+from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
 from umbra.trainer.pool_placement import plan_pools
 
 
@@ -209,6 +220,78 @@ def test_a_layer_keeps_what_torch_saves_for_its_backward_pass(config_class: Any)
     sizes = sizes_of(num_layers=2, hidden_size=256, intermediate_size=640, q_size=512, kv_size=128)
     sizes = replace(sizes, has_qk_norm=config_class is Qwen3Config)
     assert layer_nbytes(sizes, 2) == pytest.approx((two - one) / num_tokens, rel=0.01)
+
+
+def test_a_prompts_keys_are_kept_once_for_all_of_its_completions() -> None:
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 640}
+    prompt, num_completions = list(range(60)) * 2, 16
+    samples = [
+        Sample(
+            tokens=np.asarray([*prompt, *[idx] * 17], np.int32),
+            prompt_len=len(prompt),
+            generated=np.arange(len(prompt), len(prompt) + 17),
+        )
+        for idx in range(num_completions)
+    ]
+    packed = pack(samples, torch.bfloat16, torch.device("cpu"))
+
+    one, two = (
+        packed_nbytes(
+            LlamaConfig(**shape, num_attention_heads=8, num_hidden_layers=num_layers), packed
+        )
+        for num_layers in (1, 2)
+    )
+
+    sizes = sizes_of(num_layers=2, hidden_size=256, intermediate_size=640, q_size=256, kv_size=256)
+    planned = layer_nbytes(replace(sizes, has_qk_norm=False), 2) * packed.token_ids.shape[1]
+    assert two - one == pytest.approx(planned, rel=0.06)
+    assert num_completions * len(prompt) * 2 * 2 * 256 > 0.4 * planned, "what is not kept"
+
+
+def packed_nbytes(config: Any, packed: PackedInputs) -> int:
+    """Bytes that a decoder's forward pass in bfloat16 leaves allocated."""
+    register_packed_attention()
+    model: Any = MODELS.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    scorer = _Scorer(model)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
+        hidden = scorer._hidden(packed)  # pyright: ignore[reportPrivateUsage]
+    assert hidden.requires_grad
+    events: Any = allocations.key_averages()
+    return sum(event.self_cpu_memory_usage for event in events)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_tokens", "num_repeated_keys"),
+    [
+        # The whole batch: 2 groups of a prompt of 1000 tokens and 4 completions of 24.
+        ({"groups_per_step": 2, "group_size": 4}, 2 * (1000 + 4 * 24), 8 * 1000),
+        # At most 15 prompts fit into 16384 tokens, with short completions.
+        ({"groups_per_step": 64, "group_size": 16}, 16384, 16 * 16 * 1000),
+        # A group whose prompt and completions exceed the cap is split, down to single tokens.
+        ({"groups_per_step": 1, "group_size": 32768}, 16384, 15384 * 1000),
+        # Completions of an agent loop may fill the context.
+        ({"groups_per_step": 2, "group_size": 4, "agent": "a:b"}, 8 * 1024, 8 * 1000),
+    ],
+)
+def test_the_plan_counts_prompts_once_for_each_short_completion(
+    tmp_path: Path, settings: dict[str, Any], num_tokens: int, num_repeated_keys: int
+) -> None:
+    config = config_of(tmp_path, rollout={"max_new_tokens": 24, **settings})
+
+    largest = LargestMicroBatch.of(config, 1)
+
+    assert largest == LargestMicroBatch(num_tokens, num_repeated_keys)
+    without = rank_need(config, replace(SIZES["8B"], kv_size=0), 1).activations_nbytes
+    own = 36 * (2 * 2 + 6) * 1024 * num_tokens  # those of the rows, with their norm
+    repeated = rank_need(config, SIZES["8B"], 1).activations_nbytes - without - own
+    assert repeated == 3 * 2 * 2 * 1024 * num_repeated_keys
+
+
+def test_a_sample_beyond_the_cap_is_planned_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path, train={"max_tokens_per_micro_batch": 100})
+
+    assert LargestMicroBatch.of(config, 1).num_tokens == 1024
 
 
 def saved_nbytes(config: Any, num_tokens: int) -> int:

@@ -45,7 +45,9 @@ def gradients_and_cost(
     samples = random_samples(1, [4, 6], [5, 9, 30, 18], group_size=2)
     (micro_batch,) = builder(packed).build(make_batch(samples))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+        logprobs, _ = _Scorer(model, recomputes=recomputes)(
+            micro_batch.inputs, micro_batch.targets, 1.0, False
+        )
     num_kept = sum(kept.values())
     torch.autograd.backward(logprobs.square().sum())
     named: Any = model.named_parameters()
