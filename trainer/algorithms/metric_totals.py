@@ -49,7 +49,7 @@ class MetricTotals:
                 self._values[name].append(_reduced(metric, weights))
 
     def reduce(self) -> dict[str, float]:
-        """The metrics over all ranks; 0 if no token has weight. Collective.
+        """The metrics over all ranks; sums alone if no token has weight. Collective.
 
         Raises:
             UmbraError: on every rank, if the ranks do not have the same metrics.
@@ -62,14 +62,15 @@ class MetricTotals:
         sums += [_stacked(self._values[name]).sum() for name in added]
         weight, *totals = _numbers(sum_over_ranks(torch.stack(sums)))
         found = dict(zip(added, totals, strict=True))
-        for name in added:
-            if self._reductions[name] == "mean":
-                found[name] = found[name] / weight if weight else 0.0
         if largest:
             maxima = torch.stack([_stacked(self._values[name]).max() for name in largest])
-            for name, value in zip(largest, _numbers(max_over_ranks(maxima)), strict=True):
-                found[name] = 0.0 if value == -math.inf else value
-        return {name: found[name] for name in self._reductions}
+            found |= zip(largest, _numbers(max_over_ranks(maxima)), strict=True)
+        if not weight:
+            return {name: found[name] for name in added if self._reductions[name] == "sum"}
+        return {
+            name: found[name] / (weight if reduction == "mean" else 1.0)
+            for name, reduction in self._reductions.items()
+        }
 
     def _check_ranks_agree(self) -> None:
         """Checks that names agree: values are added by position, and others would hang."""

@@ -212,10 +212,11 @@ def format_step(step: int, total: int, row: Mapping[str, float]) -> str:
     `step   12/100  reward 0.431  17.2k tok/s  gen 0.35s  sync 0.02s  train 0.18s  eta 0:52`.
     """
     width = len(str(total))
-    left_s = row.get("time/left_s")
+    left_s, tokens_per_s = row.get("time/left_s"), row.get("rollout/tokens_per_s")
+    speed = "-" if tokens_per_s is None else f"{tokens_per_s / 1000:.1f}k"
     return (
         f"step {step:>{width}}/{total}  reward {row['rollout/reward_mean']:.3f}  "
-        f"{row['rollout/tokens_per_s'] / 1000:.1f}k tok/s  gen {row['time/rollout_s']:.2f}s  "
+        f"{speed} tok/s  gen {row['time/rollout_s']:.2f}s  "
         f"sync {row['time/sync_s']:.2f}s  train {row['time/train_s']:.2f}s  "
         f"eta {'-:--' if left_s is None else format_duration(left_s)}"
     )

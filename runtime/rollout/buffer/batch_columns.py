@@ -73,7 +73,7 @@ def _reward(sample: Trajectory) -> float:
     return sample.reward
 
 
-def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of the global batch, the same on every rank."""
     samples = [sample for group in groups for sample in group.trajectories]
     rewards = np.asarray([_reward(sample) for sample in samples], np.float64)
@@ -88,16 +88,18 @@ def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
         "reward_min": float(rewards.min()),
         "zero_variance_groups": float(sum(group.has_zero_variance for group in groups)),
         "tokens": float(lengths.sum()),
-        "gen_s": gen_s,
         "completion_len_mean": float(lengths.mean()),
         "completion_len_max": float(lengths.max()),
         "truncated_share": float(np.mean([s.finish_reason == "length" for s in samples])),
         "segments_per_trajectory": float(np.mean(generated)),
         "interruptions": float(sum(sample.num_interruptions for sample in samples)),
         "refilled_tokens": float(sum(sample.num_refilled_tokens for sample in samples)),
-        "version_min": float(min(versions, default=NOT_GENERATED)),
-        "version_max": float(max(versions, default=NOT_GENERATED)),
         **_part_means(samples),
+        **(
+            {"version_min": float(min(versions)), "version_max": float(max(versions))}
+            if versions
+            else {}
+        ),
     }
 
 

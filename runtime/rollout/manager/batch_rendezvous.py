@@ -147,8 +147,7 @@ class BatchRendezvous:
             return None
         self._learn(call.version, call.step)
         self._flow.advance(call.step)
-        flow = self._flow
-        return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))[rank]
+        return batch_answers(groups, self._config, self._flow.metrics(groups))[rank]
 
     def _begin(self, call: CollectiveCall) -> None:
         """Starts the work for a call. An evaluation that no rank waits for is dropped."""
@@ -217,8 +216,7 @@ class BatchRendezvous:
             groups = self._flow.take(call.step)
             if groups is None:
                 return None
-            flow = self._flow
-            return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))
+            return batch_answers(groups, self._config, self._flow.metrics(groups))
         evaluation = self._evaluation
         if evaluation is None or not evaluation.is_done:
             return None

@@ -17,12 +17,11 @@ from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 def batch_answers(
-    groups: Sequence[Group], config: RolloutConfig, gen_s: float, metrics: Mapping[str, float]
+    groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Each rank's part of a batch: equal numbers of micro-batches, balanced by tokens.
 
     Args:
-        gen_s: seconds that generating the batch took.
         metrics: added to those of the batch.
     """
     samples = [sample for group in groups for sample in group.trajectories]
@@ -34,7 +33,7 @@ def batch_answers(
     )
     shared = {
         "kind": "batch",
-        "metrics": {**batch_metrics(groups, gen_s), **metrics},
+        "metrics": {**batch_metrics(groups), **metrics},
         "loss_tokens_global": sum(sample.num_generated for sample in samples),
         "num_samples_global": len(samples),
     }
@@ -43,13 +42,13 @@ def batch_answers(
 
 def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[str, Any]:
     """The answer to every rank for an evaluation."""
-    metrics = batch_metrics(evaluation.groups, evaluation.gen_s)
+    metrics = batch_metrics(evaluation.groups)
     rewards = np.concatenate([group.rewards for group in evaluation.groups])
     return {
         "kind": "eval",
         **evaluation_scores(rewards.reshape(-1, config.eval_samples), config),
         "tokens": metrics["tokens"],
-        "gen_s": metrics["gen_s"],
+        "gen_s": evaluation.gen_s,
         "completion_len_mean": metrics["completion_len_mean"],
         "truncated_share": metrics["truncated_share"],
         "samples": worst_and_best(evaluation.groups),

@@ -91,9 +91,8 @@ class TrainingFlow:
         self._zero_variance = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
         self._begin_batch()
         # Metrics of the time between the last two batches; a new manager does not know it.
-        self._since_last: dict[str, float] = {"tokens_per_s": 0.0}
+        self._since_last: dict[str, float] = {}
         self._dropped_tokens = 0
-        self.gen_s = 0.0
         self.num_admitted = 0
         self.num_trained = 0
         self.dropped: Counter[str] = Counter()  # groups, by reason
@@ -176,6 +175,7 @@ class TrainingFlow:
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
         self._next_idx, self._step = recovered.next_idx, -1
         self._is_abandoned = False
+        self._since_last = {}
         self._zero_variance.end_streak()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
@@ -200,11 +200,12 @@ class TrainingFlow:
             self._recorder.leased(step, groups)
             self._zero_variance.batch_taken()
             past_span("batch", self._began, "batches", step=step + 1)
-            self.gen_s = time.monotonic() - self._began
+            gen_s = time.monotonic() - self._began
             self._since_last = {
                 **self._take_metrics(),
                 "dropped_tokens": float(self._dropped_tokens),
-                "tokens_per_s": (self._num_generated() - self._generated_before) / self.gen_s,
+                "gen_s": gen_s,
+                "tokens_per_s": (self._num_generated() - self._generated_before) / gen_s,
             }
             self._begin_batch()
             self._dropped_tokens = 0
@@ -246,15 +247,19 @@ class TrainingFlow:
                     if segment.version != NOT_GENERATED:
                         age = self._step - self._versions.step_of(segment.version)
                         ages[age] += segment.stop - segment.start
-        num_tokens = max(1, ages.total())
+        staleness: dict[str, float] = {}
+        if num_tokens := ages.total():
+            staleness = {
+                "staleness_mean": sum(age * count for age, count in ages.items()) / num_tokens,
+                "staleness_max": float(max(ages)),
+                **{
+                    f"staleness_{age}_share": ages[age] / num_tokens
+                    for age in range(self._settings.max_staleness + 1)
+                },
+            }
         return {
             "ledger_queued_mib": self._recorder.queued_nbytes / 2**20,
-            "staleness_mean": sum(age * count for age, count in ages.items()) / num_tokens,
-            "staleness_max": float(max(ages, default=0)),
-            **{
-                f"staleness_{age}_share": ages[age] / num_tokens
-                for age in range(self._settings.max_staleness + 1)
-            },
+            **staleness,
             **{
                 f"dropped_{reason.replace(' ', '_')}": float(count)
                 for reason, count in self.dropped.items()

@@ -102,7 +102,7 @@ def test_a_sample_brings_the_rewards_of_its_whole_group_also_where_ranks_share_i
 
 
 def test_metrics_are_of_the_whole_batch() -> None:
-    metrics = batch_metrics(two_groups(), gen_s=2.0)
+    metrics = batch_metrics(two_groups())
 
     assert metrics["reward_mean"] == 0.75
     assert metrics["tokens"] == 4
@@ -112,13 +112,23 @@ def test_metrics_are_of_the_whole_batch() -> None:
     assert metrics["zero_variance_groups"] == 2
 
 
+def test_a_batch_without_a_generated_token_has_no_versions() -> None:
+    sample = make_trajectory([1, 2])
+    sample.finish("stop")
+    sample.reward = 1.0
+
+    metrics = batch_metrics([Group("g", [sample])])
+
+    assert [name for name in metrics if name.startswith("version")] == []
+
+
 def test_parts_of_rewards_are_averaged_where_they_apply() -> None:
     groups = two_groups()
     first, second = (sample for group in groups for sample in group.trajectories)
     first.reward_parts = {"exact": 1.0, "length": math.nan, "never": math.nan}
     second.reward_parts = {"exact": 0.0, "length": -0.5, "never": math.nan}
 
-    metrics = batch_metrics(groups, gen_s=2.0)
+    metrics = batch_metrics(groups)
 
     means = {name: value for name, value in metrics.items() if name.startswith("reward/")}
     assert means == {"reward/exact_mean": 0.5, "reward/length_mean": -0.5}

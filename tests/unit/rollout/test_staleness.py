@@ -151,13 +151,41 @@ def test_one_step_off_the_next_batch_is_generated_meanwhile() -> None:
     assert world.flow.metrics(world.flow.take(1) or [])["staleness_mean"] == 1.0
 
 
+def test_a_batch_that_an_earlier_incarnation_leased_has_no_metrics_of_that_time() -> None:
+    world = World()
+    world.advance(0)
+    for group_id in ids(0, 1):
+        world.generate(group_id)
+        world.score(group_id)
+    groups = world.flow.take(0) or []
+    measured = world.flow.metrics(groups)
+
+    world.flow.restore(Recovered({}, {}, {0: groups}, 2, 2, 0))
+    world.advance(0)
+
+    again = world.flow.metrics(world.flow.take(0) or [])
+    assert measured.keys() - again.keys() == {"gen_s", "tokens_per_s", "dropped_tokens"}
+    assert again.items() <= measured.items()
+
+
+def test_a_batch_without_a_generated_token_has_no_ages() -> None:
+    world = World()
+    world.advance(0)
+    for group_id in ids(0, 1):
+        world.score(group_id)
+
+    metrics = world.flow.metrics(world.flow.take(0) or [])
+
+    assert [name for name in metrics if name.startswith("staleness")] == []
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_the_rate_counts_the_tokens_of_its_own_time_not_those_of_the_batch(
     max_staleness: int,
 ) -> None:
     def num_counted(step: int) -> int:
         metrics = world.flow.metrics(world.flow.take(step) or [])
-        return round(metrics["tokens_per_s"] * world.flow.gen_s)
+        return round(metrics["tokens_per_s"] * metrics["gen_s"])
 
     world = World(max_staleness=max_staleness)
     world.num_generated += 500  # for held-out prompts, before the first step

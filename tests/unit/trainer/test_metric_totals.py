@@ -34,13 +34,19 @@ def test_the_largest_value_may_be_negative() -> None:
     assert totals.reduce() == {"max": -2.0}
 
 
-def test_without_any_weight_metrics_are_zero() -> None:
+def test_without_any_weight_there_are_only_sums() -> None:
     totals = MetricTotals()
     values = torch.ones(1)
 
-    totals.add({"mean": LossMetric(values), "max": LossMetric(values, "max")}, torch.zeros(1))
+    for _ in range(2):
+        metrics = {
+            "mean": LossMetric(values),
+            "max": LossMetric(values, "max"),
+            "sum": LossMetric(values * 0.0, "sum"),
+        }
+        totals.add(metrics, torch.zeros(1))
 
-    assert totals.reduce() == {"mean": 0.0, "max": 0.0}
+    assert totals.reduce() == {"sum": 0.0}
 
 
 def test_other_metrics_in_a_later_micro_batch_are_refused() -> None:

@@ -142,6 +142,12 @@ def test_a_step_is_one_line_with_reward_speed_times_and_eta() -> None:
     )
 
 
+def test_a_step_whose_speed_is_not_known_has_none_on_its_line() -> None:
+    row = {name: value for name, value in ROW.items() if name != "rollout/tokens_per_s"}
+
+    assert "reward 0.431  - tok/s  gen 0.35s" in format_step(12, 100, row)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (12_300, "3:25:00")]
 )
