@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self, cast, get_args
@@ -16,6 +14,7 @@ from aiohttp import web
 from umbra.runtime.dash.run_view import RunView
 from umbra.runtime.dash.sample_index import Order
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.host_names import is_own_name, own_names
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class DashServer:
         self._host = host
         self._port = port
         self._files = {name: (_STATIC / name).read_bytes() for name in _TYPES}
-        self._names = {"localhost", host, socket.gethostname()}
+        self._names = own_names(host)
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -97,7 +96,7 @@ class DashServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses foreign names, converts errors to JSON, and adds the headers."""
         try:
-            if not is_own_name(request.host, self._names):
+            if not is_own_name(request.headers.get("Host"), self._names):
                 names = ", ".join(sorted(self._names))
                 raise web.HTTPForbidden(reason=f"open this page by its address, or as {names}")
             response = await handler(request)
@@ -138,19 +137,6 @@ class DashServer:
 
     async def _sample(self, request: web.Request) -> web.Response:
         return _json(await self._view.sample(request.match_info["sample_id"]))
-
-
-def is_own_name(host: str, names: set[str]) -> bool:
-    """Whether the Host header names this server: by an address or by one of its own names.
-
-    A page of another origin whose name was pointed at this server's address (DNS rebinding) sends
-    the name of its origin.
-    """
-    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(name.strip("[]"))
-        return True
-    return name.lower() in {own.lower() for own in names}
 
 
 def _number(query: Mapping[str, str], key: str) -> int | None:

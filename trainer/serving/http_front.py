@@ -14,7 +14,7 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
 from aiohttp import web
@@ -23,10 +23,12 @@ from pydantic_core import from_json
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError, first_leaf
+from umbra.runtime.host_names import is_own_name, own_names
 from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.runtime.settings import from_wire
 from umbra.trainer.serving.api_error import ApiError, as_api_error
 from umbra.trainer.serving.endpoints import Endpoints
+from umbra.trainer.serving.request_bodies import RequestBodies
 from umbra.trainer.serving.served_pool import GenerationJob, ServedPool, ServedPoolConfig
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ _MAX_BODY_NBYTES: Final = 8 << 20
 _MAX_HELD_NBYTES: Final = 512 << 20
 """Size limit of all bodies in progress. It bounds the memory of waiting requests; a lower limit
 would refuse what an evaluation harness sends at once."""
+_BODY_S: Final = 60.0
+"""Time for a body to arrive. Less refuses clients with slow networks; more lets clients that stop
+in the middle hold the memory of others."""
 _ABORT_S: Final = 10.0
 """Time for the answers in progress to end with an error when the server ends. A thousand take a
 second or two on an idle machine. With `_SHUTDOWN_S` it is below the actor's grace."""
@@ -65,6 +70,7 @@ class HttpFront:
         ]
         self._endpoints = Endpoints(self._pools)
         self._api_key = api_key
+        self._names = own_names(host)
         self._address: tuple[str, int] = (host, port)
         self._stack = contextlib.AsyncExitStack()
         self._is_ending = False
@@ -72,14 +78,16 @@ class HttpFront:
         self._num_requests = 0
         self._all_answered = asyncio.Event()  # set while there is no request
         self._all_answered.set()
-        self._held_nbytes = 0  # size of the bodies in progress
+        self._bodies = RequestBodies(
+            max_nbytes=_MAX_BODY_NBYTES, max_held_nbytes=_MAX_HELD_NBYTES, limit_s=_BODY_S
+        )
 
     async def __aenter__(self) -> Self:
         logging.getLogger("aiohttp.server").addFilter(_is_worth_logging)
         async with contextlib.AsyncExitStack() as stack:
             for pool in self._pools:
                 await stack.enter_async_context(pool.text)
-            app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_NBYTES)
+            app = web.Application(middlewares=[self._guard])
             app.add_routes(
                 [
                     web.get("/health", self._health),
@@ -135,7 +143,7 @@ class HttpFront:
         self._num_requests += 1
         self._all_answered.clear()
         try:
-            self._check_key(request)
+            self._check_client(request)
             return await handler(request)
         except web.HTTPException as error:
             reason = f"{request.method} {request.path}: {error.reason}"
@@ -149,8 +157,19 @@ class HttpFront:
             if not self._num_requests:
                 self._all_answered.set()
 
-    def _check_key(self, request: web.Request) -> None:
-        if not self._api_key or request.path == "/health":
+    def _check_client(self, request: web.Request) -> None:
+        """Raises ApiError for a wrong key. Without a key, web pages must be kept out, which a
+        visitor's browser would let through if their name meant this address."""
+        if not self._api_key:
+            host = request.headers.get("Host")
+            if not is_own_name(host, self._names):
+                raise ApiError(
+                    403,
+                    f"this server is not called {host!r}: use its address, or "
+                    f"{', '.join(sorted(self._names))}, or start it with --api-key",
+                )
+            return
+        if request.path == "/health":
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         # aiohttp decodes bytes that are not UTF-8 as lone surrogates, like Python's arguments.
@@ -178,25 +197,12 @@ class HttpFront:
     async def _respond(
         self, request: web.Request, check: Callable[[object], Awaitable[GenerationJob]]
     ) -> web.StreamResponse:
-        with self._holding(await _body(request)) as body:
+        _check_content(request)
+        with self._bodies.holding() as body:
             async with self._until_the_end():
+                await self._bodies.read(request.content.iter_any(), body)
                 job = await check(_parsed(body))
             return await self._answer(request, job)
-
-    @contextlib.contextmanager
-    def _holding(self, body: bytes) -> Generator[bytes]:
-        """Counts a request's body while in progress. Raises ApiError if there are too many."""
-        if self._held_nbytes + len(body) > _MAX_HELD_NBYTES:
-            raise ApiError(
-                429,
-                f"a request of {len(body)} bytes is too large now: those in progress have "
-                f"{self._held_nbytes} of at most {_MAX_HELD_NBYTES}; try again later",
-            )
-        self._held_nbytes += len(body)
-        try:
-            yield body
-        finally:
-            self._held_nbytes -= len(body)
 
     async def _answer(self, request: web.Request, job: GenerationJob) -> web.StreamResponse:
         if not job.is_stream:
@@ -269,17 +275,16 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
         ) from error
 
 
-async def _body(request: web.Request) -> bytes:
+def _check_content(request: web.Request) -> None:
     # This also keeps web pages from making their visitors' browsers send requests here.
     if request.content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise ApiError(415, f"the body's Content-Encoding is {encoding!r}: send it uncompressed")
-    return await request.read()
 
 
-def _parsed(body: bytes) -> object:
+def _parsed(body: bytearray) -> object:
     gc.disable()  # millions of small lists would trigger it again and again: 1 s for 8 MiB
     try:
         # Unlike json.loads, it refuses lone surrogates and nesting too deep to print.

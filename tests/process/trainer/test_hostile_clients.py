@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import tempfile
 import time
@@ -175,6 +176,39 @@ def test_requests_under_way_take_so_much_memory_and_no_more() -> None:
     assert (refused, answer["error"]["type"]) == (429, "rate_limit_error")
     assert f"{64 * BODY_NBYTES} of at most {64 * BODY_NBYTES}" in answer["error"]["message"]
     assert taken == 200
+
+
+def test_bodies_count_before_they_have_arrived(server: Server) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    length = f"Content-Length: {BODY_NBYTES}\r\n\r\n"
+    all_but_the_last_byte = (head + length).encode() + b" " * (BODY_NBYTES - 1)
+
+    with ExitStack() as stack:
+        clients: list[socket.socket] = []
+        for _ in range(70):
+            client = socket.create_connection((server.host, server.port), timeout=30.0)
+            stack.enter_context(client).sendall(all_but_the_last_byte)
+            clients.append(client)
+        deadline = time.monotonic() + 30.0
+        while len(answered := select.select(clients, [], [], 0.05)[0]) < 6:
+            assert time.monotonic() < deadline, len(answered)
+        answers = [client.recv(1000) for client in answered]
+
+    assert [answer.split(maxsplit=2)[1] for answer in answers] == [b"429"] * 6
+    deadline = time.monotonic() + 30.0
+    while server.ask(COMPLETIONS, raw=json.dumps(SMALL).encode().ljust(BODY_NBYTES))[0] != 200:
+        assert time.monotonic() < deadline, "they still count"
+
+
+def test_only_its_own_names_and_addresses_reach_a_server_without_a_key(server: Server) -> None:
+    port = server.port
+    found = {
+        host: server.ask(COMPLETIONS, SMALL, headers={"Host": host})[0]
+        for host in ("evil.example", f"evil.example:{port}", f"localhost:{port}", f"[::1]:{port}")
+    }
+
+    assert list(found.values()) == [403, 403, 200, 200]
+    assert server.ask("/health", headers={"Host": "evil.example"})[0] == 403
 
 
 def test_a_server_that_ends_tells_a_client_whose_prompt_is_being_tokenized() -> None:

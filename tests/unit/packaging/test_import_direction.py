@@ -22,6 +22,7 @@ LAYERS: Final = (
         "runtime.durations",
         "runtime.escaping",
         "runtime.first_of",
+        "runtime.host_names",
         "runtime.metric_panels",
         "runtime.package_versions",
         "runtime.step_metrics",
