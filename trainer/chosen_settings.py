@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.cluster.environment import visible_gpus
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.process.nvml import count_gpus
+from umbra.trainer.config.setting_rules import refusals
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.pool_placement import engine_device
 
@@ -33,6 +35,7 @@ def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
 
     Raises:
         SettingError: the engine that was chosen does not fit other settings of its pool.
+        ConfigError: it does not fit other settings.
         ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the machine does not have.
     """
     installed = [name for name in _LIBRARIES if importlib.util.find_spec(name)]
@@ -74,7 +77,10 @@ def choose_settings(
     }
     listed = ", ".join(f"{name} = {value!r}" for name, value in chosen.items())
     where = "a GPU" if has_gpu else "the CPU"
-    return replace(config, **changed), f"chosen for {where}: {listed}" if listed else ""
+    config = replace(config, **changed)
+    if isinstance(config, TrainerConfig) and (rules := refusals(config)):
+        raise ConfigError("; ".join(rule.message(config) for rule in rules))
+    return config, f"chosen for {where}: {listed}" if listed else ""
 
 
 def _has_usable_gpu() -> bool:

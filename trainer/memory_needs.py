@@ -14,6 +14,7 @@ from umbra.runtime.engine_api.engine_names import (
     ENGINE_AWAKE_NBYTES,
     engine_kind,
 )
+from umbra.runtime.engine_api.kept_tokens import Truncation
 from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_settings import (
@@ -155,7 +156,10 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
         kept = sizes.num_layers * itemsize * sizes.hidden_size * largest.num_tokens + layer
     elif config.train.compile:
         kept += sizes.num_layers * repeated
-    scoring = scoring_nbytes(largest.num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize)
+    truncation = Truncation(config.rollout.top_p, config.rollout.top_k)
+    scoring = scoring_nbytes(
+        largest.num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize, truncation
+    )
     return int(gathered + kept + at_once + scoring)
 
 

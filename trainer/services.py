@@ -303,6 +303,8 @@ def manager_spec(
         eval_sets=prompts.eval_sets,
         eval_samples=config.eval.samples,
         eval_max_new_tokens=config.eval.max_new_tokens,
+        eval_top_p=config.eval.top_p,
+        eval_top_k=config.eval.top_k,
         world_size=world_size,
         worker_names=tuple(worker_names(config, num_nodes)),
         seed=train.seed,

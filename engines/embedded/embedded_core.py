@@ -26,6 +26,7 @@ from umbra.engines.embedded.scheduler import Limits, plan_admission, plan_growth
 from umbra.engines.embedded.uniforms import uniforms
 from umbra.runtime.engine_api.delta_buffer import DeltaBuffer, DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.kept_tokens import Truncation, lowest_kept
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -227,6 +228,7 @@ class EngineCore:
         rows = self._rows
         chosen = slice(first, rows.count)
         temperatures, is_greedy = rows.temperatures[chosen], rows.is_greedy[chosen]
+        self._truncate(chosen, logits)
         draws = uniforms(rows.seeds[chosen], rows.lens[chosen] + rows.offsets[chosen])
         sampled, sampled_logprobs = sample(
             logits,
@@ -252,6 +254,19 @@ class EngineCore:
             self._remove([(first + int(idx), str(reasons[idx])) for idx in np.flatnonzero(done)])
         if is_broken.any():
             self.cache.clear_beyond((rows.lens[: rows.count] - 1).tolist())
+
+    def _truncate(self, chosen: slice, logits: Tensor) -> None:
+        """Makes the tokens impossible that top-k and top-p of these rows leave out."""
+        rows = self._rows
+        top_ps, top_ks = rows.top_ps[chosen], rows.top_ks[chosen]
+        is_truncated = (top_ps < 1) | (top_ks > 0)
+        for top_p, top_k in {*zip(top_ps[is_truncated], top_ks[is_truncated], strict=True)}:
+            alike = np.flatnonzero((top_ps == top_p) & (top_ks == top_k))
+            indices = self._to_device(alike)
+            part = logits.index_select(0, indices)
+            temperatures = self._to_device(rows.temperatures[chosen][alike, None])
+            lowest = lowest_kept(part, temperatures, Truncation(float(top_p), int(top_k)))
+            logits.index_copy_(0, indices, part.masked_fill_(part < lowest, -torch.inf))
 
     def _remove(self, finished: Sequence[tuple[int, str]]) -> None:
         """Ends running requests, given as (row, reason)."""

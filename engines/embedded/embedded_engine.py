@@ -67,6 +67,7 @@ class EmbeddedCore(Core):
     """Owns the compute thread."""
 
     name = "the embedded engine"
+    truncates = True
     keeps_requests_asleep = True
 
     def __init__(self, thread: ComputeThread) -> None:

@@ -36,6 +36,8 @@ class RowTable:
         self.offsets = np.zeros(max_rows, np.int64)  # completion position minus sequence position
         self.temperatures = np.zeros(max_rows, np.float64)  # 1 where greedy
         self.is_greedy = np.zeros(max_rows, np.bool_)
+        self.top_ps = np.ones(max_rows, np.float64)  # 1 where greedy
+        self.top_ks = np.zeros(max_rows, np.int64)  # 0: all tokens
         self.stops = np.full((max_rows, 1), -1, np.int32)  # [R, W], -1 where unused
         self._numbers = np.arange(max_rows)
         self._scalars: tuple[npt.NDArray[Any], ...] = (
@@ -48,6 +50,8 @@ class RowTable:
             self.offsets,
             self.temperatures,
             self.is_greedy,
+            self.top_ps,
+            self.top_ks,
         )
 
     def append(self, request: GenerationRequest, arrival: int) -> None:
@@ -64,6 +68,8 @@ class RowTable:
         self.offsets[row] = request.position - num_tokens
         self.is_greedy[row] = request.temperature == 0
         self.temperatures[row] = request.temperature or 1.0
+        self.top_ps[row] = request.top_p if request.temperature else 1.0
+        self.top_ks[row] = request.top_k if request.temperature else 0
         num_stops = len(request.stop_token_ids)
         if num_stops > self.stops.shape[1]:
             wider = np.full((len(self.stops), num_stops), -1, np.int32)

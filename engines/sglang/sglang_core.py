@@ -63,6 +63,7 @@ class SglangCore(AdapterCore):
     """
 
     name = "SGLang"
+    truncates = True
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__(settings.lora_base)

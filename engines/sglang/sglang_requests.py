@@ -42,7 +42,9 @@ def stream_interval(num_running: int) -> int:
 def generate_fields(
     request: GenerationRequest, key: str, cache_salt: str, interval: int, adapter_id: str = ""
 ) -> dict[str, Any]:
-    """Arguments for GenerateReqInput: the unmodified distribution, and logprobs of sampled tokens.
+    """Arguments for GenerateReqInput, with logprobs of sampled tokens.
+
+    With `top_p` or `top_k`, SGLang reports those of the whole distribution.
 
     Args:
         interval: 1 sends each token; larger values need a version with `stream_interval`.
@@ -54,8 +56,8 @@ def generate_fields(
         "sampling_params": {
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,  # 0 becomes top_k = 1 at temperature 1
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
             "min_p": 0.0,
             "stop_token_ids": list(request.stop_token_ids),
             # True would switch off stop_token_ids, too.

@@ -71,11 +71,13 @@ class Core(ABC):
         vocab_size: known once the engine has started; requests' tokens are below it.
         memory: bytes, "weights_nbytes" and "kv_nbytes". With `frees_memory_asleep` they describe
             the engine awake, else they are current.
+        truncates: it samples with top-p and top-k; else requests that have them are refused.
         keeps_requests_asleep: frozen requests survive a sleep; else they are aborted before it.
     """
 
     name: str
     lora_names: Collection[str] = ()
+    truncates: bool = False
     keeps_requests_asleep: bool = False
 
     def __init__(self) -> None:

@@ -127,6 +127,11 @@ class EngineShell(Generic[_Core]):
             vocab_size=self._core.vocab_size,
             lora_names=self._core.lora_names,
         )
+        if (request.top_p < 1 or request.top_k) and not self._core.truncates:
+            raise ValueError(
+                f"request {request.id}: top_p {request.top_p} and top_k {request.top_k}, but "
+                f"{self._core.name} samples from the whole distribution; use 1 and 0"
+            )
         self._core.check_request(request)
         return request
 

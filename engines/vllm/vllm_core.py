@@ -45,6 +45,7 @@ class VllmCore(AdapterCore):
     """Owns AsyncLLM and the processes below it; see `Core` for the methods' promises."""
 
     name = "vLLM"
+    truncates = True
 
     def __init__(self, settings: VllmSettings) -> None:
         super().__init__(settings.lora_base)

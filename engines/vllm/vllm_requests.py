@@ -24,10 +24,11 @@ def check_request(request: GenerationRequest) -> None:
 
 
 def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size: int) -> Any:
-    """vLLM's parameters: the unmodified distribution, logprobs of sampled tokens, new tokens
-    only."""
+    """vLLM's parameters: logprobs of sampled tokens, new tokens only."""
     return library.SamplingParams(
         temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
         seed=draw_seed(request.seed, request.position),
         max_tokens=request.max_new_tokens,
         # vLLM refuses stop tokens outside the vocabulary.

@@ -35,6 +35,8 @@ class EngineKind:
         has_lora: the engine takes `lora_adapters`.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
+        truncates_logprobs: where `rollout.top_p` or `rollout.top_k` leave tokens out, the logprobs
+            are those of what is left.
         spans_nodes: an engine may have followers on other nodes, which it gets as `followers`.
     """
 
@@ -46,6 +48,7 @@ class EngineKind:
     has_lora: bool = False
     has_known_memory: bool = False
     share_option: str = ""
+    truncates_logprobs: bool = True
     spans_nodes: bool = False
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +104,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         parallel_option="tp_size",
         has_known_memory=True,
         share_option="mem_fraction_static",
+        truncates_logprobs=False,
         spans_nodes=True,
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),

@@ -29,7 +29,7 @@ REQUEST_KEYS: Final = frozenset(
         "stop_token_ids",
     }
 )
-OPTIONAL_KEYS: Final = frozenset({"lora"})
+OPTIONAL_KEYS: Final = frozenset({"lora", "top_p", "top_k"})
 
 MIN_TEMPERATURE: Final = 1e-4
 # Below this, logits divided by the temperature can exceed the range of float32.
@@ -44,6 +44,7 @@ class GenerationRequest:
 
     Attributes:
         lora: name of the engine's adapter to generate with; "" for the model as it is.
+        top_p, top_k: see `Truncation`. Greedy requests ignore them.
     """
 
     id: int
@@ -54,6 +55,8 @@ class GenerationRequest:
     temperature: float  # 0: greedy
     stop_token_ids: tuple[int, ...]
     lora: str = ""
+    top_p: float = 1.0
+    top_k: int = 0
 
     def resumed(self, tokens: Int32Array) -> GenerationRequest:
         """The request that continues this one after `tokens` (prompt and all tokens so far)."""
@@ -85,8 +88,7 @@ def parse_request(
     if unknown:
         raise ValueError(
             f"request {raw.get('id')!r}: unsupported keys {unknown}; allowed: "
-            f"{sorted(REQUEST_KEYS | OPTIONAL_KEYS)} (truncated sampling such as top_p or top_k "
-            "would make the returned logprobs differ from the policy's)"
+            f"{sorted(REQUEST_KEYS | OPTIONAL_KEYS)}"
         )
     missing = sorted(REQUEST_KEYS - set(raw))
     if missing:
@@ -100,6 +102,8 @@ def parse_request(
         temperature=_temperature(raw),
         stop_token_ids=_stop_token_ids(raw),
         lora=_lora(raw, lora_names),
+        top_p=_top_p(raw),
+        top_k=_integer({"top_k": 0, **raw}, "top_k", low=0, high=(1 << 31) - 1),
     )
     total = len(request.tokens) + request.max_new_tokens
     if total > max_context_len:
@@ -146,6 +150,15 @@ def _temperature(raw: Mapping[str, Any]) -> float:
             f"{MIN_TEMPERATURE}, got {number}"
         )
     return number
+
+
+def _top_p(raw: Mapping[str, Any]) -> float:
+    value = raw.get("top_p", 1.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(
+            f"request {raw.get('id')!r}: top_p must lie above 0 and be at most 1, got {value!r}"
+        )
+    return float(value)
 
 
 def _stop_token_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:

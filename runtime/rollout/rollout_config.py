@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from umbra.runtime.errors import ConfigError, SettingError
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 from umbra.runtime.settings import Bounds, Count, FunctionName, Positive, Seconds, Settings
 
 
@@ -24,6 +25,11 @@ class RolloutSettings(Settings):
             agent loop.
         temperature: Temperature of training rollouts, above 0 for training. Higher values explore
             more. Evaluations have their own, `eval.temperature`.
+        top_p: Only the most probable tokens with at least this share of the probability are
+            sampled, above 0. Lower values explore less. The trainer scores tokens under the same
+            truncation. Evaluations have their own, `eval.top_p`. Default: 1, all tokens.
+        top_k: Only so many of the most probable tokens are sampled; `top_p` then counts among
+            them. Evaluations have their own, `eval.top_k`. Default: 0, all tokens.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
         skip_special_tokens: Whether the text of a completion, for rewards, `ctx.decode` and answers
             of auxiliary pools, leaves out all special tokens, such as those around thoughts and
@@ -62,6 +68,8 @@ class RolloutSettings(Settings):
     group_size: Positive = 8
     max_new_tokens: Positive = 1024
     temperature: Annotated[float, Bounds(ge=0)] = 1.0
+    top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
+    top_k: Count = 0
     stop_token_ids: tuple[Count, ...] = ()
     skip_special_tokens: bool = False
     max_staleness: Count = 0
@@ -84,6 +92,16 @@ class RolloutSettings(Settings):
                 "group_size = 1 with drop_zero_variance_groups would drop every group, because a "
                 "single completion has one reward: set one of the two differently"
             )
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """Of training rollouts."""
+        return SamplingOptions(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +145,7 @@ class RolloutConfig(Settings):
             scores each of them, besides all prompts together.
         eval_samples: completions of each held-out prompt.
         eval_max_new_tokens: their largest number of tokens; None for that of `settings`.
+        eval_top_p, eval_top_k: see `SamplingOptions`.
         world_size: number of trainer ranks that call `next_batch` together.
         worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
@@ -154,6 +173,8 @@ class RolloutConfig(Settings):
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
     eval_samples: Positive = 1
     eval_max_new_tokens: Positive | None = None
+    eval_top_p: float = 1.0
+    eval_top_k: Count = 0
     world_size: Positive
     worker_names: tuple[str, ...]
     seed: Count = 0
@@ -172,3 +193,12 @@ class RolloutConfig(Settings):
         Settings.__post_init__(self)
         if not self.worker_names:
             raise ConfigError("worker_names is empty: nobody could compute rewards")
+
+    def eval_sampling(self, temperature: float) -> SamplingOptions:
+        """Of evaluations, at the temperature that the ranks ask for."""
+        return SamplingOptions(
+            temperature=temperature,
+            top_p=self.eval_top_p,
+            top_k=self.eval_top_k,
+            stop_token_ids=self.settings.stop_token_ids,
+        )

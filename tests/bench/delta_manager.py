@@ -35,6 +35,7 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 from umbra.runtime.rpc.rpc_client import Client, Handle
 
 GROUP_SIZE: Final = 8
@@ -123,8 +124,7 @@ class _Load:
                 group=group,
                 start=0,
                 limit=sample.budget,
-                temperature=1.0,
-                stop_token_ids=_STOP_TOKEN_IDS,
+                sampling=SamplingOptions(temperature=1.0, stop_token_ids=_STOP_TOKEN_IDS),
                 on_end=on_end,
             )
         )

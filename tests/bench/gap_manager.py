@@ -22,6 +22,7 @@ from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 from umbra.runtime.settings import from_wire
 
 
@@ -116,8 +117,7 @@ class GapManager:
                 group=None,
                 start=0,
                 limit=sample.budget,
-                temperature=1.0,
-                stop_token_ids=[],
+                sampling=SamplingOptions(temperature=1.0, stop_token_ids=[]),
                 on_end=lambda _turn, _reason: self._submit(),
             )
         )

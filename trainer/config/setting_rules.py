@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
 
@@ -81,6 +82,11 @@ def _default(config: TrainerConfig, name: str) -> Any:
     return next(field.default for field in fields if field.name == key)
 
 
+def _is_truncated(config: TrainerConfig) -> bool:
+    """Whether tokens are sampled from a part of the distribution."""
+    return config.rollout.top_p < 1 or config.rollout.top_k > 0
+
+
 def _has_moving_masters(config: TrainerConfig) -> bool:
     """Whether a step of the learning rate changes a weight of the usual size."""
     if config.master_dtype != "bfloat16":
@@ -95,6 +101,24 @@ RULES: Final = (
         ("rollout.temperature",),
         lambda c: c.rollout.temperature == 0,
         "greedy completions of a prompt are all the same: set it above 0",
+    ),
+    Rule(
+        "error",
+        ("pool.engine", "rollout.top_p", "rollout.top_k"),
+        lambda c: _is_truncated(c) and not engine_kind(c.pool.engine).truncates_logprobs,
+        "this engine samples from a part of the distribution and reports the logprobs of all of "
+        "it, so that the ratios in the loss would be wrong by the share that is left out: use "
+        "pool.engine = 'vllm', or leave rollout.top_p and rollout.top_k out",
+    ),
+    Rule(
+        "warning",
+        ("rollout.top_p", "rollout.top_k", "rollout.max_staleness", "train.updates_per_batch"),
+        lambda c: (
+            _is_truncated(c) and (c.rollout.max_staleness > 0 or c.train.updates_per_batch > 1)
+        ),
+        "the trainer scores tokens among those that its own weights keep, and after an update "
+        "these are not quite the ones that were sampled from: use rollout.max_staleness = 0 and "
+        "train.updates_per_batch = 1, or leave rollout.top_p and rollout.top_k out",
     ),
     Rule(
         "error",
@@ -222,7 +246,23 @@ RULES: Final = (
             lambda c: c.data.eval is None and not c.eval.sets,
             "name held-out prompts in data.eval",
         )
-        for name in ("eval.samples", "eval.temperature", "eval.max_new_tokens", "data.eval_limit")
+        for name in (
+            "eval.samples",
+            "eval.temperature",
+            "eval.top_p",
+            "eval.top_k",
+            "eval.max_new_tokens",
+            "data.eval_limit",
+        )
+    ),
+    *(
+        _unused(
+            name,
+            "eval.temperature",
+            lambda c: c.eval.temperature == 0,
+            "set eval.temperature above 0",
+        )
+        for name in ("eval.top_p", "eval.top_k")
     ),
     *(
         _unused(

@@ -236,6 +236,9 @@ class EvalSection(Settings):
         samples: Completions per held-out prompt. Above 1, pass@k is measured, too, and
             `temperature` has to be above 0. More take longer and measure better.
         temperature: 0 is greedy. Above 0, completions are sampled.
+        top_p: Only the most probable tokens with at least this share of the probability are
+            sampled. Default: 1, all tokens.
+        top_k: Only so many of the most probable tokens are sampled. Default: 0, all tokens.
         max_new_tokens: Largest number of tokens of one completion. Default:
             `rollout.max_new_tokens`.
         sets: Further files of held-out prompts, or data sets as for `data.eval`, by name. Only
@@ -244,6 +247,8 @@ class EvalSection(Settings):
 
     samples: Positive = 1
     temperature: Annotated[float, Bounds(ge=0)] = 0.0
+    top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
+    top_k: Count = 0
     max_new_tokens: Positive | None = None
     sets: Mapping[str, FilePath] = field(default_factory=dict[str, Path])
 

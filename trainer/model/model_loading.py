@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from umbra.runtime.engine_api.kept_tokens import Truncation
 from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
@@ -52,6 +53,7 @@ def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
         compute_dtype=getattr(torch, config.model.compute_dtype),
         wrap=config.model.fsdp_wrap,
         temperature=config.rollout.temperature,
+        truncation=Truncation(config.rollout.top_p, config.rollout.top_k),
         recomputes=config.train.activation_checkpointing == "full",
         compiles=config.train.compile,
         weights=prepared.weights,

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.model.compiling import compile_blocks
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
@@ -66,6 +67,7 @@ class Policy:
         compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
         wrap: see `ModelSection.fsdp_wrap`.
         temperature: log-probabilities are those of softmax(logits / temperature).
+        truncation: they are those among the tokens that it keeps, and the scored token.
         recomputes: see `TrainSection.activation_checkpointing`.
         compiles: see `TrainSection.compile`.
     """
@@ -79,6 +81,7 @@ class Policy:
         compute_dtype: torch.dtype,
         wrap: Wrap = "auto",
         temperature: float = 1.0,
+        truncation: Truncation = WHOLE,
         recomputes: bool = False,
         compiles: bool = False,
         weights: StoredWeights | None = None,
@@ -90,6 +93,7 @@ class Policy:
         self.is_packed = is_packed
         self.compute_dtype = compute_dtype
         self._temperature = temperature
+        self._truncation = truncation
         self._scorer = _Scorer(model, compiles=compiles, recomputes=recomputes)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._wraps_layers = wraps_layers(wrap, num_parameters)
@@ -140,7 +144,11 @@ class Policy:
         if not self._is_compared:
             self._compare(micro_batch.targets.device)
         logprobs, entropy = self._scorer(
-            micro_batch.inputs, micro_batch.targets, self._temperature, with_entropy
+            micro_batch.inputs,
+            micro_batch.targets,
+            self._temperature,
+            with_entropy,
+            self._truncation,
         )
         return TokenScores(logprobs, entropy if with_entropy else None)
 
@@ -217,15 +225,23 @@ class _Scorer(nn.Module):
         targets: Tensor,
         temperature: float,
         with_entropy: bool,
+        truncation: Truncation = WHOLE,
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
         if self.uses_own_logits:
-            return score_logits(self._own_logits(inputs), targets, temperature, with_entropy)
+            logits = self._own_logits(inputs)
+            return score_logits(logits, targets, temperature, with_entropy, truncation)
         model: Any = self.model
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
         head: nn.Linear = model.get_output_embeddings()
         return score_hidden(
-            head, hidden, targets, temperature, with_entropy, compiles=self._compiles
+            head,
+            hidden,
+            targets,
+            temperature,
+            with_entropy,
+            truncation=truncation,
+            compiles=self._compiles,
         )
 
     def head_obstacle(self, inputs: PackedInputs | PaddedInputs) -> str:

@@ -14,6 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from umbra.runtime.engine_api.kept_tokens import (
+    MAX_SORTED_LOGITS,
+    SORTED_NBYTES,
+    WHOLE,
+    Truncation,
+    lowest_kept,
+)
 from umbra.trainer.model.compiling import compile_function
 
 # Up to this many logits (256 MiB in float32) are kept for the backward pass, along with a few
@@ -31,28 +38,42 @@ def score_hidden(
     temperature: float,
     with_entropy: bool,
     *,
+    truncation: Truncation = WHOLE,
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[M] log-probabilities of `targets`, and [M] entropies without gradient, or [0].
 
     Args:
         hidden: [M, E] final hidden states.
+        truncation: only the tokens that it keeps and the target have a probability.
         compiles: use torch.compile, with fewer passes over the logits.
     """
     num_logits = len(targets) * head.weight.shape[0]
     if num_logits <= _MAX_KEPT_LOGITS:
-        score = _compiled(score_logits) if compiles else score_logits
-        return score(head(hidden), targets, temperature, with_entropy)
+        logits = head(hidden)
+        lowest = _lowest_kept(logits, targets, temperature, truncation)
+        score = _compiled(_score) if compiles else _score
+        return score(logits, targets, temperature, with_entropy, lowest)
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
     untyped: Any = _ChunkedScores
     bias = cast("Tensor | None", head.bias)
     scores: Any = untyped.apply(
-        hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len, compiles
+        hidden,
+        head.weight,
+        bias,
+        targets,
+        temperature,
+        with_entropy,
+        truncation,
+        chunk_len,
+        compiles,
     )
     return cast("tuple[Tensor, Tensor]", scores)
 
 
-def scoring_nbytes(num_tokens: int, vocab_size: int, hidden_size: int, itemsize: int) -> int:
+def scoring_nbytes(
+    num_tokens: int, vocab_size: int, hidden_size: int, itemsize: int, truncation: Truncation
+) -> int:
     """Memory that `score_hidden` takes at most, with its gradient.
 
     Args:
@@ -60,30 +81,67 @@ def scoring_nbytes(num_tokens: int, vocab_size: int, hidden_size: int, itemsize:
     """
     num_logits = num_tokens * vocab_size
     wide = max(4, itemsize)
+    if truncation.is_whole:
+        sorting = masked = 0
+    else:
+        sorting = min(num_logits, MAX_SORTED_LOGITS) * SORTED_NBYTES
+        masked = wide + 1  # the logits without the tokens left out, and which these are
     if num_logits <= _MAX_KEPT_LOGITS:
-        return num_logits * (itemsize + 3 * wide)
+        return num_logits * (itemsize + 3 * wide + masked) + sorting
     # Logits, their float32 copy, log-probabilities and gradient; the head's gradient and its sum.
     head = vocab_size * hidden_size * (itemsize + wide)
-    return min(num_logits, _MAX_CHUNK_LOGITS) * (2 * itemsize + 2 * wide) + head
+    chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (2 * itemsize + 2 * wide + masked)
+    return chunk + sorting + head
 
 
 def score_logits(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    truncation: Truncation = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Like `score_hidden`, from [M, V] logits."""
-    every = _log_softmax(logits, temperature)
+    lowest = _lowest_kept(logits, targets, temperature, truncation)
+    return _score(logits, targets, temperature, with_entropy, lowest)
+
+
+def _lowest_kept(
+    logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation
+) -> Tensor | None:
+    """[C, 1] the lowest logits with a probability; None if all have one.
+
+    Rounding, or a later update, may leave the target out of what the engine kept. Then it has a
+    probability, and so have the tokens that are more probable.
+    """
+    if truncation.is_whole:
+        return None
+    logits = logits.detach()
+    temperatures = torch.full_like(targets, temperature, dtype=torch.float64).unsqueeze(1)
+    lowest = lowest_kept(logits, temperatures, truncation)
+    return torch.minimum(lowest, logits.gather(1, targets.unsqueeze(1)))
+
+
+def _score(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, lowest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    every = _log_softmax(logits, temperature, lowest)
     logprobs = -F.nll_loss(every, targets, reduction="none")
     with torch.no_grad():
         entropy = _entropy(every) if with_entropy else every.new_empty(0)
     return logprobs, entropy
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """[C, V] in at least float32."""
+def _log_softmax(logits: Tensor, temperature: float, lowest: Tensor | None) -> Tensor:
+    """[C, V] in at least float32; tokens below `lowest` have no probability."""
+    left_out = None if lowest is None else logits < lowest
     if logits.dtype.itemsize < torch.float32.itemsize:
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
+    if left_out is not None:
+        # Finite, so that their part of the entropy is 0.
+        logits = logits.masked_fill(left_out, torch.finfo(logits.dtype).min)
     return logits.log_softmax(-1)
 
 
@@ -103,18 +161,23 @@ class _ChunkedScores(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         with_entropy: bool,
+        truncation: Truncation,
         chunk_len: int,
         compiles: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.temperature, ctx.chunk_len, ctx.compiles = temperature, chunk_len, compiles
-        score = _compiled(score_logits) if compiles else score_logits
-        scores = [
-            score(F.linear(part, weight, bias), part_targets, temperature, with_entropy)
-            for part, part_targets in zip(
-                torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
-            )
-        ]
+        score = _compiled(_score) if compiles else _score
+        scores: list[tuple[Tensor, Tensor]] = []
+        lowest: list[Tensor] = []
+        for part, part_targets in zip(
+            torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
+        ):
+            logits = F.linear(part, weight, bias)
+            kept = _lowest_kept(logits, part_targets, temperature, truncation)
+            lowest += [] if kept is None else [kept]
+            scores.append(score(logits, part_targets, temperature, with_entropy, kept))
+            del logits  # before the next
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(lowest) if lowest else None)
         entropy = torch.cat([score[1] for score in scores])
         ctx.mark_non_differentiable(entropy)
         return torch.cat([score[0] for score in scores]), entropy
@@ -124,7 +187,7 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, lowest = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # Adding parts that are each rounded to half precision would lose digits.
         total = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
@@ -136,7 +199,8 @@ class _ChunkedScores(torch.autograd.Function):
             chunk = slice(start, start + ctx.chunk_len)
             part = hidden[chunk]
             logits = F.linear(part, weight, bias)
-            of_logits = derive(logits, targets[chunk], gradients[0][chunk], ctx.temperature)
+            kept = None if lowest is None else lowest[chunk]
+            of_logits = derive(logits, targets[chunk], gradients[0][chunk], ctx.temperature, kept)
             del logits
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[chunk])
@@ -148,15 +212,15 @@ class _ChunkedScores(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(weight.dtype),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
 def _logit_gradient(
-    logits: Tensor, targets: Tensor, gradient: Tensor, temperature: float
+    logits: Tensor, targets: Tensor, gradient: Tensor, temperature: float, lowest: Tensor | None
 ) -> Tensor:
     """[C, V], in the dtype of `logits`: (one-hot - softmax) * gradient / temperature."""
-    every = _log_softmax(logits, temperature)
+    every = _log_softmax(logits, temperature, lowest)
     targets_column, scale = targets.unsqueeze(1), (gradient / temperature).unsqueeze(1)
     of_targets = every.gather(1, targets_column).expm1() * -scale  # 1 - p, without rounding p first
     of_logits = every.exp_().mul_(-scale).to(logits.dtype)

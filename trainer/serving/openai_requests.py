@@ -177,7 +177,7 @@ def _check_neutral(name: str, value: object) -> None:
         return
     why = ""
     if name in _WHOLE_DISTRIBUTION:
-        why = ": tokens are drawn from the model's whole distribution, as in training"
+        why = ": tokens are drawn from the model's whole distribution"
     only = " or ".join(repr(known) for known in allowed)
     given = reprlib.repr(value)  # shortened: the value may be millions of numbers
     raise ApiError(400, f"{name} {given} is not supported, only {only}{why}", param=name)

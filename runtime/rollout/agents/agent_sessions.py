@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,26 +25,27 @@ from umbra.runtime.rollout.dispatch.side_generations import SideGenerations
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 
 class _Session:
     __slots__ = (
         "answer", "group", "history", "num_returned",
-        "side_generations", "temperature", "trajectory", "turn",
+        "sampling", "side_generations", "trajectory", "turn",
     )  # fmt: skip
 
     def __init__(
         self,
         trajectory: Trajectory,
         group: Group,
-        temperature: float,
+        sampling: SamplingOptions,
         history: LoopHistory,
         side_generations: SideGenerations,
     ) -> None:
         self.trajectory = trajectory
         self.side_generations = side_generations
         self.group = group
-        self.temperature = temperature
+        self.sampling = sampling
         self.history = history
         self.num_returned = 0  # turns that were returned to this run of the loop
         self.turn: Turn | None = None
@@ -59,12 +60,10 @@ class AgentSessions:
         self,
         dispatcher: Dispatcher,
         recorder: Recorder,
-        stop_token_ids: Sequence[int],
         vocab_size: int = 0,
     ) -> None:
         self._dispatcher = dispatcher
         self._recorder = recorder
-        self._stop_token_ids = stop_token_ids
         self._vocab_size = vocab_size  # 0: unknown
         self._sessions: dict[int, _Session] = {}
         self._by_trajectory: dict[Trajectory, int] = {}
@@ -81,7 +80,7 @@ class AgentSessions:
         kept = [turn for turn in history.turns if turn.stop <= trajectory.completion_len]
         self._forget_turns(trajectory, history, len(kept))
 
-    def open(self, trajectory: Trajectory, group: Group, temperature: float) -> int:
+    def open(self, trajectory: Trajectory, group: Group, sampling: SamplingOptions) -> int:
         """Begins a run of the loop; returns the id of its session."""
         self._end_run(trajectory)
         if trajectory.completion_len:
@@ -89,9 +88,9 @@ class AgentSessions:
         self._recorder.cut(trajectory)
         history = self._histories.setdefault(trajectory, LoopHistory())
         session_id = next(self._ids)
-        side_generations = SideGenerations(self._dispatcher, trajectory, self._stop_token_ids)
+        side_generations = SideGenerations(self._dispatcher, trajectory, sampling)
         self._sessions[session_id] = _Session(
-            trajectory, group, temperature, history, side_generations
+            trajectory, group, sampling, history, side_generations
         )
         self._by_trajectory[trajectory] = session_id
         return session_id
@@ -147,9 +146,7 @@ class AgentSessions:
                 "or more, or None for all that the budget leaves"
             )
         if lora:
-            return await session.side_generations.generate(
-                context, max_new_tokens, session.temperature, lora
-            )
+            return await session.side_generations.generate(context, max_new_tokens, lora)
         if session.turn is not None:
             raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
         if len(context) > trajectory.max_context_len:
@@ -299,8 +296,7 @@ class AgentSessions:
             group=session.group,
             start=start,
             limit=start + (budget if max_new_tokens is None else max_new_tokens),
-            temperature=session.temperature,
-            stop_token_ids=self._stop_token_ids,
+            sampling=session.sampling,
             on_end=on_end,
         )
         try:

@@ -34,6 +34,7 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import DispatchConfig
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 _SEED_BITS: Final = 63
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -227,7 +228,10 @@ class Generator:
             max_context_len=self._config.max_context_len,
         )
         trajectory.uid = uid  # its tokens are delivered by this number
-        return _Generation(trajectory, budget, temperature, stop_token_ids, lora)
+        sampling = SamplingOptions(
+            temperature=temperature, stop_token_ids=[int(token) for token in stop_token_ids]
+        )
+        return _Generation(trajectory, budget, sampling, lora)
 
     # -- events --------------------------------------------------------------------------
 
@@ -258,8 +262,7 @@ class _Generation:
         self,
         trajectory: Trajectory,
         limit: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
+        sampling: SamplingOptions,
         lora: str,
     ) -> None:
         self.turn = Turn(
@@ -267,8 +270,7 @@ class _Generation:
             group=None,
             start=0,
             limit=limit,
-            temperature=temperature,
-            stop_token_ids=[int(token) for token in stop_token_ids],
+            sampling=sampling,
             on_end=lambda _turn, reason: self._end(reason),
             on_error=self.fail,
             lora=lora,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 _SEED_BITS: Final = 63
 
@@ -26,15 +26,15 @@ class SideGenerations:
     """The side generations of one run of an agent loop; `close` ends those in progress."""
 
     def __init__(
-        self, dispatcher: Dispatcher, trajectory: Trajectory, stop_token_ids: Sequence[int]
+        self, dispatcher: Dispatcher, trajectory: Trajectory, sampling: SamplingOptions
     ) -> None:
         self._dispatcher = dispatcher
         self._parent = trajectory
-        self._stop_token_ids = stop_token_ids
+        self._sampling = sampling
         self._open: dict[Turn, asyncio.Future[dict[str, Any]]] = {}
 
     async def generate(
-        self, context: NDArray[np.int32], max_new_tokens: int | None, temperature: float, lora: str
+        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
     ) -> dict[str, Any]:
         """{"tokens": int32 [n], "finish_reason": "stop" | "length"}.
 
@@ -42,7 +42,7 @@ class SideGenerations:
             RolloutError: the run ends before the generation, or no engine can serve it.
         """
         answer = asyncio.get_running_loop().create_future()
-        turn = self._turn(context, max_new_tokens, temperature, lora, answer)
+        turn = self._turn(context, max_new_tokens, lora, answer)
         self._open[turn] = answer
         try:
             self._dispatcher.submit(turn)
@@ -62,7 +62,6 @@ class SideGenerations:
         self,
         context: NDArray[np.int32],
         max_new_tokens: int | None,
-        temperature: float,
         lora: str,
         answer: asyncio.Future[dict[str, Any]],
     ) -> Turn:
@@ -90,8 +89,7 @@ class SideGenerations:
             group=None,
             start=0,
             limit=budget if max_new_tokens is None else max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=self._stop_token_ids,
+            sampling=self._sampling,
             on_end=on_end,
             on_error=on_error,
             lora=lora,

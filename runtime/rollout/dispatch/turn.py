@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -21,8 +22,6 @@ class Turn:
         group: its engine may have the prompt cached; None if the prompt is not shared.
         start: completion length when the generation began.
         limit: completion length that it must not exceed.
-        temperature: 0 is greedy.
-        stop_token_ids: the generation ends after any of these.
         on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
         lora: name of the pool's adapter to generate with; "" for the model as it is.
         on_error: called instead of `on_end`, with an error that no other engine would heal. With
@@ -39,8 +38,7 @@ class Turn:
     group: Group | None
     start: int
     limit: int
-    temperature: float
-    stop_token_ids: Sequence[int]
+    sampling: SamplingOptions
     on_end: Callable[[Turn, str], None]
     on_error: Callable[[UmbraError], None] | None = None
     lora: str = ""
@@ -62,7 +60,7 @@ class Turn:
         """
         trajectory = self.trajectory
         has_tokens = trajectory.completion_len > self.start
-        if has_tokens and trajectory.last_token() in self.stop_token_ids:
+        if has_tokens and trajectory.last_token() in self.sampling.stop_token_ids:
             return "stop"
         return "" if self.num_tokens_left() > 0 else "length"
 
@@ -88,7 +86,6 @@ class Turn:
             "position": self.trajectory.completion_len,
             "seed": self.trajectory.seed,
             "max_new_tokens": self.num_tokens_left(),
-            "temperature": self.temperature,
-            "stop_token_ids": self.stop_token_ids,
+            **self.sampling.request_fields(),
         }
         return request | {"lora": self.lora} if self.lora else request

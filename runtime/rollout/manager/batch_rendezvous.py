@@ -160,7 +160,7 @@ class BatchRendezvous:
         self._evaluation = Evaluation(
             self._admission.evaluation_groups(),
             self._runner,
-            call.temperature,
+            self._config.eval_sampling(call.temperature),
             on_done=self.answer,
             on_failure=lambda error: self._on_failed_evaluation(call, error),
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 
 class Evaluation:
@@ -22,7 +23,7 @@ class Evaluation:
         self,
         groups: Sequence[Group],
         runner: GroupRunner,
-        temperature: float,
+        sampling: SamplingOptions,
         *,
         on_done: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
@@ -30,7 +31,7 @@ class Evaluation:
         self.groups = list(groups)
         self.gen_s = 0.0
         self._runner = runner
-        self._temperature = temperature
+        self._sampling = sampling
         self._on_done = on_done
         self._on_failure = on_failure
         self._num_unscored = len(self.groups)
@@ -54,7 +55,7 @@ class Evaluation:
     def begin(self) -> None:
         """Gives all groups to engines or agent loops, which take them as they have capacity."""
         for group in self.groups:
-            self._runner.start(group, self._temperature, self._on_scored, self._on_failed)
+            self._runner.start(group, self._sampling, self._on_scored, self._on_failed)
 
     def abandon(self) -> None:
         """Stops the evaluation and discards its results."""

@@ -23,6 +23,7 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 from umbra.runtime.tracing.spans import past_span
 
 # Time that a worker may take beyond the deadline it enforces itself before it counts as stuck.
@@ -42,21 +43,21 @@ class _Run:
         "on_failed",
         "on_scored",
         "retries",
+        "sampling",
         "scoring_since",
         "shares_prompt",
-        "temperature",
     )
 
     def __init__(
         self,
         group: Group,
-        temperature: float,
+        sampling: SamplingOptions,
         retries: int,
         on_scored: OnScored,
         on_failed: OnFailed,
     ) -> None:
         self.group = group
-        self.temperature = temperature
+        self.sampling = sampling
         self.retries = GroupRetries(retries)
         self.on_scored = on_scored
         self.on_failed = on_failed
@@ -104,7 +105,7 @@ class GroupRunner:
         self._turns: dict[Trajectory, Turn] = {}
 
     def start(
-        self, group: Group, temperature: float, on_scored: OnScored, on_failed: OnFailed
+        self, group: Group, sampling: SamplingOptions, on_scored: OnScored, on_failed: OnFailed
     ) -> None:
         """Gives a group to engines or agent loops, which take it as they have capacity.
 
@@ -113,7 +114,7 @@ class GroupRunner:
         called before this returns.
         """
         run = self._runs[group] = _Run(
-            group, temperature, self._config.settings.agent_retries, on_scored, on_failed
+            group, sampling, self._config.settings.agent_retries, on_scored, on_failed
         )
         unfinished = [sample for sample in group.trajectories if not sample.is_finished]
         group.num_open = len(unfinished)
@@ -156,8 +157,7 @@ class GroupRunner:
             group=run.group if run.shares_prompt else None,
             start=0,
             limit=sample.completion_len + sample.num_tokens_left(),
-            temperature=run.temperature,
-            stop_token_ids=self._config.settings.stop_token_ids,
+            sampling=run.sampling,
             on_end=on_end,
         )
         self._dispatcher.submit(turn)
@@ -190,7 +190,7 @@ class GroupRunner:
 
     def _agent_job(self, sample: Trajectory, run: _Run) -> WorkerJob:
         def make_arguments() -> tuple[object, ...]:
-            session = self._sessions.open(sample, run.group, run.temperature)
+            session = self._sessions.open(sample, run.group, run.sampling)
             item = self._item(sample, sample.prompt.tokens) | {"session": session}
             return item, self._config.settings.agent_timeout_s
 

@@ -67,9 +67,7 @@ class RolloutManager:
         self._recorder = Recorder(folder, self._fail)
         self._pool_load = PoolLoad(context.supervisor, dispatch.pool)
         self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
-        self._sessions = AgentSessions(
-            self._dispatcher, self._recorder, settings.stop_token_ids, dispatch.vocab_size
-        )
+        self._sessions = AgentSessions(self._dispatcher, self._recorder, dispatch.vocab_size)
         concurrency = {"score": self._config.score_concurrency}
         if settings.agent:
             concurrency["run_agent"] = (

@@ -279,7 +279,7 @@ class TrainingFlow:
     def _start(self, order_idx: int, group: Group) -> None:
         self._runner.start(
             group,
-            self._settings.temperature,
+            self._settings.sampling,
             lambda group: self._on_scored(order_idx, group),
             lambda group, error: self._on_failed(order_idx, group, error),
         )

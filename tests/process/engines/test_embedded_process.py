@@ -122,7 +122,7 @@ def test_a_wrong_request_reaches_its_caller_as_a_value_error(
     engine = spawn_engine(umbra_session, "engine", model_folder("qwen3"))
 
     with pytest.raises(RemoteError, match="top_p") as caught:
-        engine.call("submit", [wire_request(1, [1]) | {"top_p": 0.9}])
+        engine.call("submit", [wire_request(1, [1]) | {"top_p": 1.9}])
 
     assert caught.value.remote_type == "builtins.ValueError"
     assert engine.call("stats")["running"] == 0

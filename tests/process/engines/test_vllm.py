@@ -28,6 +28,7 @@ from vllm_runs import MAX_NUM_SEQS, needs_vllm, running_core
 
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.engines.vllm.vllm_engine import VllmEngine
+from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation, lowest_kept
 from umbra.runtime.errors import EngineError
 from umbra.trainer.model.rotary_frequencies import fix_rotary_frequencies
 
@@ -72,21 +73,37 @@ def long_prompts(count: int, num_tokens: int = 150) -> list[list[int]]:
     return np.random.default_rng(1).integers(0, VOCAB_SIZE, (count, num_tokens)).tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "truncation"),
+    [
+        (0.0, WHOLE),
+        (0.6, WHOLE),
+        (1.0, WHOLE),
+        (0.6, Truncation(top_p=0.5)),
+        (1.0, Truncation(top_k=4)),
+        (0.6, Truncation(top_p=0.5, top_k=4)),
+        (1.0, Truncation(top_k=1)),
+    ],
+)
+def test_logprobs_are_those_of_transformers(
+    make_engine: MakeEngine, temperature: float, truncation: Truncation
+) -> None:
     model = make_model("qwen3")
 
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
-            asked = requests(6, max_new_tokens=40, temperature=temperature)
+            asked = requests(6, max_new_tokens=40, temperature=temperature, **truncation._asdict())
             results = await results_of(engine, asked)
 
         for request in asked:
             prompt, completion = request["tokens"].tolist(), results[request["id"]]
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt + completion.tokens])).logits[0]
-            expected = torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), -1)
+            logits = logits[len(prompt) - 1 : -1]
+            heat = torch.full((len(logits), 1), temperature or 1.0)
+            left_out = logits < lowest_kept(logits, heat, truncation)
+            expected = torch.log_softmax(logits.masked_fill(left_out, -torch.inf) / heat, -1)
             chosen = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
             assert torch.tensor(completion.logprobs).allclose(chosen, atol=1e-4)
 

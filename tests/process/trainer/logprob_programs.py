@@ -12,6 +12,7 @@ from off_policy_programs import as_batch, generate
 from rank_programs import TRAIN, full_parameters, make_world
 from whole_model import load_whole_model
 
+from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.settings import Dtype
 from umbra.trainer.algorithms.algorithm_loading import load_loss
@@ -38,6 +39,8 @@ def check_step(
     dtype: Dtype = "float32",
     temperature: float = 1.0,
     engine_temperature: float | None = None,
+    truncation: tuple[float, int] = WHOLE,
+    engine_truncation: tuple[float, int] | None = None,
     train: dict[str, Any] | None = None,
     *,
     wrong_token: int | None = None,
@@ -55,7 +58,13 @@ def check_step(
         "error", "warnings", "metrics" of each step, and whether a step "changed" a parameter.
     """
     settings = replace(TRAIN, updates_per_batch=2, **(train or {}))
-    batch = as_batch(generate([engine], engine_temperature or temperature, getattr(torch, dtype)))
+    samples = generate(
+        [engine],
+        engine_temperature or temperature,
+        getattr(torch, dtype),
+        Truncation(*(engine_truncation or truncation)),
+    )
+    batch = as_batch(samples)
     if wrong_token is not None:
         batch.logprobs[wrong_token] -= 1.0
     section = ModelSection(path=Path(trainer or engine))
@@ -66,6 +75,7 @@ def check_step(
         is_packed=is_packed,
         compute_dtype=getattr(torch, dtype),
         temperature=temperature,
+        truncation=Truncation(*truncation),
     )
     builder = MicroBatchBuilder(
         packed=is_packed,

@@ -29,6 +29,7 @@ from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.algorithms.base import LossInputs
 from umbra.trainer.algorithms.decoupled_loss import decoupled_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
@@ -184,7 +185,10 @@ def generate_and_recompute(
 
 
 def generate(
-    folders: Sequence[str], temperature: float, dtype: torch.dtype = torch.float32
+    folders: Sequence[str],
+    temperature: float,
+    dtype: torch.dtype = torch.float32,
+    truncation: Truncation = WHOLE,
 ) -> list[_Generated]:
     model = DecoderModel(
         load_model_config(folders[0]),
@@ -208,6 +212,7 @@ def generate(
                 max_new_tokens=MAX_NEW_TOKENS - idx,
                 temperature=temperature,
                 stop_token_ids=(1,),
+                **truncation._asdict(),
             )
             for idx, prompt in enumerate(prompts)
         ]

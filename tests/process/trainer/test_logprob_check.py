@@ -17,8 +17,13 @@ from umbra.runtime.testing.distributed_world import DistributedWorld
 
 pytestmark = [pytest.mark.process]
 
-FAULTS = ("separate head", "head option", "rotary factors", "temperature", "one token")
-CLEAN = ("float32", "bfloat16", "temperature 0.6", "decoupled")
+FAULTS = (
+    "separate head", "head option", "rotary factors", "temperature", "one token", "top-p", "top-k",
+)  # fmt: skip
+CLEAN = (
+    "float32", "bfloat16", "temperature 0.6", "decoupled",
+    "top-p at both", "top-k at both", "top-k and top-p at both", "top-p at both, bfloat16",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> list[dic
         "rotary factors": {"trainer": _with_dynamic_rotary(folder / "rotary")},
         "temperature": {"engine_temperature": 0.8},
         "one token": {"wrong_token": 30},
+        "top-p": {"engine_truncation": (0.9, 0)},
+        "top-k": {"engine_truncation": (1.0, 20)},
+        "top-p at both": {"truncation": (0.9, 0)},
+        "top-k at both": {"truncation": (1.0, 20)},
+        "top-k and top-p at both": {"truncation": (0.8, 20), "temperature": 0.7},
+        "top-p at both, bfloat16": {"truncation": (0.9, 0), "dtype": "bfloat16"},
         "bfloat16, temperature": {"dtype": "bfloat16", "engine_temperature": 0.8},
         "widened": {"engine_temperature": 0.8, "train": {"max_logprob_difference": 0.5}},
         "older first": {"engine_temperature": 0.8, "versions": (1, 0)},
@@ -85,7 +96,7 @@ def test_engine_and_trainer_of_one_model_pass(ran: list[dict[str, Any]], name: s
         assert rank[name]["warnings"] == []
         assert rank[name]["changed"]
         (metrics,) = rank[name]["metrics"]
-        highest = 0.05 if name == "bfloat16" else 1e-5
+        highest = 0.05 if "bfloat16" in name else 1e-5
         assert 0 < metrics["train/logprob_difference_mean"] < highest
         assert metrics["train/logprob_difference_mean"] < metrics["train/logprob_difference_max"]
 

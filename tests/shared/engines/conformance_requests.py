@@ -91,6 +91,25 @@ def test_generation_stops_at_a_stop_token_which_is_delivered(make_engine: MakeEn
     run_async(body)
 
 
+def test_a_request_for_the_most_probable_token_alone_is_greedy_or_refused(
+    make_engine: MakeEngine,
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            (greedy,) = requests(1, max_new_tokens=30, temperature=0.0)
+            expected = await results_of(engine, [greedy])
+            for change in ({"top_k": 1}, {"top_p": 1e-6}):
+                truncated = greedy | {"temperature": 1.0} | change
+                try:
+                    found = (await results_of(engine, [truncated]))[0].tokens
+                except ValueError as error:
+                    found = str(error).partition(" samples from the whole distribution")[1]
+                assert found in (expected[0].tokens, " samples from the whole distribution")
+
+    run_async(body)
+
+
 def test_a_cut_request_goes_on_from_its_tokens_and_position(
     make_engine: MakeEngine, resumes_draws: bool
 ) -> None:
@@ -142,7 +161,7 @@ def test_abort_delivers_what_was_sampled(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"top_k": 3}, "top_k"),
+        ({"top_k": -1}, "top_k"),
         ({"max_new_tokens": 509}, "max_context_len=512"),
         ({"tokens": np.array([1000], np.int32)}, "vocabulary"),
     ],

@@ -161,7 +161,8 @@ class Frontend:
         assert "kv_cache" not in self.released, "an illegal memory access"
         params = request.asked.sampling_params
         place = len(request.asked.input_ids) + request.num_sampled
-        seed = 0 if params["temperature"] == 0 else params["sampling_seed"]
+        is_greedy = params["temperature"] == 0 or params["top_k"] == 1 or params["top_p"] < 0.001
+        seed = 0 if is_greedy else params["sampling_seed"]
         draw = uniforms(np.array([seed], np.uint64), np.array([place], np.int64))[0]
         return int(draw * self.model_config.vocab_size)
 

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import Collector, load_model, make_core, make_request, run_to_end, take
+from engine_runs import (
+    Collector,
+    forced_logprobs,
+    load_model,
+    make_core,
+    make_request,
+    run_to_end,
+    take,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +41,8 @@ def core(model: DecoderModel) -> EngineCore:
 
 
 def mixed_requests(count: int, seed: int = 0, **changes: Any) -> list[GenerationRequest]:
-    """Groups of up to three share a prompt; greedy and sampled; some with stop tokens."""
+    """Groups of up to three share a prompt; greedy and sampled, some from the most probable tokens
+    only; some with stop tokens."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB_SIZE, rng.integers(1, 60)).tolist() for _ in range(count)]
     return [
@@ -45,6 +54,8 @@ def mixed_requests(count: int, seed: int = 0, **changes: Any) -> list[Generation
             max_new_tokens=int(rng.integers(1, 100)),
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
             stop_token_ids=rng.integers(0, VOCAB_SIZE, rng.integers(0, 3)).tolist(),
+            top_p=float(rng.choice([1.0, 1.0, 0.8])),
+            top_k=int(rng.choice([0, 0, 7])),
             **changes,
         )
         for i in range(count)
@@ -76,6 +87,40 @@ def test_a_batch_gives_every_request_what_it_gets_alone(
 
     assert_same(results, alone)
     assert {c.reason for c in results.completions.values()} == {"stop", "length"}
+
+
+def test_logprobs_are_those_of_the_tokens_that_are_kept(model: DecoderModel) -> None:
+    shared = {"max_new_tokens": 30, "temperature": 0.8}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.5},
+        {"top_k": 4},
+        {"top_p": 0.5, "top_k": 4},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"top_p": 0.5, "top_k": 4, "temperature": 0.0},
+        {"temperature": 0.0},
+    ]
+    asked = [make_request(idx, [5, 9, 33], **(shared | way)) for idx, way in enumerate(ways)]
+
+    results = run_to_end(make_core(model), asked)
+
+    for request in asked[:4]:
+        completion = results[request.id]
+        sequence = [5, 9, 33, *completion.tokens]
+        every = forced_logprobs(model, [sequence], 3)[0, :-1].double() / 0.8
+        for shares, token, logprob in zip(
+            every.softmax(-1), completion.tokens, completion.logprobs, strict=True
+        ):
+            kept = shares.sort(descending=True).values[: request.top_k or None]
+            kept = kept / kept.sum()
+            kept = kept[kept.cumsum(0) - kept < request.top_p]
+            assert token in shares.argsort(descending=True)[: len(kept)]
+            best = shares.sort(descending=True).values[: len(kept)].sum()
+            assert logprob == pytest.approx(float((shares[token] / best).log()), abs=1e-6)
+    assert results[4].tokens == results[5].tokens == results[7].tokens
+    assert set(results[4].logprobs) == set(results[5].logprobs) == {0.0}
+    assert results[6].logprobs == results[7].logprobs != results[5].logprobs
 
 
 @pytest.mark.slow

@@ -26,8 +26,13 @@ def test_a_wire_request_becomes_a_value() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.9}, r"unsupported keys \['min_p'\]"),
+        ({"top_p": 0.0}, "top_p must lie above 0 and be at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_p": "most"}, "top_p"),
+        ({"top_k": -1}, "top_k must lie in"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
         ({"id": 1.5}, "id must be an integer"),
         ({"id": True}, "id must be an integer"),
         ({"tokens": np.zeros(0, np.int32)}, "non-empty"),
@@ -59,6 +64,13 @@ def test_a_wrong_request_is_refused_by_name(change: dict[str, Any], text: str) -
 def test_a_request_may_name_an_adapter() -> None:
     assert parse(wire_request(1, [1])).lora == ""
     assert parse(wire_request(1, [1], lora="a")).lora == "a"
+
+
+def test_a_request_may_truncate_the_distribution() -> None:
+    whole, truncated = parse(wire_request(1, [1])), parse(wire_request(1, [1], top_p=0.9, top_k=5))
+
+    assert (whole.top_p, whole.top_k) == (1.0, 0)
+    assert (truncated.top_p, truncated.top_k) == (0.9, 5)
 
 
 def test_a_missing_key_is_named() -> None:

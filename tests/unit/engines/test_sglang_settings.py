@@ -201,6 +201,8 @@ def test_a_request_asks_for_the_distribution_as_it_is_and_explicit_stops() -> No
     assert params["sampling_seed"] == 11
     free = generate_fields(make_request(7, [1]), "000-7", "weights-3", 1)
     assert free["sampling_params"]["ignore_eos"] is True
+    some = generate_fields(make_request(7, [1], top_p=0.9, top_k=5), "000-7", "weights-3", 1)
+    assert (some["sampling_params"]["top_p"], some["sampling_params"]["top_k"]) == (0.9, 5)
 
 
 def test_stop_tokens_that_the_request_does_not_name_are_refused() -> None:

@@ -14,6 +14,7 @@ from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, TokenRecorder
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 A, B = EngineId("a", 1), EngineId("b", 1)
 STOP = 0
@@ -91,8 +92,7 @@ class Bench:
             group=None,
             start=0,
             limit=budget,
-            temperature=1.0,
-            stop_token_ids=[STOP],
+            sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP]),
             on_end=on_end,
         )
         self.dispatcher.submit(turn)

@@ -178,7 +178,7 @@ class Life:
         self.recorder = Recorder(folder, self.failures.append)
         self.router = Router(3)
         self.dispatcher = Dispatcher(self.router, self.failures.append, self.recorder)
-        self.sessions = AgentSessions(self.dispatcher, self.recorder, [STOP])
+        self.sessions = AgentSessions(self.dispatcher, self.recorder)
         pool: Any = self.workers
         self.runner = GroupRunner(
             "manager", config, self.dispatcher, self.sessions, pool, self.recorder

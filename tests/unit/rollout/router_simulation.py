@@ -23,6 +23,7 @@ from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 GROUP_SIZE: Final = 8
 CAP: Final = 2048
@@ -120,8 +121,7 @@ class Simulation:
                     group=group,
                     start=0,
                     limit=CAP,
-                    temperature=1.0,
-                    stop_token_ids=[STOP],
+                    sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP]),
                     on_end=self._on_end,
                 )
             )

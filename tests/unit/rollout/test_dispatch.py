@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import EngineError
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 
 def token_at(seed: int, position: int) -> int:
@@ -70,6 +72,22 @@ def test_a_request_has_all_that_an_engine_needs() -> None:
         "temperature": 1.0,
         "stop_token_ids": [STOP],
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9}),
+        ({"temperature": 0.7, "top_k": 5}, {"temperature": 0.7, "top_k": 5}),
+        ({"temperature": 0.0, "top_p": 0.9, "top_k": 5}, {"temperature": 0.0}),
+    ],
+)
+def test_a_request_says_which_part_of_the_distribution_is_sampled(
+    options: dict[str, Any], expected: dict[str, float]
+) -> None:
+    fields = SamplingOptions(**options).request_fields()
+
+    assert fields == {**expected, "stop_token_ids": ()}
 
 
 def test_a_dead_engines_turn_resumes_elsewhere_with_its_tokens() -> None:

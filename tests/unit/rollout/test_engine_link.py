@@ -19,6 +19,7 @@ from umbra.runtime.rollout.dispatch.engine_link import EngineLink
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
@@ -57,8 +58,7 @@ def submit_one(dispatcher: Dispatcher) -> None:
         group=None,
         start=0,
         limit=10,
-        temperature=1.0,
-        stop_token_ids=[],
+        sampling=SamplingOptions(temperature=1.0, stop_token_ids=[]),
         on_end=lambda _turn, _reason: None,
     )
     dispatcher.submit(turn)

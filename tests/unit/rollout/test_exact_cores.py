@@ -27,6 +27,7 @@ from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 MAX_CONTEXT_LEN = 64
 LIMITS = Limits(
@@ -89,8 +90,7 @@ def run(model: DecoderModel, temperature: float, chance: random.Random | None) -
             group=None,
             start=0,
             limit=32,
-            temperature=temperature,
-            stop_token_ids=[1, 40],
+            sampling=SamplingOptions(temperature=temperature, stop_token_ids=[1, 40]),
             on_end=lambda turn, _reason: ended.append(turn.trajectory.sample_id),
         )
         dispatcher.submit(turn)

@@ -15,6 +15,7 @@ from umbra.runtime.errors import LedgerError, RequestRefused, RolloutError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 PROMPT = np.asarray([1, 2, 3], np.int32)
 
@@ -29,12 +30,12 @@ class Loop:
         self.bench = Bench()
         self.inbox = self.bench.serve(A)
         recorder = Recorder(None, self.bench.failures.append)
-        self.sessions = AgentSessions(self.bench.dispatcher, recorder, [], vocab_size)
+        self.sessions = AgentSessions(self.bench.dispatcher, recorder, vocab_size)
         self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
 
     def open(self) -> int:
-        return self.sessions.open(self.trajectory, self.group, 1.0)
+        return self.sessions.open(self.trajectory, self.group, SamplingOptions(temperature=1.0))
 
     async def begin(
         self, session: int, context: Sequence[int] = PROMPT.tolist()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.errors import SettingError
+from umbra.runtime.errors import ConfigError, SettingError
 from umbra.trainer.chosen_settings import choose_settings, with_chosen_settings
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
@@ -76,6 +76,15 @@ def test_an_engine_that_does_not_fit_its_pool_is_refused_when_it_is_chosen() -> 
     assert chosen.pool.engine == "vllm"
     with pytest.raises(SettingError, match=r"staged_updates is for engine 'vllm', and .*embedded"):
         choose_settings(config, has_gpu=False, installed=BOTH)
+
+
+def test_an_engine_that_does_not_fit_other_settings_is_refused_when_it_is_chosen() -> None:
+    config = config_of("rollout.top_p=0.9")
+
+    choose_settings(config, has_gpu=True, installed=BOTH)
+
+    with pytest.raises(ConfigError, match=r"pool\.engine = 'sglang' and rollout\.top_p = 0\.9"):
+        choose_settings(config, has_gpu=True, installed=BOTH[1:])
 
 
 def test_what_a_config_serves_is_chosen_without_a_trainer() -> None:

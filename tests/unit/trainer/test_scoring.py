@@ -1,5 +1,7 @@
 """Scores from hidden states in chunks: the same numbers and gradients, in less memory."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from typing import Any, cast
@@ -14,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model
 from transformers import AutoModelForCausalLM, GraniteConfig
 
+from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.model.micro_batches import PaddedInputs
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
-from umbra.trainer.model.token_scoring import score_hidden
+from umbra.trainer.model.token_scoring import score_hidden, score_logits
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
 CHUNK = 7  # tokens; does not divide 53
@@ -53,10 +56,15 @@ def make_head(dtype: torch.dtype, bias: bool = False) -> tuple[nn.Linear, Tensor
 
 
 def scores_and_gradients(
-    dtype: torch.dtype = torch.float64, bias: bool = False, temperature: float = 0.7
+    dtype: torch.dtype = torch.float64,
+    bias: bool = False,
+    temperature: float = 0.7,
+    truncation: Truncation = WHOLE,
 ) -> dict[str, Tensor]:
     head, hidden, targets = make_head(dtype, bias)
-    logprobs, entropy = score_hidden(head, hidden, targets, temperature, True)
+    logprobs, entropy = score_hidden(
+        head, hidden, targets, temperature, True, truncation=truncation
+    )
     assert not entropy.requires_grad
     weights = torch.linspace(-1, 1, NUM_TOKENS)
     torch.autograd.backward((weights * logprobs.exp()).sum())
@@ -65,23 +73,78 @@ def scores_and_gradients(
     return {name: value.detach() for name, value in found.items() if value is not None}
 
 
+@pytest.mark.parametrize("truncation", [WHOLE, Truncation(0.5), Truncation(0.9, 40)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)],
 )
 def test_chunks_give_what_all_at_once_gives(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, bias: bool
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    tolerance: float,
+    bias: bool,
+    truncation: Truncation,
 ) -> None:
-    whole = scores_and_gradients(dtype, bias)
+    whole = scores_and_gradients(dtype, bias, truncation=truncation)
 
     chunk_scores(monkeypatch, CHUNK)
-    chunked = scores_and_gradients(dtype, bias)
+    chunked = scores_and_gradients(dtype, bias, truncation=truncation)
 
     assert len(whole) == (5 if bias else 4)
     for name, value in whole.items():
         assert chunked[name].dtype == value.dtype
         torch.testing.assert_close(chunked[name], value, atol=tolerance, rtol=tolerance)
+
+
+def naively_kept(logits: Tensor, temperature: float, truncation: Truncation) -> list[int]:
+    """The tokens that top-k and then top-p keep of one token's logits, in the textbook's way."""
+    every: list[float] = logits.tolist()
+    ordered = sorted(range(VOCAB), key=lambda token: -every[token])[: truncation.top_k or None]
+    shares: list[float] = (logits[ordered] / temperature).softmax(0).tolist()
+    kept: list[int] = []
+    while sum(shares[: len(kept)]) < truncation.top_p and len(kept) < len(ordered):
+        kept.append(ordered[len(kept)])
+    return kept
+
+
+@pytest.mark.parametrize(
+    "truncation", [Truncation(0.5), Truncation(0.95), Truncation(1.0, 70), Truncation(0.6, 200)]
+)
+def test_tokens_are_scored_among_those_that_are_kept_and_themselves(
+    truncation: Truncation,
+) -> None:
+    head, hidden, targets = make_head(torch.float64)
+    temperature = 0.7
+
+    logprobs, entropy = score_hidden(
+        head, hidden, targets, temperature, True, truncation=truncation
+    )
+
+    outside = 0
+    for idx, logits in enumerate(head(hidden).detach()):
+        kept, target = naively_kept(logits, temperature, truncation), int(targets[idx])
+        if target not in kept:
+            outside += 1
+            kept = [token for token in range(VOCAB) if logits[token] >= logits[target]]
+        shares = (logits[kept] / temperature).softmax(0)
+        torch.testing.assert_close(logprobs[idx], shares[kept.index(target)].log())
+        torch.testing.assert_close(entropy[idx], -(shares * shares.log()).sum())
+    assert 0 < outside < NUM_TOKENS
+
+
+def test_what_is_left_out_has_no_gradient() -> None:
+    logits = torch.randn(NUM_TOKENS, VOCAB, dtype=torch.float64, requires_grad=True)
+    targets = logits.argmax(-1)
+
+    logprobs, _ = score_logits(logits, targets, 0.7, False, Truncation(1.0, 20))
+    torch.autograd.backward(logprobs.sum())
+
+    assert logits.grad is not None
+    shares = logits.detach().topk(20).values.div(0.7).softmax(-1)
+    assert ((logits.grad != 0).sum(-1) == 20).all()
+    largest = logits.grad.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(largest, (1 - shares[:, 0]) / 0.7)
 
 
 def test_no_tensor_has_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,14 @@ REFUSED = [
         "train.offload=all pool.mode=standalone",
         "train.offload = 'all' and pool.mode = 'standalone': ",
     ),
+    (
+        "pool.engine=sglang rollout.top_p=0.9",
+        "pool.engine = 'sglang' and rollout.top_p = 0.9 and rollout.top_k = 0: ",
+    ),
+    (
+        "pool.engine=sglang rollout.top_k=20",
+        "pool.engine = 'sglang' and rollout.top_p = 1.0 and rollout.top_k = 20: ",
+    ),
     ("train.epochs=2", "train.steps = 10 and train.epochs = 2.0: "),
     (
         "train.warmup_steps=1 train.warmup_ratio=0.1",
@@ -38,6 +46,16 @@ QUESTIONABLE = [
     (
         "rollout.max_staleness=2 pool.mode=standalone",
         "rollout.max_staleness = 2 and train.loss = 'clipped': ",
+    ),
+    (
+        "rollout.top_p=0.9 rollout.max_staleness=1 pool.mode=standalone train.loss=decoupled",
+        "rollout.top_p = 0.9 and rollout.top_k = 0 and rollout.max_staleness = 1 and "
+        "train.updates_per_batch = 1: ",
+    ),
+    (
+        "rollout.top_k=9 train.updates_per_batch=2",
+        "rollout.top_p = 1.0 and rollout.top_k = 9 and rollout.max_staleness = 0 and "
+        "train.updates_per_batch = 2: ",
     ),
     ("rollout.agent_concurrency=8", "rollout.agent_concurrency = 8 and rollout.agent = None: "),
     ("rollout.agent_retries=0", "rollout.agent_retries = 0 and rollout.agent = None: "),
@@ -72,6 +90,10 @@ QUESTIONABLE = [
     ),
     ("eval.temperature=1.0", "eval.temperature = 1.0 and data.eval = None: "),
     ("eval.samples=4 eval.temperature=1.0", "eval.samples = 4 and data.eval = None: "),
+    ("eval.top_p=0.9", "eval.top_p = 0.9 and data.eval = None: "),
+    ("eval.top_k=9", "eval.top_k = 9 and data.eval = None: "),
+    ("eval.top_p=0.9 data.eval=e.jsonl", "eval.top_p = 0.9 and eval.temperature = 0.0: "),
+    ("eval.top_k=9 data.eval=e.jsonl", "eval.top_k = 9 and eval.temperature = 0.0: "),
     ("eval.max_new_tokens=9", "eval.max_new_tokens = 9 and data.eval = None: "),
     ("data.eval_limit=9", "data.eval_limit = 9 and data.eval = None: "),
     ("train.eval_every=5", "train.eval_every = 5 and data.eval = None: "),
@@ -93,6 +115,8 @@ QUESTIONABLE = [
     ),
 ]
 MEANT = [
+    "rollout.top_p=0.9 rollout.top_k=20 pool.engine=vllm",
+    "pool.engine=sglang data.eval=e.jsonl eval.temperature=1.0 eval.top_p=0.9 eval.top_k=9",
     "rollout.max_staleness=2 pool.mode=standalone train.loss=decoupled train.importance_cap=5.0",
     "train.advantage=own:estimate rollout.group_size=1",
     "train.loss=own:loss train.importance_cap=5.0",

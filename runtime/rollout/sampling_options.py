@@ -1,0 +1,36 @@
+"""How the tokens of a generation are sampled, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """The same for all turns of a sample.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p, top_k: the part of the distribution that is sampled from; 1 and 0: all of it.
+        stop_token_ids: a generation ends after any of these.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: Sequence[int] = ()
+
+    def request_fields(self) -> dict[str, Any]:
+        """Their part of the engine protocol's request. An engine that lacks top-p and top-k sees
+        them only where they are used."""
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        if self.temperature and self.top_p < 1:
+            fields["top_p"] = self.top_p
+        if self.temperature and self.top_k:
+            fields["top_k"] = self.top_k
+        return fields
