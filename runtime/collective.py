@@ -8,7 +8,7 @@ the batch may depend on that engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
@@ -112,9 +112,13 @@ class Rollouts:
         position: str = self._manager.call("position", timeout_s=_LEDGER_TIMEOUT_S)
         return position
 
-    def checkpointed(self, step: int, version: int) -> None:
-        """Records a complete checkpoint after `step` steps. One rank calls it."""
-        self._manager.call("checkpointed", step, version, timeout_s=_LEDGER_TIMEOUT_S)
+    def checkpointed(self, step: int, version: int, kept: Sequence[int]) -> None:
+        """Records a complete checkpoint after `step` steps. One rank calls it.
+
+        Args:
+            kept: steps of all complete checkpoints that are there now.
+        """
+        self._manager.call("checkpointed", step, version, list(kept), timeout_s=_LEDGER_TIMEOUT_S)
 
     def next_batch(
         self, step: int, version: int, serve_sync: ServeSync, timeout_s: float

@@ -287,5 +287,5 @@ class TrainingLoop:
         ):
             self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
             if is_lead:
-                self._rollouts.checkpointed(state.step, state.version)
+                self._rollouts.checkpointed(state.step, state.version, self._checkpoints.steps())
         self._saved_step = self.step

@@ -135,6 +135,11 @@ class CheckpointStore:
         barrier()
         return state
 
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints."""
+        names = [path.name.removeprefix("step-") for path in complete_checkpoints(self.folder)]
+        return [int(name) for name in names if name.isdecimal()]
+
     def _locate(self) -> Path:
         return self.folder if self._run_dir is None else self._run_dir.path / self.folder.name
 

@@ -348,6 +348,25 @@ def decode_batches(payload: bytes | memoryview) -> Iterator[Batch]:
         raise LedgerError(f"events cannot be decoded: {error}") from error
 
 
+def restores_in(payload: bytes | memoryview) -> list[int]:
+    """The steps of the `Restored` events of a frame's payload, which passed its checksum; other
+    events are not decoded."""
+    unpacker: Any = msgpack.Unpacker(max_buffer_size=2**31 - 1)
+    unpacker.feed(payload)
+    found: list[int] = []
+    while unpacker.tell() < len(payload):
+        num_items = unpacker.read_array_header()
+        unpacker.skip()  # the time
+        for _ in range(num_items - 1):
+            num_values, tag = unpacker.read_array_header(), unpacker.unpack()
+            for idx in range(num_values - 1):
+                if idx == 0 and tag == _FORMS[Restored][0]:
+                    found.append(unpacker.unpack())
+                else:
+                    unpacker.skip()
+    return found
+
+
 class _Ints:
     """A column of integers or floats of one dtype."""
 

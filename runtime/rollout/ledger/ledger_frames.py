@@ -59,6 +59,11 @@ def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
     return _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
 
 
+def frame_nbytes(head: bytes) -> int:
+    """The size of the frame that begins with these bytes; 0 if they are cut."""
+    return HEAD_NBYTES + _HEAD.unpack(head)[1] if len(head) == HEAD_NBYTES else 0
+
+
 def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
     """Finds the good frames of a file's bytes; payloads are views of `data`.
 

@@ -21,7 +21,7 @@ import msgpack
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
-from umbra.runtime.rollout.ledger.ledger_events import Batch, decode_batches
+from umbra.runtime.rollout.ledger.ledger_events import Batch, decode_batches, restores_in
 
 FORMAT: Final = 1
 _NAME: Final = re.compile(r"(\d{6,})-(\d{4,})\.log")
@@ -146,12 +146,34 @@ class History:
             for part in self.parts
         )
 
+    def until(self, position: Position) -> History:
+        """The history up to a position that it covers."""
+        parts = [part for part in self.parts if (part.incarnation, part.part) <= position[:2]]
+        return History(self.folder, (*parts[:-1], parts[-1]._replace(stop=position.offset)))
+
+    def nbytes_after(self, position: Position) -> int:
+        """Size of what follows a position that it covers."""
+        later = [part for part in self.parts if (part.incarnation, part.part) >= position[:2]]
+        return sum(part.stop for part in later) - position.offset
+
+    def header_at(self, position: Position) -> Header:
+        """The header of the file that has a position."""
+        return _header_of(self.folder / part_name(*position[:2]))
+
     def headers(self) -> Iterator[Header]:
         """The header of each valid file."""
         for part in self.parts:
             if part.stop:
-                (_, payload), *_ = _scan(part).frames
-                yield Header.from_wire(payload, part.path)
+                yield _header_of(part.path)
+
+    def restores(self, start: Position = BEGIN) -> list[tuple[Position, int]]:
+        """Where the job went back to a checkpoint, and the steps of these, oldest first. Much
+        faster than decoding all events."""
+        return [
+            (position, step)
+            for position, payload in self._frames(start, None)
+            for step in restores_in(payload)
+        ]
 
     def entries(self, start: Position = BEGIN, stop: Position | None = None) -> Iterator[Entry]:
         """Every batch, in order.
@@ -163,6 +185,17 @@ class History:
         Raises:
             LedgerError: a file is damaged, truncated or missing.
         """
+        for position, payload in self._frames(start, stop):
+            try:
+                for batch in decode_batches(payload):
+                    yield Entry(position, batch)
+            except LedgerError as error:
+                path = self.folder / part_name(*position[:2])
+                raise LedgerError(f"{path}, frame at byte {position.offset}: {error}") from error
+
+    def _frames(
+        self, start: Position, stop: Position | None
+    ) -> Iterator[tuple[Position, memoryview]]:
         for part in self.parts:
             number = (part.incarnation, part.part)
             if number < start[:2] or (stop is not None and number > stop[:2]):
@@ -172,13 +205,8 @@ class History:
             for offset, payload in _scan(part, start.offset * (number == start[:2])).frames:
                 if offset == 0:
                     Header.from_wire(payload, part.path)
-                    continue
-                position = Position(*number, offset)
-                try:
-                    for batch in decode_batches(payload):
-                        yield Entry(position, batch)
-                except LedgerError as error:
-                    raise LedgerError(f"{part.path}, frame at byte {offset}: {error}") from error
+                else:
+                    yield Position(*number, offset), payload
 
 
 def ledger_folder(run_dir: Path, manager: str) -> Path:
@@ -226,7 +254,7 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
             continue
         own = _parts_of(incarnation, files[incarnation], folder)
         if own:
-            header = Header.from_wire(_scan(own[0]).frames[0][1], own[0].path)
+            header = _header_of(own[0].path)
             earlier = [
                 LogPart(folder / part_name(of_incarnation, part), of_incarnation, part, stop)
                 for of_incarnation, part, stop in header.earlier
@@ -257,7 +285,10 @@ def extend_history(history: History) -> History | None:
 
 
 def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
-    """The files of the newest incarnation; empty if its first header was not written."""
+    """The files of the newest incarnation; empty if its first header was not written.
+
+    A part was synced as a whole before the next one began, so only the last one is read.
+    """
     parts: list[LogPart] = []
     for part in range(max(files) + 1):
         if part not in files:
@@ -265,14 +296,21 @@ def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[Lo
                 f"{folder / part_name(incarnation, part)} is missing, but a later part of "
                 f"incarnation {incarnation} exists: restore it from a backup"
             )
-        found = ledger_frames.scan(_read(files[part]), files[part])
-        if part < max(files) and (found.is_torn or not found.stop):
+        if part == max(files):
+            stop = ledger_frames.scan(_read(files[part]), files[part]).stop
+        elif not (stop := files[part].stat().st_size):
             raise LedgerError(
-                f"{files[part]} is damaged at byte {found.stop}: it was whole when its next part "
-                "was begun; restore it from a backup"
+                f"{files[part]} is empty: it was whole when its next part was begun; restore it "
+                "from a backup"
             )
-        parts.append(LogPart(files[part], incarnation, part, found.stop))
+        parts.append(LogPart(files[part], incarnation, part, stop))
     return parts if parts[0].stop else []
+
+
+def _header_of(path: Path) -> Header:
+    head = _read(path, 0, ledger_frames.HEAD_NBYTES)
+    frames = ledger_frames.scan(_read(path, 0, ledger_frames.frame_nbytes(head)), path).frames
+    return Header.from_wire(frames[0][1] if frames else b"", path)
 
 
 def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:

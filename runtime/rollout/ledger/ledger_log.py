@@ -244,13 +244,13 @@ def _exists(name: str, folder_fd: int) -> bool:
 
 
 def _sync_last_incarnation(history: History) -> None:
-    """Syncs what the last incarnation wrote, because it counts from now on."""
-    for part in history.parts:
-        if part.incarnation == history.end.incarnation:
-            try:
-                sync(part.path)
-            except OSError as error:
-                raise _describe(error, "sync", part.path) from error
+    """Syncs what the last incarnation wrote, because it counts from now on. Its earlier parts were
+    synced before the last one began."""
+    for part in history.parts[-1:]:
+        try:
+            sync(part.path)
+        except OSError as error:
+            raise _describe(error, "sync", part.path) from error
 
 
 def _describe(error: OSError, what: str, path: Path) -> LedgerError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, assert_never
+from dataclasses import asdict
+from typing import Any, Final, assert_never
 
 import numpy as np
 
@@ -47,6 +48,7 @@ _OPEN: Final = _WAITING | _RUNNING
 _FINISHED: Final = frozenset({SampleState.FINISHED})
 _SCORED: Final = frozenset({SampleState.SCORED})
 _UNLEASED: Final = _OPEN | _FINISHED | _SCORED
+_STORED: Final = ("steps_done", "covered_step", "next_uid", "num_groups", "_last_order_idx")
 
 
 class LedgerState:
@@ -65,7 +67,7 @@ class LedgerState:
         covered_step: steps that the newest checkpoint covers.
         evaluation: the last one, unless the job has gone back to a checkpoint since.
         next_uid: uid of the next group's first sample.
-
+        num_groups: number of groups that were ever admitted.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class LedgerState:
         self.covered_step = 0
         self.evaluation: Evaluated | None = None
         self.next_uid = 0
+        self.num_groups = 0
         self.totals = Totals()
         self.counts: Counter[SampleState] = Counter()
         self.drop_reasons: Counter[str] = Counter()
@@ -90,7 +93,6 @@ class LedgerState:
         self._last_order_idx = -1
         self._samples: dict[int, SampleAccount] = {}
         self._groups: dict[str, GroupAccount] = {}
-        self._group_ids: set[str] = set()
         self._leased: dict[int, list[SampleAccount]] = {}  # by step, until released
 
     def apply(self, event: Event) -> None:
@@ -145,16 +147,6 @@ class LedgerState:
         """The groups that were not folded, in order of admission."""
         return iter(self._groups.values())
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups that were ever admitted."""
-        return len(self._group_ids)
-
-    @property
-    def group_ids(self) -> frozenset[str]:
-        """Ids of all groups that were ever admitted."""
-        return frozenset(self._group_ids)
-
     def scored(self) -> Uids:
         """Uids of samples that have a reward and are not leased."""
         found = [uid for uid, held in self._samples.items() if held.state is SampleState.SCORED]
@@ -169,6 +161,54 @@ class LedgerState:
         """Uids of samples that engines had when the history ended; they must be cut first."""
         found = [uid for uid, held in self._samples.items() if held.state is SampleState.RUNNING]
         return np.asarray(found, np.int64)
+
+    def foresee(self, restores: Iterable[int]) -> None:
+        """Takes the steps of all `Restored` events to come, in order."""
+        self._restores = deque(restores)
+
+    def to_wire(self) -> Iterator[list[Any]]:
+        """The state as plain data, so that it is bounded by what is live: groups that are trained
+        or dropped are counts. It cannot go back to an earlier step than `steps_done`."""
+        live = [group for group in self._groups.values() if not group.is_done]
+        evaluation = self.evaluation
+        yield [
+            {name: getattr(self, name) for name in _STORED},
+            np.asarray([*self.versions.items()], np.int64).tobytes(),
+            asdict(self.totals),
+            {str(state): count for state, count in self.counts.items()},
+            dict(self.drop_reasons),
+            evaluation and [evaluation.step, evaluation.temperature, evaluation.outcome],
+            len(live),
+        ]
+        for group in live:
+            yield group.to_wire()
+            for sample in group.samples:
+                yield sample.to_wire()
+
+    @classmethod
+    def from_wire(cls, items: Iterator[Any]) -> LedgerState:
+        """Restores what `to_wire` has yielded."""
+        state = cls()
+        stored, versions, totals, counts, drop_reasons, evaluation, num_live = next(items)
+        for name in _STORED:
+            setattr(state, name, stored[name])
+        state._released_step = state.steps_done
+        flat: list[int] = np.frombuffer(versions, np.int64).tolist()
+        state.versions = dict(zip(flat[::2], flat[1::2], strict=True))
+        state.totals = Totals(**totals)
+        state.counts.update({SampleState(name): count for name, count in counts.items()})
+        state.drop_reasons.update(drop_reasons)
+        state.evaluation = evaluation and Evaluated(*evaluation)
+        for _ in range(num_live):
+            group = GroupAccount.from_wire(next(items))
+            state._groups[group.group_id] = group
+            for sample in group.samples:
+                sample.fill(next(items))
+                state._samples[sample.uid] = sample
+                if sample.state is SampleState.LEASED:
+                    assert sample.step is not None
+                    state._leased.setdefault(sample.step, []).append(sample)
+        return state
 
     def check_integrity(self) -> None:
         """Asserts that counts and accounts agree."""
@@ -198,7 +238,7 @@ class LedgerState:
             raise LedgerError(
                 f"{event.group_id}: admitted as uid {event.first_uid}, expected {self.next_uid}"
             )
-        if event.group_id in self._group_ids:
+        if event.group_id in self._groups:
             raise LedgerError(f"{event.group_id} is admitted twice")
         if event.order_idx <= self._last_order_idx:
             raise LedgerError(
@@ -214,7 +254,7 @@ class LedgerState:
             seeds=event.seeds,
         )
         self._groups[event.group_id] = group
-        self._group_ids.add(event.group_id)
+        self.num_groups += 1
         self._last_order_idx = event.order_idx
         for sample in group.samples:
             self._samples[sample.uid] = sample

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -41,11 +42,14 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     encode_event,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.ledger_history import History, Position, read_history
+from umbra.runtime.rollout.ledger.ledger_history import BEGIN, History, Position, read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_snapshot import LedgerContent, Restores, read_content
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
+from umbra.runtime.rollout.ledger.snapshot_taker import SnapshotTaker
+
+logger = logging.getLogger(__name__)
 
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
@@ -66,10 +70,10 @@ class Recorder:
         self._on_failure = on_failure
         self._stack = contextlib.AsyncExitStack()
         self._writer: LedgerWriter | None = None
+        self._snapshots = None if folder is None else SnapshotTaker(folder)
         self._ticket: Ticket | None = None
         self._next_uid = 0
         self._versions: set[int] = set()
-        self._group_ids: set[str] = set()
         self._scored: set[int] = set()  # uids of samples that are scored and not leased
         self._has_failed = False
         self._step = 0
@@ -89,6 +93,11 @@ class Recorder:
         self._flush()
         await self._stack.aclose()
 
+    async def run(self) -> None:
+        """Has snapshots taken until cancelled."""
+        if self._snapshots is not None:
+            await self._snapshots.run()
+
     async def recover(self, restored: Restored | None, needs: str = "") -> LedgerState | None:
         """Reads the state at the end of the history; None without a ledger.
 
@@ -100,11 +109,15 @@ class Recorder:
             LedgerError: the history is damaged, ends before the checkpoint's position, or has since
                 gone back behind that checkpoint.
         """
-        if self._writer is None or self._folder is None:
+        if self._writer is None or self._folder is None or self._snapshots is None:
             return None
         await self.durable()
-        folder, step = self._folder, None if restored is None else restored.step
-        state = await asyncio.to_thread(_read_state, folder, needs, step)
+        step = None if restored is None else restored.step
+        content, nbytes = await asyncio.to_thread(_read, self._folder, needs, step)
+        state, snapshot = content.state, content.snapshot
+        behind = f"behind {snapshot.path.name}" if snapshot else "and no snapshot"
+        logger.info("read %d bytes of the ledger %s", nbytes, behind)
+        self._snapshots.begin(nbytes, snapshot.steps_done if snapshot else 0)
         first: list[Event] = []
         if len(running := state.running()):
             first.append(Cut(running, "the rollout manager restarted"))
@@ -117,7 +130,6 @@ class Recorder:
         self._next_uid = state.next_uid
         self._versions = set(state.versions)
         self._step = state.steps_done
-        self._group_ids = set(state.group_ids)
         self._scored = set(state.scored().tolist())
         return state
 
@@ -153,20 +165,9 @@ class Recorder:
     # -- groups --------------------------------------------------------------------------
 
     def admitted(self, group: Group, epoch: int, order_idx: int) -> None:
-        """Records a new group and gives its samples their uids.
-
-        Raises:
-            LedgerError: it was admitted before, so the data set or its order was changed.
-        """
+        """Records a new group and gives its samples their uids."""
         if self._writer is None:
             return
-        if group.group_id in self._group_ids:
-            raise LedgerError(
-                f"{group.group_id} occurs again at index {order_idx} in the data, but the "
-                f"ledger in {self._folder} has it already: the data set, train.seed or "
-                "data.shuffle was changed; change it back, or begin a new run in another run.dir"
-            )
-        self._group_ids.add(group.group_id)
         first_uid = self._next_uid
         for sample in group.trajectories:
             sample.uid = self._next_uid
@@ -277,8 +278,11 @@ class Recorder:
     def evaluated(self, step: int, temperature: float, outcome: Mapping[str, Any]) -> None:
         self._write(Evaluated(step, float(temperature), outcome))
 
-    def checkpoint(self, step: int, version: int) -> None:
+    def checkpoint(self, step: int, version: int, kept: Sequence[int]) -> None:
+        """Records a complete checkpoint. `kept`: steps of all that the job may resume from."""
         self._write(Checkpoint(step, version))
+        if self._snapshots is not None:
+            self._snapshots.checkpoints = kept
 
     # -- private -------------------------------------------------------------------------
 
@@ -328,7 +332,11 @@ class Recorder:
     def _on_progress(self) -> None:
         if self._writer is not None and self._writer.failure is not None:
             self._fail(self._writer.failure)
-        elif self.has_capacity and self._on_capacity is not None:
+            return
+        if self._writer is not None and self._snapshots is not None:
+            writer = self._writer
+            self._snapshots.observe(writer.position, writer.written_nbytes, self._step)
+        if self.has_capacity and self._on_capacity is not None:
             resume, self._on_capacity = self._on_capacity, None
             resume()
 
@@ -339,14 +347,17 @@ class Recorder:
             self._on_failure(error)
 
 
-def _read_state(folder: Path, needs: str, restoring_step: int | None) -> LedgerState:
+def _read(folder: Path, needs: str, restoring_step: int | None) -> tuple[LedgerContent, int]:
+    """The content of a ledger, and how many bytes of its log were read."""
     history = read_history(folder)
+    content = read_content(history, restoring_step)
     if needs and restoring_step is not None:
-        _check_fit(history, Position.parse(needs), restoring_step)
-    return replay(history.entries, restoring_step=restoring_step)
+        _check_fit(history, content.restores, Position.parse(needs), restoring_step)
+    start = BEGIN if content.snapshot is None else content.snapshot.position
+    return content, history.nbytes_after(start)
 
 
-def _check_fit(history: History, needs: Position, step: int) -> None:
+def _check_fit(history: History, restores: Restores, needs: Position, step: int) -> None:
     """Raises LedgerError unless the history contains a checkpoint after `step` steps at `needs`.
 
     If the job went back behind the checkpoint, its training data has been generated or delivered
@@ -357,14 +368,13 @@ def _check_fit(history: History, needs: Position, step: int) -> None:
             f"the ledger in {history.folder} ends at {history.end}, but the checkpoint was made at "
             f"{needs}: put the ledger's files back, or resume from an older checkpoint"
         )
-    for entry in history.entries():
-        for event in entry.batch.events:
-            if isinstance(event, Restored) and event.step < step and entry.position >= needs:
-                raise LedgerError(
-                    f"the checkpoint after {step} steps was made at {needs} of the ledger in "
-                    f"{history.folder}, but the job later went back to step {event.step}, at "
-                    f"{entry.position}: remove the checkpoint, or resume from it in another run.dir"
-                )
+    for position, restored_step in restores:
+        if restored_step < step and position >= needs:
+            raise LedgerError(
+                f"the checkpoint after {step} steps was made at {needs} of the ledger in "
+                f"{history.folder}, but the job later went back to step {restored_step}, at "
+                f"{position}: remove the checkpoint, or resume from it in another run.dir"
+            )
 
 
 def _uids(groups: Sequence[Group]) -> NDArray[np.int64]:

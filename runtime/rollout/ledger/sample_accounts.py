@@ -26,6 +26,22 @@ T = TypeVar("T", bound=np.generic)
 _INITIAL_CAPACITY: Final = 32
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
+_OF_GROUP: Final = ("first_uid", "group_id", "prompt_id", "epoch", "order_idx")
+_STORED: Final = (
+    "finish_reason",
+    "drop_reason",
+    "reward",
+    "step",
+    "recorded",
+    "num_interruptions",
+    "num_resets",
+    "num_reset_tokens",
+    "num_rolled_back",
+    "num_tokens",
+    "is_released",
+    "_run_starts",
+    "_run_versions",
+)
 
 
 class SampleState(StrEnum):
@@ -44,6 +60,7 @@ class SampleState(StrEnum):
         return _WORDS[self]
 
 
+_DONE: Final = frozenset({SampleState.TRAINED, SampleState.DROPPED})
 _WORDS: Final = {
     SampleState.PENDING: "waits for an engine",
     SampleState.RUNNING: "is being generated",
@@ -185,6 +202,22 @@ class SampleAccount:
                 return start
         return self.num_tokens
 
+    def to_wire(self) -> list[Any]:
+        """Everything about it, as plain data; its uid and its group are known from their order."""
+        values = [getattr(self, name) for name in _STORED]
+        prompt = None if self.prompt is None else self.prompt.tobytes()
+        return [*values, str(self.state), prompt, self.tokens.tobytes(), self.logprobs.tobytes()]
+
+    def fill(self, stored: Sequence[Any]) -> None:
+        """Restores what `to_wire` returned."""
+        *values, state, prompt, tokens, logprobs = stored
+        for name, value in zip(_STORED, values, strict=True):
+            setattr(self, name, value)
+        self.state = SampleState(state)
+        self.prompt = None if prompt is None else np.frombuffer(prompt, np.int32)
+        self._tokens = np.frombuffer(tokens, np.int32).copy()  # later tokens may replace some
+        self._logprobs = np.frombuffer(logprobs, np.float32).copy()
+
     def release(self) -> None:
         """Forgets tokens, prompt and recorded values; segments and counts stay."""
         self.is_released = True
@@ -223,6 +256,21 @@ class GroupAccount:
     def is_settled(self) -> bool:
         """Whether nothing can happen to it any more."""
         return all(sample.is_released for sample in self.samples)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing can happen to it any more, unless the job goes back to a checkpoint."""
+        return all(sample.state in _DONE for sample in self.samples)
+
+    def to_wire(self) -> list[Any]:
+        """Everything about it but its samples, as plain data."""
+        return [getattr(self, name) for name in _OF_GROUP] + [self.seeds.tolist()]
+
+    @classmethod
+    def from_wire(cls, stored: Sequence[Any]) -> GroupAccount:
+        *values, seeds = stored
+        named = dict(zip(_OF_GROUP, values, strict=True))
+        return cls(seeds=np.asarray(seeds, np.int64), **named)
 
 
 @dataclass(slots=True)

@@ -134,6 +134,7 @@ class RolloutManager:
         """Owns every task of the manager; runs until the actor is stopped."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._operator_messages.run())
+            tasks.create_task(self._recorder.run())
             if self._context.num_restarts:
                 tasks.create_task(self._resume())
             await self._called.wait()  # the pool and the workers may be created after the manager
@@ -180,10 +181,14 @@ class RolloutManager:
         await self._recorder.durable()
 
     @idempotent
-    async def checkpointed(self, step: int, version: int) -> None:
-        """Records a complete checkpoint after `step` steps. One rank calls it."""
+    async def checkpointed(self, step: int, version: int, kept: list[int]) -> None:
+        """Records a complete checkpoint after `step` steps. One rank calls it.
+
+        Args:
+            kept: steps of all complete checkpoints that are there now.
+        """
         await self._ensure_recovered()
-        self._recorder.checkpoint(step, version)
+        self._recorder.checkpoint(step, version, kept)
         await self._recorder.durable()
         await self._operator_messages.record(f"after step {step}, version {version}", "checkpoint")
 

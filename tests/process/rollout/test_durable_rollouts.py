@@ -73,6 +73,40 @@ def test_killed_between_batches_it_delivers_the_next_as_if_undisturbed(
     assert state.counts[SampleState.DROPPED] == 0
 
 
+def test_a_killed_manager_resumes_from_its_newest_snapshot(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        config={"max_staleness": 1, "groups_per_step": 2},
+        manager="frequent_snapshots:FrequentSnapshots",
+    )
+    order = [*expected_completions(0).items(), *expected_completions(1).items()]
+    for step in range(4):
+        live.announce(step, step)
+        live.publish(step)
+        batch = merged(live.next_batch(step))
+        assert completions(batch) == dict(order[8 * step : 8 * step + 8])
+        if step:
+            wait_for_snapshot(live, step)
+            live.replace_manager()
+        assert merged(live.next_batch(step)) == batch
+
+    state = ledger_of(live)
+    assert state.counts[SampleState.TRAINED] == 8 * 3
+    log = (umbra_session.log_dir / "rollouts.log").read_text()
+    assert log.count(" bytes of the ledger behind 00000") == 3, log
+
+
+def wait_for_snapshot(live: LiveRollouts, steps_done: int) -> None:
+    """Until there is one with so many steps."""
+    deadline = time.monotonic() + 20.0
+    while not list(live.ledger_path.glob(f"[0-9]*-{steps_done}.snapshot")):
+        assert time.monotonic() < deadline, [*live.ledger_path.iterdir()]
+        time.sleep(0.01)
+
+
 def wait_for_progress(live: LiveRollouts, name: str, count: int) -> None:
     """Until `stats` counts so many; nothing that a rank calls."""
     deadline = time.monotonic() + 20.0
@@ -284,7 +318,7 @@ def test_a_rollback_takes_back_what_came_after_the_checkpoint(
         batches.append(merged(live.next_batch(step)))
         if step == 1:  # after the step that the batch of step 1 was for
             position = live.manager.call("position")
-            live.manager.call("checkpointed", 2, 2)
+            live.manager.call("checkpointed", 2, 2, [2])
     wait_for_progress(live, "groups_ready", 4)  # with weights that came after the checkpoint
     made = tokens_made(live)
 

@@ -130,7 +130,7 @@ def test_a_killed_engine_and_a_checkpoint_are_events_of_the_run_directory(
     live.signal("policy-0", signal.SIGKILL)
     wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "PENDING_WEIGHTS")
     live.publish(0)
-    live.manager.call("checkpointed", 1, 0)
+    live.manager.call("checkpointed", 1, 0, [1])
     half = WeightPublisher(SessionSync(session), 0, 2, {"w": torch.zeros(10)})
     with pytest.raises(WeightSyncError):
         half.publish("policy", 1, 0.5)  # the other rank does not come

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from umbra.runtime.rollout.ledger.ledger_events import (
@@ -23,6 +24,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import History, Position, read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 
 
 def admitted(first_uid: int, name: str, num_samples: int = 2, place: int | None = None) -> Admitted:
@@ -60,6 +62,11 @@ def wire(event: Event) -> bytes:
     """To compare events by."""
     (data,) = encode_batches(0.0, [event])
     return data
+
+
+def wire_of(state: LedgerState) -> list[bytes]:
+    """To compare states by, without what is settled."""
+    return [msgpack.packb(item) for item in state.to_wire()]
 
 
 def write_events(log: LedgerLog, *batches: Sequence[Event]) -> list[Position]:

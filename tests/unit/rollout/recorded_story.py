@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ledger_samples import wire_of
 from recorded_checks import check_accounts, check_batches
 from recorded_world import STOP, Engine, Life, Loop, Taken
 from rollout_configs import rollout_config
@@ -19,6 +20,7 @@ from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of, take_snapshot
 
 
 class Kept(NamedTuple):
@@ -85,6 +87,8 @@ class Story:
                 (self.lose_score, 0.5),
                 (self.lose_loop, bool(life.loops)),
                 (self.checkpoint, 4),
+                (self.snapshot, 2),
+                (self.damage, 0.3),
                 (self.lose_manager, 0.6),
                 (self.go_back, 0.3),
             ]
@@ -351,8 +355,24 @@ class Story:
             await self.life.recorder.durable()
             self.kept.append(Kept(self.step, self.version, self.life.recorder.position))
             if self.chance.random() < 0.8:
-                self.life.recorder.checkpoint(self.step, self.version)
+                self.life.recorder.checkpoint(self.step, self.version, [])
                 await self.life.recorder.durable()
+
+    async def snapshot(self) -> None:
+        """As the manager's process does; which checkpoints are there may be unknown."""
+        await self.life.recorder.durable()
+        history = read_history(self.folder).until(Position.parse(self.life.recorder.position))
+        steps = self.chance.choice([None, [kept.step for kept in self.kept]])
+        taken = take_snapshot(history, steps)
+        self.note(f"snapshot at {taken.position} of step {taken.steps_done}")
+
+    async def damage(self) -> None:
+        """Harms the newest snapshot."""
+        for snapshot in snapshots_of(read_history(self.folder))[:1]:
+            self.note(f"snapshot at {snapshot.position} is damaged")
+            data = bytearray(snapshot.path.read_bytes())
+            data[self.chance.randrange(len(data))] ^= 1
+            snapshot.path.write_bytes(data[: self.chance.choice([len(data), len(data) // 2])])
 
     async def lose_manager(self, restored: Restored | None = None, needs: str = "") -> None:
         """Stops the manager in order, or at once, which loses what is not on disk yet."""
@@ -405,6 +425,7 @@ class Story:
             assert history.covers(Position.parse(self.durable_at))
         self.durable_at = self.life.recorder.position
         state = replay(history.entries)
+        assert wire_of(read_content(history).state) == wire_of(state)
         state.check_integrity()
         check_accounts(state, self.life)
         check_batches(state, self.delivered)

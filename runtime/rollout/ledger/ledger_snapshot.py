@@ -1,0 +1,181 @@
+"""Snapshots of a ledger's state, so that a manager need not read the whole log when it starts.
+
+    RUN_DIR/ledger/MANAGER/000001-0003-41943096-120.snapshot
+
+The name has the position in the log at which the state was taken, and the number of optimizer steps
+that were done there. The file has that state without what is settled, and a digest. It is written
+under another name, synced, and then gets its own, so that a crash leaves the older ones.
+
+The log alone is the truth. A snapshot counts if the history of the log covers its position, because
+what precedes it never changes. A damaged one is passed over with a warning. The job can go back
+from it to checkpoints of at least its steps; for earlier ones, an older snapshot is read, and the
+longer tail behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import xxhash
+
+from umbra.runtime.disk import replacing, sync
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.ledger_history import BEGIN, History, Position
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+
+logger = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+_NAME: Final = re.compile(r"(\d{6,})-(\d{4,})-(\d+)-(\d+)\.snapshot")
+_READ_NBYTES: Final = 1024 * 1024
+_NUM_SPARE: Final = 2  # the newest snapshots, of which one may be damaged
+
+Restores = list[tuple[Position, int]]
+"""Where the job went back to a checkpoint, and the steps of these, oldest first."""
+
+
+class Snapshot(NamedTuple):
+    """A file with the state at `position`, where `steps_done` optimizer steps were done."""
+
+    position: Position
+    steps_done: int
+    path: Path
+
+    def fits(self, restores: Restores) -> bool:
+        """Whether the job has not gone back farther since than the snapshot allows."""
+        return all(step >= self.steps_done for at, step in restores if at >= self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerContent:
+    """The state at the end of a history, and what it was read from.
+
+    Attributes:
+        snapshot: None if the whole log was read.
+    """
+
+    state: LedgerState
+    restores: Restores
+    snapshot: Snapshot | None
+
+
+def read_content(history: History, restoring_step: int | None = None) -> LedgerContent:
+    """Reads the newest snapshot that serves, and the log behind it.
+
+    Args:
+        restoring_step: step of the checkpoint that the caller will resume from, if any.
+
+    Raises:
+        LedgerError: the log is damaged or contradicts itself; the position is named.
+    """
+    restores: Restores | None = None
+    own = [] if restoring_step is None else [(history.end, restoring_step)]
+    for snapshot in [*snapshots_of(history), None]:
+        if snapshot is None:
+            start, state, earlier = BEGIN, LedgerState(), Restores()
+        elif restores is not None and not snapshot.fits(restores + own):
+            continue
+        else:
+            start = snapshot.position
+            try:
+                state, earlier = _read(snapshot, history)
+            except (OSError, LedgerError) as error:
+                logger.warning("passing over a snapshot of the ledger: %s", error)
+                continue
+        if restores is None:
+            restores = earlier + history.restores(start)
+            if snapshot is not None and not snapshot.fits(restores + own):
+                continue
+        state.foresee(step for at, step in restores + own if at >= start)
+        for entry in history.entries(start):
+            for event in entry.batch.events:
+                try:
+                    state.apply(event)
+                except LedgerError as error:
+                    raise LedgerError(f"the ledger at {entry.position}: {error}") from error
+        return LedgerContent(state, restores, snapshot)
+    raise AssertionError("the whole log always serves")
+
+
+def take_snapshot(history: History, checkpoints: Collection[int] | None) -> Snapshot:
+    """Writes the state at the end of a history, and removes snapshots that nothing needs any more:
+    neither a restart of the manager, nor a resume.
+
+    Args:
+        checkpoints: steps of those that the job may resume from; None if they are unknown.
+
+    Raises:
+        LedgerError: the log is damaged.
+        OSError: the snapshot cannot be written.
+    """
+    content = read_content(history)
+    state, position = content.state, history.end
+    name = "{:06}-{:04}-{}-{}.snapshot".format(*position, state.steps_done)
+    taken = Snapshot(position, state.steps_done, history.folder / name)
+    digest = xxhash.xxh3_128()
+    with replacing(taken.path) as file:
+        for item in ([*_head(taken, history), content.restores], *state.to_wire()):
+            data: bytes = msgpack.packb(item)
+            digest.update(data)
+            file.write(data)
+        file.write(digest.digest())
+    sync(history.folder)
+    usable = [snapshot for snapshot in snapshots_of(history) if snapshot.fits(content.restores)]
+    if checkpoints is None:
+        checkpoints = {s.steps_done for s in usable if s.steps_done <= state.covered_step}
+    needed = set(usable[:_NUM_SPARE])
+    for step in checkpoints:
+        needed.update([s for s in usable if s.steps_done <= step][:1])
+    for snapshot in _all_in(history.folder):
+        if snapshot.position <= position and snapshot not in needed:
+            snapshot.path.unlink(missing_ok=True)
+    for path in history.folder.glob(".*.snapshot.*"):  # of a process that was killed
+        path.unlink(missing_ok=True)
+    return taken
+
+
+def snapshots_of(history: History) -> list[Snapshot]:
+    """The snapshots that the history covers, newest first."""
+    found = [snapshot for snapshot in _all_in(history.folder) if history.covers(snapshot.position)]
+    return sorted(found, reverse=True)
+
+
+def largest_snapshot_nbytes(folder: Path) -> int:
+    """Raises OSError if the folder cannot be read."""
+    return max((snapshot.path.stat().st_size for snapshot in _all_in(folder)), default=0)
+
+
+def _all_in(folder: Path) -> Iterator[Snapshot]:
+    for path in list(folder.iterdir()):
+        if match := _NAME.fullmatch(path.name):
+            *position, steps_done = map(int, match.groups())
+            yield Snapshot(Position(*position), steps_done, path)
+
+
+def _head(snapshot: Snapshot, history: History) -> list[Any]:
+    """Distinguishes the log from one of other content with the same position, as after a backup of
+    it was restored."""
+    return [FORMAT, str(snapshot.position), history.header_at(snapshot.position).time_s]
+
+
+def _read(snapshot: Snapshot, history: History) -> tuple[LedgerState, Restores]:
+    digest = xxhash.xxh3_128()
+    size = snapshot.path.stat().st_size - digest.digest_size
+    with snapshot.path.open("rb") as file:
+        for start in range(0, size, _READ_NBYTES):
+            digest.update(file.read(min(_READ_NBYTES, size - start)))
+        if size < 0 or file.read() != digest.digest():
+            raise LedgerError(f"{snapshot.path} is damaged: its digest is not that of its content")
+        file.seek(0)
+        items: Any = msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=2**31 - 1)
+        *head, restores = next(items)
+        if head != _head(snapshot, history):
+            raise LedgerError(f"{snapshot.path} is of another format or log: {head}")
+        state = LedgerState.from_wire(items)
+    return state, [(Position(*position), step) for position, step in restores]

@@ -1,0 +1,35 @@
+"""Takes one snapshot of a ledger, in a process of its own: `python -m ... FOLDER POSITION STEPS`.
+
+STEPS are those of the checkpoints, such as `20,40`, or `unknown`. The process does what a manager
+does when it starts, while the manager that began it does not wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
+from umbra.runtime.rollout.ledger.ledger_snapshot import take_snapshot
+
+
+def main(folder: str, position: str, steps: str) -> int:
+    os.nice(10)
+    try:
+        history, stop = read_history(Path(folder)), Position.parse(position)
+        if not history.covers(stop):
+            raise LedgerError(f"the log ends at {history.end}: another rollout manager took over")
+        checkpoints = (
+            None if steps == "unknown" else [int(step) for step in steps.split(",") if step]
+        )
+        take_snapshot(history.until(stop), checkpoints)
+    except (LedgerError, OSError) as error:
+        print(f"no snapshot of the ledger at {position}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

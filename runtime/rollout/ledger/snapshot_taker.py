@@ -1,0 +1,87 @@
+"""Decides when a ledger needs a snapshot, and has it taken by a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.errors import ActorError
+from umbra.runtime.process.child_process import ChildProcess
+from umbra.runtime.rollout.ledger.ledger_history import Position
+from umbra.runtime.rollout.ledger.ledger_snapshot import largest_snapshot_nbytes
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM: Final = "umbra.runtime.rollout.ledger.snapshot_process"
+_TIMEOUT_S: Final = 600.0
+
+
+class SnapshotTaker:
+    """Takes one snapshot at a time. The log may grow meanwhile; the next one has what was added.
+
+    A snapshot that fails costs the next start time, and is logged; the next one is tried when as
+    much was written again.
+
+    Attributes:
+        tail_nbytes: size of the log behind the last snapshot at which the next one is due; at least
+            twice that of the snapshots. A manager that starts reads it in a second. Less takes more
+            of a processor while the job runs.
+        tail_steps: optimizer steps after which one is due in any case.
+        checkpoints: steps of those that the job may resume from; None if they are unknown.
+    """
+
+    tail_nbytes = 64 * 1024 * 1024
+    tail_steps = 200
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoints: Collection[int] | None = None
+        self._folder = folder
+        self._taken = (0, 0)  # bytes of the log and steps at the last snapshot
+        self._now = (0, 0)
+        self._position: Position | None = None
+        self._changed = asyncio.Event()
+
+    def begin(self, nbytes: int, steps_done: int) -> None:
+        """Takes how much of the log is behind the last snapshot, and the steps that this has."""
+        self._taken = self._now[0] - nbytes, steps_done
+
+    def observe(self, position: Position, nbytes: int, steps_done: int) -> None:
+        """Takes what is durable: the log up to `position`, `nbytes` since the process began."""
+        self._position, self._now = position, (nbytes, steps_done)
+        if self._is_due():
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self.take_if_due()
+
+    async def take_if_due(self) -> None:
+        """Returns when its process has ended."""
+        if self._is_due():
+            self._taken = self._now
+            await self._take()
+
+    def _is_due(self) -> bool:
+        nbytes, steps = (now - taken for now, taken in zip(self._now, self._taken, strict=True))
+        return nbytes >= self.tail_nbytes or steps >= self.tail_steps
+
+    async def _take(self) -> None:
+        known = self.checkpoints
+        steps = "unknown" if known is None else ",".join(map(str, known))
+        argv = [sys.executable, "-m", _PROGRAM, str(self._folder), str(self._position), steps]
+        try:
+            async with ChildProcess.spawn("snapshot", argv) as child, asyncio.timeout(_TIMEOUT_S):
+                status = await child.wait()
+            if status.code != 0:
+                logger.warning("the process that takes a snapshot of the ledger %s", status)
+            largest_nbytes = await asyncio.to_thread(largest_snapshot_nbytes, self._folder)
+            self.tail_nbytes = max(self.tail_nbytes, 2 * largest_nbytes)
+        except (ActorError, OSError, TimeoutError) as error:
+            logger.warning("no snapshot of the ledger was taken: %r", error)

@@ -1,0 +1,64 @@
+"""The process that takes snapshots while a manager appends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from ledger_samples import life_of_a_group, wire_of
+
+from umbra.runtime.rollout.ledger.ledger_events import Event, Recorded, Version
+from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
+from umbra.runtime.rollout.ledger.snapshot_taker import SnapshotTaker
+
+pytestmark = pytest.mark.process
+
+
+async def append(folder: Path, taker: SnapshotTaker, *batches: list[Event]) -> None:
+    """Appends, and has snapshots taken that are due."""
+    async with LedgerWriter(LedgerLog.open(folder, "job")) as writer:
+        for batch in batches:
+            ticket = writer.append(*batch)
+            await writer.durable(ticket, 10.0)
+            steps = sum(isinstance(event, Version) for event in batch)
+            taker.observe(writer.position, writer.written_nbytes, steps)
+            await taker.take_if_due()
+
+
+PAGE: list[Event] = [Recorded(0, "a", b"x" * 60_000)]
+
+
+def test_one_is_taken_when_the_tail_is_long_and_it_serves(tmp_path: Path) -> None:
+    taker = SnapshotTaker(tmp_path)
+    taker.tail_nbytes = 100_000
+    group = life_of_a_group(0, "a", 0, 0)
+
+    asyncio.run(append(tmp_path, taker, [Version(0, 0), *group[:2]], PAGE))
+    assert snapshots_of(read_history(tmp_path)) == []
+    asyncio.run(append(tmp_path, taker, [Recorded(0, "b", b"x" * 110_000)], group[2:]))
+
+    history = read_history(tmp_path)
+    (snapshot,) = snapshots_of(history)
+    assert snapshot.path.stat().st_size > 170_000
+    assert taker.tail_nbytes == 2 * snapshot.path.stat().st_size
+    assert history.nbytes_after(snapshot.position) < 1000
+    assert wire_of(read_content(history).state) == wire_of(replay(history.entries))
+
+
+def test_one_that_fails_is_logged_and_the_next_one_is_tried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    taker = SnapshotTaker(tmp_path / "elsewhere")
+    taker.tail_nbytes = 50_000
+    (tmp_path / "elsewhere").mkdir()
+    group = life_of_a_group(0, "a", 0, 0)
+
+    asyncio.run(append(tmp_path / "m", taker, [Version(0, 0), *group[:2]], PAGE))
+
+    assert "the process that takes a snapshot of the ledger exited with status 1" in caplog.text
+    assert "the log ends at 0-0-0" in capfd.readouterr().err
