@@ -17,12 +17,13 @@ import builtins
 import collections.abc
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 from umbra.runtime.errors import ConfigError, SettingError
 
@@ -210,8 +211,33 @@ def to_wire(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+MASK: Final = "***"
+_CREDENTIAL: Final = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
+"""Keys, as of `engine_args`, whose texts are masked."""
+
+
+def shown_settings(value: Any) -> Any:
+    """As `to_wire`, for people and files: without the values of variables, and of options that are
+    named as credentials are."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = annotations_of(type(cast("Any", value)))
+        return {name: _shown(getattr(value, name), hint) for name, hint in hints.items()}
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {
+            key: MASK if isinstance(item, str) and _CREDENTIAL.search(key) else shown_settings(item)
+            for key, item in items
+        }
+    return to_wire(value)
+
+
+def _shown(value: Any, hint: Any) -> Any:
+    return dict.fromkeys(value, MASK) if hint == Variables else shown_settings(value)
+
+
 def chosen_settings(sections: Any, prefix: str = "") -> dict[str, Any]:
-    """The settings that differ from their defaults, as plain values by `section.key`."""
+    """The settings that differ from their defaults, as `shown_settings`, by `section.key`."""
+    hints = annotations_of(type(sections))
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(sections):
         key, value = f"{prefix}{field.name}", getattr(sections, field.name)
@@ -224,7 +250,7 @@ def chosen_settings(sections: Any, prefix: str = "") -> dict[str, Any]:
             for name, part in parts.items():
                 chosen |= chosen_settings(part, f"{name}.")
         elif value != default:
-            chosen[key] = to_wire(value)
+            chosen[key] = _shown(value, hints[field.name])
     return chosen
 
 

@@ -27,7 +27,7 @@ from umbra.runtime.errors import (
 )
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session import Session
-from umbra.runtime.settings import to_wire
+from umbra.runtime.settings import shown_settings
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
@@ -451,7 +451,9 @@ class Trainer:
         if not world.is_lead:
             return RunReporter(config, self._display, None, steps_before=step)
         log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
-        logged = LoggedRun(folder=config.run.dir, name=config.run_name, settings=to_wire(config))
+        logged = LoggedRun(
+            folder=config.run.dir, name=config.run_name, settings=shown_settings(config)
+        )
         loggers = MetricsLoggers(logger_names(config.run.loggers), logged, self._display.note)
         reporter = RunReporter(config, self._display, log, stack.enter_context(loggers), step)
         stack.push(self._announce_failure)  # before closing loggers, which may wait for servers

@@ -221,7 +221,7 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
         chat_template_kwargs: Further variables of the model's chat template, such as
             enable_thinking = false.
         env: Variables for the engines' processes. On GPUs, `gpus` takes the place of
-            CUDA_VISIBLE_DEVICES.
+            CUDA_VISIBLE_DEVICES. Files of the run, loggers and the web page show their names only.
         max_wait_s: How long requests of a colocated pool wait while the policy generates. Then the
             policy is interrupted, and continues later from the tokens so far, whose keys are
             computed again. Lower values interrupt it more often; between the turns of several

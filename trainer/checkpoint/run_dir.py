@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.settings import chosen_settings, from_wire, to_wire
+from umbra.runtime.settings import chosen_settings, from_wire, shown_settings
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.run_files import (
@@ -194,7 +194,7 @@ def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
     content = {
         "folder": str(Path.cwd()),
         "chosen": chosen_settings(config),
-        "settings": to_wire(config),
+        "settings": shown_settings(config),
         "identity": identity,
     }
     write_json(config.run.dir / "settings.json", content)
@@ -208,7 +208,7 @@ def changed_settings(config: TrainerConfig) -> list[str]:
         before = _flat(recorded["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    now = _flat(json.loads(json.dumps(to_wire(config))))
+    now = _flat(json.loads(json.dumps(shown_settings(config))))
     return [
         f"{name} = {now.get(name)!r} (was {before.get(name)!r})"
         for name in sorted(before.keys() | now.keys())

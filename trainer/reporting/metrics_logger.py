@@ -37,7 +37,7 @@ class LoggedRun:
     Attributes:
         folder: the run directory.
         name: shown in progress and report.
-        settings: the whole config as plain data.
+        settings: the whole config as `shown_settings`.
     """
 
     folder: Path

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.settings import chosen_settings, to_wire
+from umbra.runtime.settings import chosen_settings, shown_settings
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.metrics_log import merge_steps
 from umbra.trainer.run_files import write_json, write_text
@@ -123,7 +123,7 @@ def write_report(
         run_dir=path.parent,
         epochs=settings.train.epochs,
         chosen={key: json.dumps(value) for key, value in chosen_settings(settings).items()},
-        settings=json.dumps(to_wire(settings), indent=2, default=str),
+        settings=json.dumps(shown_settings(settings), indent=2, default=str),
     )
     write_text(path, page)
 

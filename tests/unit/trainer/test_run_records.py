@@ -37,7 +37,7 @@ from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.progress_display import ProgressDisplay, format_step
-from umbra.trainer.reporting.run_report import reward_ends
+from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report
 from umbra.trainer.reporting.run_reporter import RunReporter, StepPace, closing_lines, finish
 from umbra.trainer.run_files import (
     RunDirectoryError,
@@ -522,6 +522,37 @@ def test_what_changed_since_the_last_start_is_known(tmp_path: Path) -> None:
     assert changed_settings(again) == []
     assert "train.steps = 9 (was 4)" in changed_settings(more)
     assert "pools.judge.engine = 'echo' (was None)" in changed_settings(more)
+
+
+def test_no_file_of_a_run_has_its_credentials(tmp_path: Path) -> None:
+    judge = AuxiliaryPoolSettings(
+        model_path=Path("judge"),
+        env={"HF_TOKEN": "hf_secret", "OTHER": "hf_secret"},
+        engine_args={"hf_token": "hf_secret", "inner": {"api-key": "hf_secret"}, "max_tokens": 5},
+    )
+    config = replace(make_config(tmp_path), pools={"judge": judge})
+    plot = tmp_path / "plot.png"
+    plot.write_bytes(b"")
+
+    record_settings(config, {})
+    write_report(
+        tmp_path / "report.html",
+        "name",
+        Summary(accuracy_before=None, accuracy_after=None, wall_s=1.0, steps=1, engine_restarts=0),
+        rows=[],
+        samples={},
+        settings=config,
+        plot=plot,
+    )
+
+    recorded = (tmp_path / "settings.json").read_text()
+    pool = json.loads(recorded)["settings"]["pools"]["judge"]
+    assert "hf_secret" not in recorded + (tmp_path / "report.html").read_text()
+    assert pool["env"] == {"HF_TOKEN": "***", "OTHER": "***"}
+    assert pool["engine_args"] == {"hf_token": "***", "inner": {"api-key": "***"}, "max_tokens": 5}
+    changed = " ".join(changed_settings(replace(config, pools={})))
+    assert "pools.judge.env" in changed
+    assert "hf_secret" not in changed
 
 
 def test_without_a_first_evaluation_no_accuracy_before_is_claimed(tmp_path: Path) -> None:
