@@ -143,7 +143,13 @@ class ServiceStarter:
         self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int, device_type: str
     ) -> None:
         spec = manager_spec(
-            self._config, prompts, stop_token_ids, world_size, device_type, self._num_nodes
+            self._config,
+            prompts,
+            stop_token_ids,
+            world_size,
+            device_type,
+            self._num_nodes,
+            self._config.run.dir,
         )
         self._start(partial(self._session.spawn, spec))
 
@@ -279,12 +285,14 @@ def manager_spec(
     world_size: int,
     device_type: str,
     num_nodes: int,
+    folder: Path,
 ) -> ActorSpec:
     """The rollout manager.
 
     Args:
         stop_token_ids: the model's and those of the config.
         num_nodes: that have ranks, and so rollout workers.
+        folder: where `save_tokenizers` writes.
     """
     train = config.train
     manager = RolloutConfig(
@@ -299,6 +307,7 @@ def manager_spec(
             shares_memory=any(pool.mode == "colocated" for pool in config.pools.values()),
         ),
         prompts_path=str(prompts.train_path.absolute()),
+        tokenizer_path=str(tokenizer_path(folder.absolute(), POOL)),
         eval_path=str(prompts.eval_path.absolute()) if prompts.eval_path else "",
         eval_sets=prompts.eval_sets,
         eval_samples=config.eval.samples,

@@ -31,6 +31,8 @@ class RolloutSettings(Settings):
         top_k: Only so many of the most probable tokens are sampled; `top_p` then counts among
             them. Evaluations have their own, `eval.top_k`. Default: 0, all tokens.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
+        stop: Texts that end a completion, special tokens included. It ends with the token that
+            completes one. In an agent loop, they end a turn. They hold for evaluations, too.
         skip_special_tokens: Whether the text of a completion, for rewards, `ctx.decode` and answers
             of auxiliary pools, leaves out all special tokens, such as those around thoughts and
             calls of tools may be. By default it leaves out end-of-text and padding tokens only.
@@ -71,6 +73,7 @@ class RolloutSettings(Settings):
     top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     top_k: Count = 0
     stop_token_ids: tuple[Count, ...] = ()
+    stop: tuple[str, ...] = ()
     skip_special_tokens: bool = False
     max_staleness: Count = 0
     batch_order: Literal["in_order", "first_finished"] = "in_order"
@@ -93,6 +96,9 @@ class RolloutSettings(Settings):
                 "single completion has one reward: set one of the two differently"
             )
 
+        if "" in self.stop:
+            raise SettingError("stop has an empty text, which any completion contains: remove it")
+
     @property
     def sampling(self) -> SamplingOptions:
         """Of training rollouts."""
@@ -101,6 +107,7 @@ class RolloutSettings(Settings):
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
+            stop=self.stop,
         )
 
 
@@ -140,6 +147,7 @@ class RolloutConfig(Settings):
         settings: the user's, with the model's own end-of-text tokens among `stop_token_ids`.
         dispatch: to the pool that generates.
         prompts_path: prompt file of the training set, as `write_prompts` makes it.
+        tokenizer_path: see `ModelTokenizer.open`; used for stop texts only.
         eval_path: prompt file of the held-out sets; "" where nothing is evaluated.
         eval_sets: the sets in that file: names and numbers of prompts, in its order. An evaluation
             scores each of them, besides all prompts together.
@@ -169,6 +177,7 @@ class RolloutConfig(Settings):
     settings: RolloutSettings = field(default_factory=RolloutSettings)
     dispatch: DispatchConfig
     prompts_path: str
+    tokenizer_path: str = ""
     eval_path: str = ""
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
     eval_samples: Positive = 1
@@ -201,4 +210,5 @@ class RolloutConfig(Settings):
             top_p=self.eval_top_p,
             top_k=self.eval_top_k,
             stop_token_ids=self.settings.stop_token_ids,
+            stop=self.settings.stop,
         )

@@ -128,7 +128,7 @@ def _actors(
     """Rollout workers, generators of auxiliary pools, and the rollout manager, which keeps no
     ledger: an evaluation that is started again begins from scratch."""
     stops = tokenizer.stop_token_ids(config.rollout.stop_token_ids)
-    manager = manager_spec(config, prompts, stops, 1, "cpu", 1)
+    manager = manager_spec(config, prompts, stops, 1, "cpu", 1, folder)
     settings = replace(manager.kwargs["config"], ledger_path="")
     generators = [generator_spec(name, config) for name in config.pools]
     return [

@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.token_store import Runs, TokenStore
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory, TrajectoryState
 from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.text.stop_finder import StopFinder
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Dispatcher:
             `on_error` of its own.
         recorder: receives what was appended to recorded trajectories (`uid` not -1).
         on_work: called whenever it may have changed whether anything is left to generate.
+        decode: the text of tokens, in which stop texts are looked for; None where no turn has any.
         clock: seconds; used to measure the speed and the idle time of engines.
 
     Attributes:
@@ -101,6 +103,7 @@ class Dispatcher:
         recorder: TokenRecorder,
         clock: Callable[[], float] = time.monotonic,
         on_work: Callable[[bool], None] = lambda has_work: None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._on_work = on_work
         self._router = router
@@ -108,6 +111,7 @@ class Dispatcher:
         self._on_failure = on_failure
         self._store = TokenStore()
         self._clock = clock
+        self._decode = decode
         self.idleness = EngineIdleness(clock)
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
@@ -129,6 +133,10 @@ class Dispatcher:
 
     def submit(self, turn: Turn) -> None:
         """Queues a turn, or ends it at once if it may not generate another token."""
+        if turn.sampling.stop:
+            assert self._decode is not None
+            turn.stop_finder = StopFinder(self._decode, turn.sampling.stop)
+            turn.num_until_stop(turn.trajectory.tokens[turn.start :])  # an earlier manager's
         outcome = turn.outcome()
         if outcome:
             turn.on_end(turn, outcome)
@@ -236,6 +244,7 @@ class Dispatcher:
             trajectory.uid,
             length=trajectory.completion_len,
             capacity=turn.num_tokens_left(),
+            one_by_one=turn.stop_finder is not None,
         )
         trajectory.begin_attempt(self._store, turn.row)
         trajectory.last_engine = engine
@@ -288,6 +297,12 @@ class Dispatcher:
                 self.counters["gaps"] += 1
                 self._carriers[engine].withdraw([request_id])
                 self._retry(engine, turn, f"{missing} tokens were lost on the way")
+        for request_id in {int(batch.ids[run]) for run in applied.irregular}:
+            turn = inflight.get(request_id)
+            if turn is not None and turn.is_stopped:
+                self._carriers[engine].withdraw([request_id])
+                self._end_attempt(engine, turn)
+                turn.on_end(turn, "stop")
         for request_id, reason in batch.finishes:
             turn = inflight.get(request_id)
             if turn is not None:
@@ -310,7 +325,7 @@ class Dispatcher:
             request_id = int(batch.ids[run])
             start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
             turn = self._inflight[engine].get(request_id)  # a recorder that fails cancels all
-            if turn is None or request_id in lost:
+            if turn is None or turn.is_stopped or request_id in lost:
                 self.counters["late_runs"] += 1
                 self.counters["lost_tokens"] += stop - start
                 continue
@@ -322,7 +337,12 @@ class Dispatcher:
             if missing < 0:
                 self.counters["repeats"] += 1
                 start = min(stop, start - missing)
-            new = slice(start, min(stop, start + turn.num_tokens_left()))
+            num_tokens = turn.num_until_stop(
+                batch.tokens[start : min(stop, start + turn.num_tokens_left())]
+            )
+            new = slice(start, start + num_tokens)
+            if turn.is_stopped:
+                self.counters["lost_tokens"] += stop - new.stop
             self._append(engine, turn, batch.tokens[new], batch.logprobs[new], batch.versions[run])
         return lost
 

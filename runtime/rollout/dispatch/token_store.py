@@ -72,7 +72,8 @@ class Applied(NamedTuple):
 
     Attributes:
         runs: what was appended; None if nothing was.
-        irregular: indices of the runs that do not simply extend their rows. The caller applies them
+        irregular: indices of the runs that do not simply extend their rows, or whose rows take runs
+            one by one. The caller applies them
             one by one, in order.
         num_late: runs of requests that this engine does not hold.
         num_late_tokens: tokens in late runs.
@@ -102,16 +103,27 @@ class TokenStore:
         self._starts = np.zeros(_FIRST_ROWS, np.int64)
         self._versions = np.zeros(_FIRST_ROWS, np.int64)
         self._cursors = np.zeros(_FIRST_ROWS, np.int64)
+        self._one_by_one = np.zeros(_FIRST_ROWS, np.bool_)
         self._marks = np.zeros(_FIRST_ROWS, np.int64)  # scratch of `_extends_row`
         self._free = list(range(_FIRST_ROWS - 1, 0, -1))
         self._earlier: dict[int, list[Segment]] = {}
 
-    def open(self, request_id: int, owner: int, uid: int, *, length: int, capacity: int) -> int:
+    def open(
+        self,
+        request_id: int,
+        owner: int,
+        uid: int,
+        *,
+        length: int,
+        capacity: int,
+        one_by_one: bool = False,
+    ) -> int:
         """Takes a row for an attempt on a trajectory of `length` tokens, which may add `capacity`.
 
         Args:
             request_id: greater than all earlier ones.
             owner: number of the engine, at least 0; runs of other engines do not count.
+            one_by_one: leaves all its runs to the caller, see `Applied.irregular`.
         """
         if not self._free:
             self._grow()
@@ -123,6 +135,7 @@ class TokenStore:
         self._starts[row] = length
         self._versions[row] = _NO_VERSION
         self._cursors[row] = EMPTY
+        self._one_by_one[row] = one_by_one
         self._requests.put(request_id, row)
         return row
 
@@ -197,12 +210,14 @@ class TokenStore:
         return Applied(runs, irregular, *late)
 
     def _extends_row(self, rows: NDArray[np.int64], batch: DeltaBatch) -> NDArray[np.bool_]:
-        """[S] whether a run has tokens, begins where its row ends, fits, and is of its version."""
+        """[S] whether a run has tokens, begins where its row ends, fits, is of its version, and the
+        row takes runs with others."""
         lengths, versions = self._lengths[rows], self._versions[rows]
         counts = np.diff(batch.bounds)
         extends: NDArray[np.bool_] = (counts > 0) & (batch.positions == lengths)
         extends &= lengths + counts <= self._limits[rows]
         extends &= (versions == batch.versions) | (versions == _NO_VERSION)
+        extends &= ~self._one_by_one[rows]
         # A request with several runs in the batch has them appended one by one, in order.
         numbers = np.arange(len(rows))
         self._marks[rows] = numbers
@@ -233,6 +248,7 @@ class TokenStore:
         self._starts = np.concatenate([self._starts, more])
         self._versions = np.concatenate([self._versions, more])
         self._cursors = np.concatenate([self._cursors, more])
+        self._one_by_one = np.concatenate([self._one_by_one, more.astype(np.bool_)])
         self._marks = np.concatenate([self._marks, more])
         self._free += range(2 * old - 1, old - 1, -1)
 

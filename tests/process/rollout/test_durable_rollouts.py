@@ -53,6 +53,45 @@ def test_a_killed_manager_resumes_where_it_was(umbra_session: Session, tmp_path:
     assert state.totals.generated_tokens == 16 * 64
 
 
+def text_of(tokens: list[int]) -> str:
+    """As `write_tokenizer` decodes them."""
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def until_stop(completion: list[int], stop: str) -> list[int]:
+    """The tokens up to the one that completes a stop text."""
+    beginnings = (completion[:num] for num in range(1, len(completion)))
+    return next((tokens for tokens in beginnings if stop in text_of(tokens)), completion)
+
+
+def test_stop_texts_are_found_across_the_deaths_of_engine_and_manager(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    config = {"stop": ("7 t1",), "tokenizer_path": str(tmp_path / "tokenizer.json")}
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0}, config=config)
+    live.publish(1)
+
+    with (
+        killing(live, "policy-0", after_tokens=100),
+        killing(live, "rollouts", after_tokens=250),
+    ):
+        samples = merged(live.next_batch(0))
+    made = tokens_made(live)
+    evaluation = live.evaluate(0)[0]
+
+    expected = {name: until_stop(c, "7 t1") for name, c in expected_completions(0).items()}
+    assert completions(samples) == expected
+    for name, sample in samples.items():
+        is_stopped = "7 t1" in text_of(expected[name])
+        assert sample["finish_reason"] == ("stop" if is_stopped else "length")
+        assert len(sample["logprobs"]) == len(expected[name])
+    assert evaluation["tokens"] < 8 * 64
+    for sample in evaluation["samples"]:
+        assert sample["tokens"] == until_stop(sample["tokens"], "7 t1")
+    # The engines stop, too: what they had made before they were told is a tick or two.
+    assert tokens_made(live) - made < evaluation["tokens"] + 8 * 5
+
+
 def test_killed_between_batches_it_delivers_the_next_as_if_undisturbed(
     umbra_session: Session, tmp_path: Path
 ) -> None:

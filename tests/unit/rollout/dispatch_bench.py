@@ -55,9 +55,19 @@ class Inbox:
 
 
 class Bench:
-    """A dispatcher, its ends and its failures."""
+    """A dispatcher, its ends and its failures.
 
-    def __init__(self, max_inflight: int = 100, recorder: TokenRecorder | None = None) -> None:
+    Args:
+        stop: texts that end turns; the text of token 1 is "b", of token 2 "c" and so on.
+    """
+
+    def __init__(
+        self,
+        max_inflight: int = 100,
+        recorder: TokenRecorder | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._stop = stop
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
         self.now = 0.0
@@ -68,6 +78,7 @@ class Bench:
             recorder or Recorder(None, self.failures.append),
             clock=lambda: self.now,
             on_work=self.told.append,
+            decode=lambda tokens: "".join(chr(97 + token) for token in tokens),
         )
         self.inboxes: dict[EngineId, Inbox] = {}
 
@@ -78,10 +89,18 @@ class Bench:
         return inbox
 
     def submit(
-        self, sample_id: str = "s", *, seed: int = 1, budget: int = 20, uid: int = -1
+        self,
+        sample_id: str = "s",
+        *,
+        seed: int = 1,
+        budget: int = 20,
+        uid: int = -1,
+        so_far: Sequence[int] = (),
     ) -> Turn:
         sample = make_trajectory([1, 2, 3], sample_id=sample_id, seed=seed, budget=budget)
         sample.uid = uid
+        made = np.asarray(so_far, np.int32)
+        sample.append_generated(made, np.full(len(made), -1.0, np.float32), 0)
 
         def on_end(turn: Turn, reason: str) -> None:
             assert turn.trajectory.sample_id not in self.ended, "ended twice"
@@ -92,7 +111,7 @@ class Bench:
             group=None,
             start=0,
             limit=budget,
-            sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP]),
+            sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP], stop=self._stop),
             on_end=on_end,
         )
         self.dispatcher.submit(turn)

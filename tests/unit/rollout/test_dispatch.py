@@ -28,13 +28,15 @@ def token_at(seed: int, position: int) -> int:
     return random.Random(f"{seed}:{position}").randrange(12)  # 0 is the stop token
 
 
-def expected_completion(seed: int, budget: int) -> list[int]:
+def expected_completion(seed: int, budget: int, stop: Sequence[str] = ()) -> tuple[list[int], str]:
+    """The tokens, and the reason why there are no more."""
     tokens: list[int] = []
     while len(tokens) < budget:
         tokens.append(token_at(seed, len(tokens)))
-        if tokens[-1] == STOP:
-            break
-    return tokens
+        text = "".join(chr(97 + token) for token in tokens)
+        if tokens[-1] == STOP or any(text.endswith(end) for end in stop):
+            return tokens, "stop"
+    return tokens, "length"
 
 
 def test_it_tells_whether_anything_is_left_to_generate() -> None:
@@ -335,13 +337,64 @@ def test_the_recorder_gets_what_was_really_appended() -> None:
     assert bench.ended == {"s3": "length"}
 
 
+def test_a_stop_text_ends_a_turn_with_the_token_that_completes_it() -> None:
+    recorder = ListRecorder()
+    bench = Bench(recorder=recorder, stop=["hij"])
+    inbox = bench.serve(A)
+    turn = bench.submit(uid=10)
+    bench.submit("other", seed=2)
+
+    bench.dispatcher.on_batch(A, delta([(1, 0, [5, 7, 8], 0)]))
+    bench.dispatcher.on_batch(
+        A, delta([(1, 3, [9, 5, 5], 0), (1, 6, [4], 0), (2, 0, [7], 0)], [(1, "length")])
+    )
+
+    assert bench.ended == {"s": "stop"}
+    assert inbox.withdrawn == [1], "the engine goes on otherwise"
+    assert turn.trajectory.tokens.tolist() == [5, 7, 8, 9]
+    assert len(turn.trajectory.logprobs) == 4
+    assert recorder.runs == [(10, 0, [5, 7, 8], 0), (10, 3, [9], 0)]
+    assert bench.dispatcher.counters["lost_tokens"] == 3
+    assert bench.dispatcher.num_inflight(A) == 1
+    bench.dispatcher.check_integrity()
+
+
+def test_a_stop_text_may_begin_before_an_abort_or_the_death_of_an_engine() -> None:
+    bench = Bench(stop=["hij"])
+    bench.serve(A)
+    turn = bench.submit()
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)], [(1, "abort")]))
+    bench.dispatcher.on_batch(A, delta([(2, 1, [8], 1)]))
+    bench.dispatcher.detach(A)
+    bench.serve(B)
+
+    bench.dispatcher.on_batch(B, delta([(3, 2, [9, 9], 1)]))
+
+    assert turn.trajectory.tokens.tolist() == [7, 8, 9]
+    assert bench.ended == {"s": "stop"}
+
+
+def test_a_stop_text_is_found_in_what_an_earlier_manager_recorded() -> None:
+    bench = Bench(stop=["hij"])
+    inbox = bench.serve(A)
+
+    bench.submit("begun", so_far=[7, 8])
+    bench.submit("complete", so_far=[7, 8, 9])
+
+    assert bench.ended == {"complete": "stop"}
+    assert [request["position"] for request in inbox.requests] == [2]
+    bench.dispatcher.on_batch(A, delta([(1, 2, [9], 0)]))
+    assert bench.ended["begun"] == "stop"
+
+
+@pytest.mark.parametrize("stop", [[], ["dc", "jij"]], ids=["tokens", "texts"])
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 6))
 def test_no_fault_changes_loses_or_repeats_a_token(
-    seed: int, num_turns: int, max_inflight: int
+    stop: list[str], seed: int, num_turns: int, max_inflight: int
 ) -> None:
     chance = random.Random(seed)
-    bench = Bench(max_inflight)
+    bench = Bench(max_inflight, stop=stop)
     lives = {"a": 1, "b": 1}
     for name in lives:
         bench.serve(EngineId(name, 1))
@@ -363,9 +416,8 @@ def test_no_fault_changes_loses_or_repeats_a_token(
 
     assert not bench.failures
     for turn in turns:
-        wanted = expected_completion(turn.trajectory.seed, 30)
+        wanted, reason = expected_completion(turn.trajectory.seed, 30, stop)
         assert turn.trajectory.tokens.tolist() == wanted
-        reason = "stop" if wanted[-1] == STOP else "length"
         assert bench.ended[turn.trajectory.sample_id] == reason
         assert (np.diff(turn.trajectory.versions) >= 0).all()
 

@@ -26,6 +26,11 @@ def test_a_config_arrives_as_it_was_sent() -> None:
     [
         ({"group_size": 0}, "group_size is 0: use 1 or more"),
         ({"group_size": 1, "drop_zero_variance_groups": True}, "would drop every group"),
+        (
+            {"stop": ("</a>", "")},
+            "stop has an empty text, which any completion contains: remove it",
+        ),
+        ({"top_p": 0.0}, "top_p is 0.0: use more than 0"),
         ({"temperature": -1.0}, "temperature is -1.0: use 0 or more"),
         ({"agent": "loop"}, "agent: a function is written as 'module:function', got 'loop'"),
         ({"batch_order": "random"}, "batch_order is 'random': use 'in_order' or 'first_finished'"),

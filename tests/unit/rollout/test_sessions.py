@@ -34,8 +34,9 @@ class Loop:
         self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
 
-    def open(self) -> int:
-        return self.sessions.open(self.trajectory, self.group, SamplingOptions(temperature=1.0))
+    def open(self, stop: Sequence[str] = ()) -> int:
+        sampling = SamplingOptions(temperature=1.0, stop=stop)
+        return self.sessions.open(self.trajectory, self.group, sampling)
 
     async def begin(
         self, session: int, context: Sequence[int] = PROMPT.tolist()
@@ -119,6 +120,22 @@ def test_a_loop_generates_one_thing_at_a_time() -> None:
                 loop.sessions.generate(session, PROMPT, 5),
                 loop.sessions.generate(session, PROMPT, 5),
             )
+
+    asyncio.run(run())
+
+
+def test_a_stop_text_ends_a_turn_and_does_not_count_where_it_was_given() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open(stop=["mn"])  # the texts of tokens 12 and 13
+        first = await loop.begin(session)
+        loop.stream(0, 5)
+        assert (await first)["tokens"].tolist() == [10, 11, 12, 13]
+        assert (await first)["finish_reason"] == "stop"
+
+        context = [1, 2, 3, 10, 11, 12, 13, 12, 13]
+        assert await loop.turn(session, context) == [16, 17, 18, 19, 20]
+        assert loop.trajectory.finish_reason == "length"
 
     asyncio.run(run())
 

@@ -86,7 +86,7 @@ def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     )
     files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None, num_eval=0)
 
-    spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3)))
+    spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3, Path("run"))))
     found = from_wire(RolloutConfig, spec.kwargs["config"])
 
     assert found.settings == replace(config.rollout, stop_token_ids=(3,))
