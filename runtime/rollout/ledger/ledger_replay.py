@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_events import Event, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
@@ -38,12 +37,5 @@ def replay(
     if restoring_step is not None:
         restores.append(restoring_step)
     state = LedgerState(restores, on_settled=on_settled, keeps_tokens=keeps_tokens)
-    for entry in entries():
-        for event in entry.batch.events:
-            try:
-                state.apply(event)
-            except LedgerError as error:
-                raise LedgerError(f"the ledger at {entry.position}: {error}") from error
-            if on_event is not None:
-                on_event(entry, event, state)
+    state.apply_all(entries(), on_event)
     return state

@@ -93,12 +93,7 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
             if snapshot is not None and not snapshot.fits(restores + own):
                 continue
         state.foresee(step for at, step in restores + own if at >= start)
-        for entry in history.entries(start):
-            for event in entry.batch.events:
-                try:
-                    state.apply(event)
-                except LedgerError as error:
-                    raise LedgerError(f"the ledger at {entry.position}: {error}") from error
+        state.apply_all(history.entries(start))
         return LedgerContent(state, restores, snapshot)
     raise AssertionError("the whole log always serves")
 

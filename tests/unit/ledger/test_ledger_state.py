@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ledger_samples import account_of, admitted, life_of_a_group, runs_of, wire
+from ledger_samples import account_of, admitted, life_of_a_group, runs_of, wire, wire_of
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_events import (
+    Batch,
     Checkpoint,
     Cut,
     Dropped,
@@ -30,9 +33,14 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     decode_batches,
     uids_of,
 )
+from umbra.runtime.rollout.ledger.ledger_history import BEGIN, Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleState
 from umbra.runtime.rollout.ledger.sample_contents import read_contents
+
+
+def entries_of(events: Sequence[Event]) -> list[Entry]:
+    return [Entry(BEGIN, Batch(0.0, tuple(events)))]
 
 
 def state_of(*events: Event, **options: Any) -> LedgerState:
@@ -449,12 +457,31 @@ class Ledgers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         again = LedgerState(self.restores)
-        for event in self.events:
-            again.apply(event)
-        assert again.counts == self.state.counts
-        assert repr(again.totals) == repr(self.state.totals)
+        again.apply_all(entries_of(self.events))
+        assert wire_of(again) == wire_of(self.state)
+        for cut in range(0, len(self.events), 1 + len(self.events) // 7):
+            self.a_snapshot_continues_as_the_whole(cut)
         self.contents_agree_with_the_model(list(self.model))
         self.contents_agree_with_the_model(list(self.model)[::3])
+
+    def a_snapshot_continues_as_the_whole(self, cut: int) -> None:
+        before, after = self.events[:cut], self.events[cut:]
+        early, later = (
+            [e.step for e in part if isinstance(e, Restored)] for part in (before, after)
+        )
+        state = LedgerState([*early, *later])
+        state.apply_all(entries_of(before))
+        items = iter([msgpack.unpackb(item, strict_map_key=False) for item in wire_of(state)])
+        snapshot = LedgerState.from_wire(items)
+        assert wire_of(snapshot) == wire_of(state)
+        snapshot.foresee(later)
+        if state.steps_done > min(later, default=state.steps_done):
+            with pytest.raises(LedgerError, match=r"were released|settled before"):
+                snapshot.apply_all(entries_of(after))
+            return
+        snapshot.apply_all(entries_of(after))
+        snapshot.check_integrity()
+        assert wire_of(snapshot) == wire_of(self.state)
 
     def contents_agree_with_the_model(self, uids: list[int]) -> None:
         """Also of samples whose accounts hold no tokens any more."""
