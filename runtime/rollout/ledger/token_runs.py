@@ -108,7 +108,7 @@ class TokenRuns:
         lengths = lengths[order]
         stops = np.cumsum(lengths)
         shifts: NDArray[np.int64] = np.repeat(sources - stops + lengths, lengths)
-        where = shifts + np.arange(stops[-1])  # [N]
+        where = shifts + np.arange(int(stops[-1]))  # [N]
         tokens = np.concatenate([event.tokens for event in events])[where]
         logprobs = np.concatenate([event.logprobs for event in events])[where]
         ends = np.flatnonzero((np.diff(uids) != 0) | (np.diff(versions) != 0))
