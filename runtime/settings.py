@@ -220,7 +220,7 @@ def shown_settings(value: Any) -> Any:
     """As `to_wire`, for people and files: without the values of variables, and of options that are
     named as credentials are."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = annotations_of(type(cast("Any", value)))
+        hints = annotations_of(cast("Any", value).__class__)
         return {name: _shown(getattr(value, name), hint) for name, hint in hints.items()}
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
@@ -237,7 +237,7 @@ def _shown(value: Any, hint: Any) -> Any:
 
 def chosen_settings(sections: Any, prefix: str = "") -> dict[str, Any]:
     """The settings that differ from their defaults, as `shown_settings`, by `section.key`."""
-    hints = annotations_of(type(sections))
+    hints = annotations_of(sections.__class__)
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(sections):
         key, value = f"{prefix}{field.name}", getattr(sections, field.name)

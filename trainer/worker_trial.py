@@ -58,19 +58,19 @@ class WorkerTrial:
         items = [
             {
                 "sample_id": f"{prompt.prompt_id}/{idx}",
-                "prompt": prompt.text,
+                "prompt": 0,
                 "tokens": prompt.tokens,
                 "num_tokens": len(prompt.tokens),
                 "finish_reason": "stop",
-                "row": prompt.row,
-                "manager": self._name,  # which has to exist, and is not asked for anything
             }
             for idx in range(self._config.rollout.group_size)
         ]
         worker, reward = self._session.actor(self._name), self._config.reward
         limit_s = (1 + len(reward.targets)) * reward.timeout_s
         try:
-            scores: dict[str, list[float]] = worker.call("score", items, timeout_s=limit_s)
+            # The manager has to exist, and is not asked for anything.
+            arguments = [prompt.to_score()], items, self._name
+            scores: dict[str, list[float]] = worker.call("score", *arguments, timeout_s=limit_s)
         except ConnectionLost:
             self._session.raise_if_lost(_CAUSE_TIMEOUT_S)
             raise

@@ -46,6 +46,17 @@ class Prompt:
     tokens: NDArray[np.int32]
     row: dict[str, Any]
 
+    def to_score(self) -> dict[str, Any]:
+        """Text and row for a worker, which makes a row of its own for each completion by `to_row`:
+        a reward may change what it gets."""
+        return {"text": self.text, "row": msgpack.packb(self.row)}
+
+
+def to_row(packed: bytes) -> dict[str, Any]:
+    """The row of `Prompt.to_score`."""
+    row: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
+    return row
+
 
 def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]]) -> int:
     """Writes a prompt file, durably and all or nothing; returns the number of prompts.

@@ -29,6 +29,7 @@ from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
+from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
@@ -69,7 +70,7 @@ def run(num_workers: int, duration_s: float) -> dict[str, float]:
 
 
 class _SimulatedWorker:
-    def score(self, items: Sequence[Any]) -> list[float]:
+    def score(self, prompts: Any, items: Sequence[Any], manager: str) -> list[float]:
         return [1.0] * len(items)
 
     def run_agent(self, item: Any, timeout_s: float) -> float:
@@ -105,14 +106,15 @@ async def _measure(
     folder: Path, num_workers: int, method: str, duration_s: float
 ) -> tuple[float, float]:
     num_done = 0
-    item = {
-        "sample_id": "e0/prompt/0",
-        "prompt": "7 " * _PROMPT_LEN,
-        "tokens": np.arange(_COMPLETION_LEN, dtype=np.int32),
-        "row": {"answer": "seven"},
-        "manager": "rollouts",
-    }
-    arguments = ([item] * _GROUP_SIZE,) if method == "score" else (item | {"session": 1}, 600.0)
+    prompt = Prompt("prompt", "7 " * _PROMPT_LEN, np.ones(1, np.int32), {"answer": "seven"})
+    item = {"sample_id": "e0/prompt/0", "tokens": np.arange(_COMPLETION_LEN, dtype=np.int32)}
+    arguments: tuple[object, ...]
+    if method == "score":
+        facts = {"prompt": 0, "num_tokens": _COMPLETION_LEN, "finish_reason": "stop"}
+        arguments = [prompt.to_score()], [item | facts] * _GROUP_SIZE, "rollouts"
+    else:
+        given = {"prompt": prompt.text, "row": prompt.row, "manager": "rollouts", "session": 1}
+        arguments = item | given, 600.0
 
     def on_result(_: Any) -> None:
         nonlocal num_done

@@ -19,6 +19,7 @@ from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.reward_sum import ONLY, RewardSum
 from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.prompts import to_row
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.runtime.tracing.spans import span
@@ -129,13 +130,16 @@ class RolloutWorker:
                 await manager.call("report_blocked", *arguments, timeout_s=_REPORT_TIMEOUT_S)
         raise RolloutError(reason)
 
-    async def score(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+    async def score(
+        self, prompts: list[dict[str, Any]], items: list[dict[str, Any]], manager: str
+    ) -> dict[str, Any]:
         """Scores finished trajectories in one call of each reward function; returns `Scores`.
 
         Args:
-            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "num_tokens":
-                those that the policy generated, "finish_reason", "row", "manager": name of the
-                caller}.
+            prompts: of the items, each once, as `Prompt.to_score`.
+            items: maps {"sample_id", "prompt": index in `prompts`, "tokens": int32 completion,
+                "num_tokens": those that the policy generated, "finish_reason"}.
+            manager: name of the caller.
 
         Raises:
             RewardError: see `RewardFunction`.
@@ -145,18 +149,19 @@ class RolloutWorker:
             raise ConfigError(
                 "an agent loop returned None, and no reward function is configured to score it"
             )
-        await self._manager(items[0]["manager"])  # so that `run` can report a call that blocks
+        await self._manager(manager)  # so that `run` can report a call that blocks
         tokenizer = await self._tokenizer()
         completions = [
             tokenizer.decode_completion(item["tokens"].tolist(), self._skip_special_tokens)
             for item in items
         ]
+        asked: list[dict[str, Any]] = [prompts[item["prompt"]] for item in items]
         with span("reward", overlaps=True, sample=items[0]["sample_id"], samples=len(items)):
             scores = await self._reward(
                 [item["sample_id"] for item in items],
-                [item["prompt"] for item in items],
+                [prompt["text"] for prompt in asked],
                 completions,
-                [item["row"] for item in items],
+                [to_row(prompt["row"]) for prompt in asked],
                 {name: [item[name] for item in items] for name in _FACTS},
             )
         return scores._asdict()

@@ -191,7 +191,14 @@ class GroupRunner:
     def _agent_job(self, sample: Trajectory, run: _Run) -> WorkerJob:
         def make_arguments() -> tuple[object, ...]:
             session = self._sessions.open(sample, run.group, run.sampling)
-            item = self._item(sample, sample.prompt.tokens) | {"session": session}
+            item = {
+                "sample_id": sample.sample_id,
+                "prompt": sample.prompt.text,
+                "tokens": np.ascontiguousarray(sample.prompt.tokens),
+                "row": sample.prompt.row,
+                "manager": self._name,
+                "session": session,
+            }
             return item, self._config.settings.agent_timeout_s
 
         def on_result(reward: float | None) -> None:
@@ -218,11 +225,21 @@ class GroupRunner:
 
     def _score_job(self, run: _Run) -> WorkerJob:
         samples = run.group.unscored
-        items = [
-            self._item(sample, sample.tokens)
-            | {"num_tokens": sample.num_generated, "finish_reason": sample.finish_reason}
-            for sample in samples
-        ]
+        prompts = {sample.prompt.prompt_id: sample.prompt for sample in samples}
+        indices = {prompt_id: idx for idx, prompt_id in enumerate(prompts)}
+
+        def make_arguments() -> tuple[object, ...]:
+            items = [
+                {
+                    "sample_id": sample.sample_id,
+                    "prompt": indices[sample.prompt.prompt_id],
+                    "tokens": np.ascontiguousarray(sample.tokens),
+                    "num_tokens": sample.num_generated,
+                    "finish_reason": sample.finish_reason,
+                }
+                for sample in samples
+            ]
+            return [prompt.to_score() for prompt in prompts.values()], items, self._name
 
         def on_result(scores: dict[str, Any]) -> None:
             parts: dict[str, list[float]] = scores["parts"]
@@ -238,7 +255,7 @@ class GroupRunner:
             group_id=run.group.group_id,
             sample_id=samples[0].sample_id,
             method="score",
-            make_arguments=lambda: (items,),
+            make_arguments=make_arguments,
             timeout_s=self._config.reward_timeout_s * calls
             + self._config.pools_timeout_s
             + _WORKER_MARGIN_S,
@@ -247,14 +264,3 @@ class GroupRunner:
             is_active=lambda: run.is_active,
             group_retries=run.retries,
         )
-
-    def _item(
-        self, sample: Trajectory, tokens: np.ndarray[Any, np.dtype[np.int32]]
-    ) -> dict[str, Any]:
-        return {
-            "sample_id": sample.sample_id,
-            "prompt": sample.prompt.text,
-            "tokens": np.ascontiguousarray(tokens),
-            "row": sample.prompt.row,
-            "manager": self._name,
-        }

@@ -13,6 +13,7 @@ from rank_processes import poll
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import RewardError
 from umbra.runtime.process.descendants import child_pids, process_stat
+from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 
@@ -37,15 +38,14 @@ def start_worker(session: Session, folder: Path, **kwargs: Any) -> SyncHandle:
 
 def score(worker: SyncHandle) -> list[float]:
     item: dict[str, Any] = {
-        "prompt": "t1",
+        "prompt": 0,
         "tokens": np.asarray([1], np.int32),
         "num_tokens": 1,
         "finish_reason": "stop",
-        "row": {},
-        "manager": WORKER,
     }
+    prompts = [Prompt("p0", "t1", np.ones(1, np.int32), {}).to_score()]
     items = [item | {"sample_id": f"e0/p0/{idx}"} for idx in range(NUM_SAMPLES)]
-    rewards: list[float] = worker.call("score", items, timeout_s=30.0)["rewards"]
+    rewards: list[float] = worker.call("score", prompts, items, WORKER, timeout_s=30.0)["rewards"]
     return rewards
 
 

@@ -168,7 +168,7 @@ class Story:
         self.note(f"work on {job.label}")
         arguments: Any = job.make_arguments()
         if job.method == "score":
-            workers.scoring.append((job, len(arguments[0])))
+            workers.scoring.append((job, len(arguments[1])))
         else:
             path = self.chance.choice([0, 0, 0, 1, 2])
             self.life.loops.append(Loop(job, arguments[0], path))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, epoch_order, trajectory_seed
-from umbra.runtime.rollout.prompts import PromptSet, write_prompts
+from umbra.runtime.rollout.prompts import PromptSet, to_row, write_prompts
 from umbra.runtime.rpc.envelopes import CALL
 from umbra.runtime.rpc.wire import Decoder, Encoder
 
@@ -82,14 +82,15 @@ def test_a_row_that_is_written_can_be_sent_to_be_scored(tmp_path: Path) -> None:
             written.append(depth)
     prompts = PromptSet.open(path)
     item = {"sample_id": "a", "prompt": "", "row": prompts[0].row, "manager": "m"}
+    scored: Any = to_row(prompts[0].to_score()["row"])["deep"]
     prompts.close()
-    call: list[Any] = [CALL, 1, 1, "score", [[item]], {}, 1000, 0]
-    received: Any = next(Decoder().decode(*Encoder().encode(call)))[4][0][0]["row"]["deep"]
+    call: list[Any] = [CALL, 1, 1, "run_agent", [item], {}, 1000, 0]
+    received: Any = next(Decoder().decode(*Encoder().encode(call)))[4][0]["row"]["deep"]
 
     assert 990 < max(written) < 1029, "some are written, others refused"
     for _ in range(max(written)):  # Python cannot compare them whole
-        (received,) = received
-    assert received == 1
+        (received,), (scored,) = received, scored
+    assert (received, scored) == (1, 1)
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
