@@ -149,6 +149,7 @@ class Dispatcher:
         dropped = set(turns)
         by_engine: dict[EngineId, list[int]] = {}
         for turn in dropped:
+            turn.is_cancelled = True
             if turn.engine is not None:
                 by_engine.setdefault(turn.engine, []).append(turn.request_id)
                 self._end_attempt(turn.engine, turn)
@@ -189,9 +190,10 @@ class Dispatcher:
         """Requeues requests that the engine rejected; it gets no others until its state changes."""
         self._router.set_serving(engine, False)
         inflight = self._inflight.get(engine, {})
-        for turn in [inflight[rid] for rid in request_ids if rid in inflight]:
-            self._end_attempt(engine, turn)
-            self._requeue(turn)
+        for request_id in request_ids:
+            if turn := inflight.get(request_id):  # others' ends may have cancelled it
+                self._end_attempt(engine, turn)
+                self._requeue(turn)
         self.pump()
 
     def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
@@ -229,6 +231,8 @@ class Dispatcher:
             self._assign(engine, turn)
 
     def _assign(self, engine: EngineId, turn: Turn) -> None:
+        if turn.is_cancelled:
+            return
         trajectory = turn.trajectory
         turn.request_id = next(self._request_ids)
         turn.engine = engine
@@ -249,10 +253,10 @@ class Dispatcher:
         trajectory.begin_attempt(self._store, turn.row)
         trajectory.last_engine = engine
         trajectory.state = TrajectoryState.RUNNING
-        self._recorder.started(trajectory)
         if turn.group:
             turn.group.last_engine = engine
         self._carriers[engine].send(turn.request())
+        self._recorder.started(trajectory)  # if it fails, it cancels all, this turn too
 
     def _rebalance_to(self, engine: EngineId) -> None:
         """Moves turns that have not begun to an engine that joins late, newest first."""
@@ -419,13 +423,15 @@ class Dispatcher:
             turn.num_errors = 0  # the turn made progress
 
     def _requeue(self, turn: Turn) -> None:
+        if turn.is_cancelled:
+            return
         outcome = turn.outcome()
         if outcome:
             turn.on_end(turn, outcome)
             return
         turn.trajectory.cut()
-        self._recorder.cut(turn.trajectory)
         self._waiting.appendleft(turn)
+        self._recorder.cut(turn.trajectory)
 
     def check_integrity(self) -> None:
         """Asserts that every turn is in exactly one place and that all counts agree."""

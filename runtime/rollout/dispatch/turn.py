@@ -38,6 +38,7 @@ class Turn:
         engine: has the attempt in progress; None while there is none.
         row: of the attempt in the dispatcher's `TokenStore`.
         num_errors: attempts that engines failed since the last token.
+        is_cancelled: `Dispatcher.cancel` was called with it, maybe from a callback of another turn.
     """
 
     trajectory: Trajectory
@@ -55,6 +56,7 @@ class Turn:
     engine: EngineId | None = None
     row: int = 0
     num_errors: int = 0
+    is_cancelled: bool = False
 
     def num_tokens_left(self) -> int:
         """Number of tokens that it may still generate."""

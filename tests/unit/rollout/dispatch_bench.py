@@ -51,6 +51,8 @@ class Inbox:
         self.requests.append(request)
 
     def withdraw(self, request_ids: list[int]) -> None:
+        sent = {request["id"] for request in self.requests}
+        assert set(request_ids) <= sent, "withdrawn before it was sent"
         self.withdrawn += request_ids
 
 

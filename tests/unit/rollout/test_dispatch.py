@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import EngineError
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.sampling_options import SamplingOptions
 
@@ -268,6 +270,62 @@ def test_cancelled_turns_vanish_and_their_requests_are_withdrawn() -> None:
     assert len(inbox.requests) == 2, "the third got the room of the first"
     bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)], [(1, "abort")]))
     assert bench.ended == {}
+    bench.dispatcher.check_integrity()
+
+
+@pytest.mark.parametrize("is_handed_back", [False, True])
+@pytest.mark.parametrize("first", range(4))
+def test_whatever_a_turns_end_cancels_is_neither_queued_nor_ended(
+    first: int, is_handed_back: bool
+) -> None:
+    bench = Bench()
+    bench.serve(A)
+    turns = [bench.submit(f"s{idx}", budget=2) for idx in range(4)]
+    for turn in turns[first], turns[first - 1]:  # two have all of their tokens, but no finish
+        bench.dispatcher.on_batch(A, delta([(turn.request_id, 0, [7, 8], 0)]))
+    ended: list[Turn] = []
+
+    def cancel_the_others(turn: Turn, _: str) -> None:
+        ended.append(turn)
+        bench.dispatcher.cancel([other for other in turns if other is not turn])
+
+    for turn in turns:
+        turn.on_end = cancel_the_others
+
+    if is_handed_back:
+        bench.dispatcher.hand_back(A, [turn.request_id for turn in turns])
+    else:
+        bench.dispatcher.detach(A)
+
+    assert len(ended) == 1
+    assert not bench.dispatcher.has_work
+    bench.dispatcher.check_integrity()
+
+
+@pytest.mark.parametrize("failing", ["started", "cut"])
+def test_what_a_recorder_that_fails_cancels_is_not_given_to_an_engine(failing: str) -> None:
+    class Failing(Recorder):
+        def cut(self, sample: Trajectory) -> None:
+            self.fail("cut")
+
+        def started(self, sample: Trajectory) -> None:
+            self.fail("started")
+
+        def fail(self, event: str) -> None:
+            if event == failing and turns:
+                bench.dispatcher.cancel(turns)
+
+    turns: list[Turn] = []
+    bench = Bench(recorder=Failing(None, lambda error: None))
+    inbox = bench.serve(A)
+    waiting = [bench.submit(f"s{idx}") for idx in range(3)]
+    turns += waiting
+
+    bench.dispatcher.detach(A)
+    inbox = bench.serve(B)
+
+    assert {request["id"] for request in inbox.requests} == set(inbox.withdrawn)
+    assert not bench.dispatcher.has_work
     bench.dispatcher.check_integrity()
 
 
