@@ -1,7 +1,7 @@
 """One training of the recipe in launch/recipes/arithmetic, by umbra or by TRL, within a given time.
 
     python tests/bench/arithmetic_recipe.py umbra --metrics FILE [--task sums] [--seed 1]
-        [--steps 500] [--learning-rate 2e-5] [--groups 32] [--group-size 8] [--eval-every 50]
+        [--steps 250] [--learning-rate 1e-5] [--groups 32] [--group-size 16] [--eval-every 50]
         [--seconds 520] [--kill-at STEP] [section.key=value ...]
     TRL_PYTHON tests/bench/arithmetic_recipe.py trl --metrics FILE [the same, but for the last two]
 
@@ -26,6 +26,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,10 +72,10 @@ def main() -> int:
     parser.add_argument("--assets", type=Path, help="default: where `make smollm2` has it")
     parser.add_argument("--task", default="sums", help="sums or sorting")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-limit", type=int, default=512, help="held-out problems")
     parser.add_argument("--seconds", type=float, default=520.0, help="for all of it")
@@ -170,6 +171,8 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    with socket.create_server(("127.0.0.1", 0)) as free:  # 29500, TRL's own, serves one job only
+        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
     has_gpu = torch.cuda.is_available()
     recipe = recipe_of(options)
     deadline = STARTED + options.seconds - FINAL_S
