@@ -46,13 +46,14 @@ class Inbox:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.withdrawn: list[int] = []
+        self._sent: set[int] = set()
 
     def send(self, request: dict[str, Any]) -> None:
+        self._sent.add(request["id"])
         self.requests.append(request)
 
     def withdraw(self, request_ids: list[int]) -> None:
-        sent = {request["id"] for request in self.requests}
-        assert set(request_ids) <= sent, "withdrawn before it was sent"
+        assert self._sent.issuperset(request_ids), "withdrawn before it was sent"
         self.withdrawn += request_ids
 
 
