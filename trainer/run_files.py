@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from umbra.runtime.disk import (
     explain,
@@ -93,6 +93,24 @@ class HeldFolder:
                 f"{self._path} was removed while this run used it: what it wrote there is lost"
             )
         return Path(found)
+
+    def append(self, name: str, line: str) -> None:
+        """Appends a line to a file in it, also if an editor has replaced or removed that file.
+
+        Raises:
+            RunDirectoryError: the disk is full or the like, or the folder was removed.
+        """
+        path = self.path / name
+        with writing("write", path), path.open("a+b") as file:
+            file.write(_missing_newline(file) + line.encode() + b"\n")
+
+
+def _missing_newline(file: BinaryIO) -> bytes:
+    """The newline that a file with a torn last line lacks; leaves the position at its end."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read(1) == b"\n" else b"\n"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import chosen_settings, from_wire, shown_settings
@@ -313,9 +313,7 @@ class VersionCounter:
         self.current += 1
         if self._folder is not None:
             line = json.dumps({"version": self.current, "step": step})
-            path = self._folder.path / self._name
-            with writing("write", path), path.open("a+b") as file:
-                file.write(_missing_newline(file) + line.encode() + b"\n")
+            self._folder.append(self._name, line)
         return self.current
 
 
@@ -330,14 +328,6 @@ def newest_version(path: Path) -> int:
         except (ValueError, KeyError, TypeError):
             continue  # torn by a crash, so the version was never used
     return last
-
-
-def _missing_newline(file: BinaryIO) -> bytes:
-    """The newline that a file with a torn last line lacks; leaves the position at its end."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return b""
-    file.seek(-1, os.SEEK_END)
-    return b"" if file.read(1) == b"\n" else b"\n"
 
 
 def process_age_s() -> float:

@@ -9,18 +9,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO, cast
+from typing import Any, Self, cast
 
-from umbra.runtime.disk import check_kept
 from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_logger import MetricsRow
-from umbra.trainer.run_files import write_text, writing
+from umbra.trainer.run_files import HeldFolder, write_text
 
 
 class MetricsLog:
     """Appends a line per step to `folder`/metrics.jsonl, and one per evaluation to
-    `folder`/eval_samples.jsonl. A `MetricsLogger`; owns both files.
+    `folder`/eval_samples.jsonl. A `MetricsLogger`.
 
     Lines of steps that a resumed run will repeat are removed.
 
@@ -32,48 +30,27 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         self._samples_path = folder / "eval_samples.jsonl"
         self._first_step = first_step
-        self._files: dict[Path, TextIO] = {}
+        self._folder = HeldFolder(folder)
 
     def __enter__(self) -> Self:
         for path in (self.path, self._samples_path):
             _keep_steps_before(path, self._first_step)
-            with writing("write", path):
-                self._files[path] = path.open("a", encoding="utf-8")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # If another error ended the run, that one must be raised, not a failure to close this file.
-        with contextlib.ExitStack() as stack:  # closes all, even if one fails
-            for path, file in self._files.items():
-                stack.enter_context(
-                    writing("write", path) if error is None else contextlib.suppress(OSError)
-                )
-                stack.callback(file.close)
+    def __exit__(self, *exc_info: object) -> None:
+        """Has nothing to close."""
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Logs a step; flushed, so that a reader sees it at once.
-
-        Raises:
-            RunDirectoryError: the disk is full or the like, or the file was removed.
-        """
-        self._append(self.path, step, row)
+        """Logs a step, which a reader sees at once. Raises RunDirectoryError as `append` does."""
+        self._append(self.path.name, step, row)
 
     def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
         """Logs samples of an evaluation; as `write`."""
-        self._append(self._samples_path, step, {"samples": [asdict(each) for each in samples]})
+        self._append(self._samples_path.name, step, {"samples": [asdict(s) for s in samples]})
 
-    def _append(self, path: Path, step: int, row: Mapping[str, Any]) -> None:
+    def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         line = {"step": step, "time": round(time.time(), 3), **row}
-        with writing("write", path):
-            file = self._files[path]
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            check_kept(file.fileno())
+        self._folder.append(name, json.dumps(line))
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -792,6 +792,28 @@ def test_files_of_a_run_directory_that_is_moved_stay_together(tmp_path: Path) ->
     assert not run_dir.exists()
 
 
+@pytest.mark.parametrize("keeps_the_old_one", [False, True])
+def test_metrics_go_to_the_file_that_an_editor_has_put_in_place(
+    tmp_path: Path, keeps_the_old_one: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, first_step=1) as log:
+        log.write(1, {})
+        edited = tmp_path / "edited"
+        edited.write_text(path.read_text().rstrip())  # without a newline at its end
+        if keeps_the_old_one:
+            path.rename(tmp_path / "metrics.jsonl~")
+        edited.rename(path)
+
+        log.write(2, {})
+        found = [row["step"] for row in read_metrics(path)]
+        path.unlink()
+        log.write(3, {})
+
+    assert found == [1, 2]
+    assert [row["step"] for row in read_metrics(path)] == [3]
+
+
 def test_a_run_directory_that_is_removed_is_noticed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -799,7 +821,7 @@ def test_a_run_directory_that_is_removed_is_noticed(tmp_path: Path) -> None:
     with MetricsLog(run_dir, first_step=1) as log:
         shutil.rmtree(run_dir)
 
-        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: it was removed while this"):
+        with pytest.raises(RunDirectoryError, match=r"run was removed while this run used it"):
             log.write(1, {})
         run_dir.mkdir()  # by whoever writes a log there
         with pytest.raises(RunDirectoryError, match=r"run was removed while this run used it"):
