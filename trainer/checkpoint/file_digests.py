@@ -18,10 +18,15 @@ from typing import Any, Final, cast
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.checkpoint.run_dir import NEW_RUN
 from umbra.trainer.checkpoint.trainer_state import COMPLETE
 from umbra.trainer.run_files import write_json
 
 _DIGESTS: Final = "digests"
+_FORMAT: Final = "format"
+FORMAT: Final = 1
+"""The format of a checkpoint's files. COMPLETE was empty in format 0."""
 
 
 class DigestingFileSystem(FileSystem):
@@ -66,7 +71,7 @@ def complete(checkpoint: Path, digests: Mapping[str, str]) -> None:
     """
     others = {path.name for path in checkpoint.iterdir()} - digests.keys()
     found = {**digests, **{name: _digest(checkpoint / name) for name in others}}
-    write_json(checkpoint / COMPLETE, {_DIGESTS: dict(sorted(found.items()))})
+    write_json(checkpoint / COMPLETE, {_FORMAT: FORMAT, _DIGESTS: dict(sorted(found.items()))})
 
 
 def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str:
@@ -74,12 +79,22 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str:
 
     Args:
         part, num_parts: reads one of so many equal parts of the files.
+
+    Raises:
+        ConfigError: another version of umbra wrote it, in another format.
     """
     try:
-        recorded = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+        text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
+        recorded: Any = json.loads(text) if text else {_FORMAT: 0}
+        if (found := recorded.get(_FORMAT, FORMAT)) != FORMAT:
+            raise ConfigError(
+                f"the checkpoint {checkpoint} has format {found}, and this version of umbra reads "
+                f"format {FORMAT}: use the version that wrote it, to resume it or to export its "
+                f"model for a new run, or {NEW_RUN}"
+            )
         digests: dict[str, str] = dict(recorded[_DIGESTS])
         names = sorted(digests)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{COMPLETE} does not have the digests of its files ({type(error).__name__})"
     for name in names[part::num_parts]:
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from umbra.runtime.errors import ConfigError
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 
 NAMES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json")
@@ -52,7 +53,20 @@ def test_a_file_that_is_missing_is_named(checkpoint: Path) -> None:
     assert find_damage(checkpoint) == ".metadata cannot be read: No such file or directory"
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"digests": [1]}', "{"])
+@pytest.mark.parametrize(
+    ("content", "number"), [("", 0), ('{"format": 2, "digests": {}}', 2), ('{"format": 99}', 99)]
+)
+def test_another_format_is_no_damage(checkpoint: Path, content: str, number: int) -> None:
+    (checkpoint / "COMPLETE").write_text(content)
+
+    with pytest.raises(
+        ConfigError,
+        match=rf"{checkpoint} has format {number}, and this version of umbra reads format 1: use",
+    ):
+        find_damage(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"digests": [1]}', "{"])
 def test_digests_that_cannot_be_read_are_damage(checkpoint: Path, content: str) -> None:
     (checkpoint / "COMPLETE").write_text(content)
 
