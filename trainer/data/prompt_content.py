@@ -24,12 +24,6 @@ def prompt_content(
     Raises:
         DataError: the row has none, or one that is not clear, with `where`, cause and remedy.
     """
-    for name in _MEDIA_COLUMNS:
-        if row.get(name):
-            raise DataError(
-                f"{where}: column {name!r} is not empty, and umbra trains on text only: leave such "
-                "rows out, or remove the column if the text is enough"
-            )
     found = _filled(data, where, row) if data.template else _given(data, where, row)
     if isinstance(found, str):
         if data.system_prompt:
@@ -62,6 +56,12 @@ def no_column(
 def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
     """The prompt of a column."""
     column, key = _column(data, where, row)
+    for name in _MEDIA_COLUMNS:
+        if name != column and row.get(name):
+            raise DataError(
+                f"{where}: column {name!r} is not empty, and umbra trains on text only: leave such "
+                "rows out, or name the columns of the prompt in data.template if they are enough"
+            )
     value = row[column]
     chat = None if data.format == "text" else _chat(value)
     if chat is not None:

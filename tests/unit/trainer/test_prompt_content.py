@@ -55,6 +55,9 @@ def parts(*texts: str) -> list[dict[str, Any]]:
         ({"prompt": "2+2=", "messages": [ASK]}, {"format": "text"}, "2+2="),
         ({"prompt": "2+2=", "messages": None}, {}, "2+2="),
         ({"prompt": "1", "images": [], "image": None}, {}, "1"),
+        ({"image": "a cat", "q": "2+2"}, {"template": "{q}="}, "2+2="),
+        ({"image": "a cat", "images": [b"1"]}, {"template": "Draw {image}"}, "Draw a cat"),
+        ({"image": "Draw a cat"}, {"prompt_column": "image"}, "Draw a cat"),
         ({"messages": [ASK, ANSWER]}, {"continue_final_message": True}, [ASK, ANSWER]),
         (
             {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call("add")]},
@@ -104,6 +107,11 @@ def test_a_row_has_one_meaning(row: dict[str, Any], settings: dict[str, Any], co
             r"message 1 \(user\): its content has the part .*image_url.*text only, remove it",
         ),
         ({"prompt": "a", "images": [b"\xff"]}, {}, r"column 'images' is not empty.*text only"),
+        (
+            {"image": b"\xff"},
+            {"template": "{image}"},
+            r"column 'image' of data.template holds a by",
+        ),
         ({"prompt": "a"}, {"system_prompt": "b"}, r"data.system_prompt needs a chat.*data.format"),
         (
             {"messages": [SYSTEM, ASK]},
