@@ -264,11 +264,18 @@ RULES: Final = (
         )
         for name in ("eval.top_p", "eval.top_k")
     ),
-    *(
-        _unused(
-            name, "data.eval", lambda c: c.data.eval is None, "name held-out prompts in data.eval"
-        )
-        for name in ("train.eval_every", "train.keep_best_by")
+    _unused(
+        "train.eval_every",
+        "data.eval",
+        lambda c: c.data.eval is None,
+        "name held-out prompts in data.eval",
+    ),
+    Rule(
+        "error",
+        ("train.keep_best_by", "data.eval"),
+        lambda c: c.train.keep_best_by is not None and c.data.eval is None,
+        "no checkpoint is evaluated, so that none is the best: name held-out prompts in data.eval, "
+        "or leave train.keep_best_by out",
     ),
     Rule(
         "warning",

@@ -37,6 +37,7 @@ REFUSED = [
         "train.warmup_steps=1 train.warmup_ratio=0.1",
         "train.warmup_steps = 1 and train.warmup_ratio = 0.1: ",
     ),
+    ("train.keep_best_by=reward", "train.keep_best_by = 'reward' and data.eval = None: "),
 ]
 QUESTIONABLE = [
     (
@@ -97,10 +98,6 @@ QUESTIONABLE = [
     ("eval.max_new_tokens=9", "eval.max_new_tokens = 9 and data.eval = None: "),
     ("data.eval_limit=9", "data.eval_limit = 9 and data.eval = None: "),
     ("train.eval_every=5", "train.eval_every = 5 and data.eval = None: "),
-    (
-        "train.keep_best_by=reward train.eval_every=5",
-        "train.keep_best_by = 'reward' and data.eval = None: ",
-    ),
     (
         "train.keep_best_by=reward data.eval=eval.jsonl",
         "train.keep_best_by = 'reward' and train.eval_every = 0: ",
