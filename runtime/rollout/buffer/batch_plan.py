@@ -10,9 +10,10 @@ one is far more than a micro-batch's fair share; every rank gets the rewards of 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from umbra.runtime.rollout.dispatch.group import GroupShape
 
@@ -35,9 +36,8 @@ class RankPlan:
     micro_batches: list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Samples of one group that stay together."""
+class _Piece(NamedTuple):
+    """Samples that stay together."""
 
     cost: int
     samples: list[int]
@@ -52,67 +52,72 @@ def plan_batch(
 ) -> list[RankPlan]:
     """Deals the samples of `groups`, numbered one group after the other; returns a plan per rank.
 
-    With a cap, there are as many micro-batches as it takes to keep each one's cost within it; a
-    sample beyond the cap gets one of its own. Without a cap, each rank has `num_micro_batches`.
+    With a cap, there are about as few micro-batches as can keep each one's cost within it; a sample
+    beyond the cap gets one of its own. Without a cap, each rank has at most `num_micro_batches`.
     Every sample is dealt exactly once. Every rank gets the same number of micro-batches, at least
-    one, even if there are fewer samples than ranks.
+    one, even if there are fewer samples than ranks. S samples take O(S log S).
     """
-    num_samples = sum(len(group.lengths) for group in groups)
-    if num_samples == 0:
+    if not any(group.lengths for group in groups):
         raise ValueError("an empty batch cannot be planned")
     cap = max_tokens_per_micro_batch
     if not cap:
         return _deal(_pack(groups, world_size * num_micro_batches, 0), world_size)
-    total = sum(group.prompt_len + sum(group.lengths) for group in groups)
-    for count in range(max(1, total // (cap * world_size)), num_samples + 1):
-        bins = _pack(groups, world_size * count, cap)
-        if all(one.cost <= cap or len(one.samples) == 1 for one in bins):
-            break
-    else:
-        bins = _pack(groups, num_samples, 1)  # every sample alone
+    least = sum(min(length, cap) for group in groups for length in group.lengths)
+    num_bins = world_size * max(1, least // (cap * world_size))
+    bins = _pack(groups, num_bins, cap)
+    if len(bins) > num_bins:
+        # Those that came last are nearly empty. With as many from the start, all are about equal.
+        num_bins = -(-len(bins) // world_size) * world_size
+        equal = _pack(groups, num_bins, cap)
+        bins = equal if len(equal) <= num_bins else bins
     return _deal(bins, world_size)
 
 
 def _pack(groups: Sequence[GroupShape], num_bins: int, cap: int) -> list[_Piece]:
-    """At most `num_bins` bins of about equal cost: the costliest piece goes to the lightest bin."""
+    """Bins of about equal cost; more than `num_bins` where a cap demands it."""
     total = sum(group.prompt_len + sum(group.lengths) for group in groups)
-    limit = max(1, int(_SPLIT_RATIO * total / num_bins))
+    limit = int(_SPLIT_RATIO * total / num_bins)
     pieces: list[_Piece] = []
-    first = 0
+    first = 0  # index of a group's first sample in the global batch
     for group in groups:
-        pieces += _split(group, first, min(limit, cap) if cap else limit)
+        is_full = 0 < cap <= limit
+        for cost, members in _split(group, cap if is_full else limit, is_even=not is_full):
+            pieces.append(_Piece(cost, [first + sample for sample in members]))
         first += len(group.lengths)
-    pieces.sort(key=lambda piece: (-piece.cost, piece.samples))
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    fill = [(0, 0, idx) for idx in range(num_bins)]  # cost, pieces, bin
-    for piece in pieces:
-        cost, size, idx = heapq.heappop(fill)
-        bins[idx] += piece.samples
-        heapq.heappush(fill, (cost + piece.cost, size + 1, idx))
-    costs = {idx: cost for cost, _, idx in fill}
-    return [_Piece(costs[idx], samples) for idx, samples in enumerate(bins) if samples]
+    packed = _spread([piece.cost for piece in pieces], num_bins, cap or sys.maxsize)
+    return [
+        _Piece(cost, [sample for idx in members for sample in pieces[idx].samples])
+        for cost, members in packed
+    ]
 
 
-def _split(group: GroupShape, first: int, limit: int) -> list[_Piece]:
-    """The group whole, or in the fewest pieces of about equal cost within `limit`.
+def _split(group: GroupShape, limit: int, *, is_even: bool) -> list[_Piece]:
+    """The group whole, or in few pieces within `limit`, of about equal cost if `is_even`."""
+    capacity = limit - group.prompt_len
+    split = _spread(group.lengths, 1, capacity)
+    if is_even and len(split) > 1:
+        split = _spread(group.lengths, len(split), capacity)
+    return [_Piece(group.prompt_len + cost, members) for cost, members in split]
 
-    Args:
-        first: index of its first sample in the global batch.
+
+def _spread(costs: Sequence[int], num_bins: int, capacity: int) -> list[_Piece]:
+    """Deals items to bins, the costliest first, each to the lightest bin.
+
+    Where an item would exceed the capacity, it gets a new bin, which it may exceed alone. Bins that
+    stay empty are left out.
     """
-    lengths = group.lengths
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    pieces: list[_Piece] = []
-    for count in range(1, len(lengths) + 1):
-        fill = [(group.prompt_len, 0, idx) for idx in range(count)]  # cost, samples, piece
-        members: list[list[int]] = [[] for _ in range(count)]
-        for sample in order:
-            cost, size, idx = heapq.heappop(fill)
-            members[idx].append(first + sample)
-            heapq.heappush(fill, (cost + lengths[sample], size + 1, idx))
-        pieces = [_Piece(cost, members[idx]) for cost, _, idx in sorted(fill)]
-        if max(piece.cost for piece in pieces) <= limit:
-            break
-    return pieces
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    fill = [(0, 0, idx) for idx in range(num_bins)]  # cost, items, bin
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        cost, size, idx = fill[0]
+        cost += costs[item]
+        if cost > capacity and size:
+            heapq.heappush(fill, (costs[item], 1, len(bins)))
+            bins.append([item])
+        else:
+            heapq.heapreplace(fill, (cost, size + 1, idx))
+            bins[idx].append(item)
+    return [_Piece(cost, bins[idx]) for cost, size, idx in fill if size]
 
 
 def _deal(bins: list[_Piece], world_size: int) -> list[RankPlan]:

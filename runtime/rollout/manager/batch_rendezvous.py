@@ -29,12 +29,13 @@ from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.buffer.admission import Admission
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
+from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.catch_up import CatchUp, Waiting
 from umbra.runtime.rollout.manager.evaluation import Evaluation
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.manager.rank_answers import batch_answers, evaluation_outcome
+from umbra.runtime.rollout.manager.rank_answers import BatchAnswers, evaluation_outcome
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.rollout_config import RolloutConfig
@@ -82,6 +83,7 @@ class BatchRendezvous:
         self._ranks = RankRendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
         self._starving = Alarm(config.dispatch.engine_timeout_s, self._on_starved)
         self._call: CollectiveCall | None = None
+        self._batch: BatchAnswers | None = None
         self._evaluation: Evaluation | None = None
         self._last_evaluation: Evaluated | None = None
         self._has_work = False
@@ -147,12 +149,12 @@ class BatchRendezvous:
             return None
         self._learn(call.version, call.step)
         self._flow.advance(call.step)
-        return batch_answers(groups, self._config, self._flow.metrics(groups))[rank]
+        return self._batch_answers(groups).of(rank)
 
     def _begin(self, call: CollectiveCall) -> None:
         """Starts the work for a call. An evaluation that no rank waits for is dropped."""
         self._drop_evaluation()
-        self._call = call
+        self._call, self._batch = call, None
         if call.version is not None:
             self._learn(call.version, call.step)
             self._flow.advance(call.step)
@@ -216,7 +218,8 @@ class BatchRendezvous:
             groups = self._flow.take(call.step)
             if groups is None:
                 return None
-            return batch_answers(groups, self._config, self._flow.metrics(groups))
+            answers = self._batch_answers(groups)
+            return [answers.of(rank) for rank in range(self._config.world_size)]
         evaluation = self._evaluation
         if evaluation is None or not evaluation.is_done:
             return None
@@ -224,6 +227,12 @@ class BatchRendezvous:
         outcome = evaluation_outcome(evaluation, self._config)
         self._recorder.evaluated(call.step, call.temperature, outcome)
         return [outcome] * self._config.world_size
+
+    def _batch_answers(self, groups: list[Group]) -> BatchAnswers:
+        """The answers of the batch that is leased; kept until the next call begins."""
+        if self._batch is None or self._batch.groups is not groups:
+            self._batch = BatchAnswers(groups, self._config, self._flow.metrics(groups))
+        return self._batch
 
     async def _deliver(self) -> None:
         """Delivers answers once the ledger has them on disk."""

@@ -16,28 +16,35 @@ from umbra.runtime.rollout.manager.evaluation_scores import evaluation_scores
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
-def batch_answers(
-    groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
-) -> list[dict[str, Any]]:
+class BatchAnswers:
     """Each rank's part of a batch: equal numbers of micro-batches, balanced by tokens.
+
+    Planned once, for all ranks and however often they ask.
 
     Args:
         metrics: added to those of the batch.
     """
-    samples = [sample for group in groups for sample in group.trajectories]
-    plans = plan_batch(
-        [group.shape() for group in groups],
-        config.world_size,
-        num_micro_batches=config.num_micro_batches,
-        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-    )
-    shared = {
-        "kind": "batch",
-        "metrics": {**batch_metrics(groups), **metrics},
-        "loss_tokens_global": sum(sample.num_generated for sample in samples),
-        "num_samples_global": len(samples),
-    }
-    return [{**shared, **rank_columns(groups, plan)} for plan in plans]
+
+    def __init__(
+        self, groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
+    ) -> None:
+        self.groups = groups
+        self._plans = plan_batch(
+            [group.shape() for group in groups],
+            config.world_size,
+            num_micro_batches=config.num_micro_batches,
+            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+        )
+        samples = [sample for group in groups for sample in group.trajectories]
+        self._shared = {
+            "kind": "batch",
+            "metrics": {**batch_metrics(groups), **metrics},
+            "loss_tokens_global": sum(sample.num_generated for sample in samples),
+            "num_samples_global": len(samples),
+        }
+
+    def of(self, rank: int) -> dict[str, Any]:
+        return {**self._shared, **rank_columns(self.groups, self._plans[rank])}
 
 
 def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[str, Any]:

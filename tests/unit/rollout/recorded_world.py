@@ -250,3 +250,15 @@ class Life:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         with contextlib.suppress(LedgerError):  # a later incarnation has begun
             await self.recorder.__aexit__(None, None, None)
+
+
+async def finish_all(life: Life, engine: Engine) -> None:
+    """Everything that is open is generated and scored."""
+    chance = random.Random(1)
+    while engine.requests or engine.outbox or life.workers.queue:
+        engine.tick(chance)
+        while engine.outbox:
+            life.dispatcher.on_batch(engine.engine_id, engine.outbox.popleft())
+        while life.workers.queue:
+            life.workers.queue.pop().on_result({"rewards": [0.0, 1.0], "parts": {}})
+        await asyncio.sleep(0)

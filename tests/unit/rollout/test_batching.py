@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from umbra.runtime.rollout.buffer import batch_plan
 from umbra.runtime.rollout.buffer.batch_plan import RankPlan, plan_batch
 from umbra.runtime.rollout.dispatch.group import GroupShape
 
@@ -110,3 +114,63 @@ def test_ranks_meet_after_micro_batches_of_about_equal_cost() -> None:
     assert costs.max(axis=0).sum() <= 1.1 * costs.sum() / 4
     ideal = (100 * 64 + lengths.sum()) / (4 * 8000)
     assert costs.shape[1] <= 1.3 * ideal + 1
+
+
+def _lognormal(num_groups: int, group_size: int, mean: int) -> list[GroupShape]:
+    """Groups whose longest samples are eight times the mean."""
+    own = np.random.default_rng(0).lognormal(0, 0.7, (num_groups, group_size)) * mean
+    return [GroupShape(200, lengths) for lengths in own.astype(int).clip(1, 8 * mean).tolist()]
+
+
+# What a search that tried every number of micro-batches, and of pieces of a group, found.
+@pytest.mark.parametrize(
+    ("num_groups", "group_size", "mean", "world_size", "cap", "num_micro_batches", "cost"),
+    [
+        (64, 8, 1000, 8, 8192, 14, 85_339),
+        (16, 16, 4000, 4, 16_384, 22, 343_503),
+        (8, 64, 4000, 8, 32_768, 11, 330_897),
+        (16, 32, 500, 8, 16_384, 5, 44_083),
+        (64, 8, 500, 16, 8192, 4, 22_390),
+        (8, 32, 2000, 16, 4096, 11, 53_939),
+        (4, 64, 1000, 4, 0, 1, 88_026),
+        (32, 8, 1000, 8, 0, 1, 42_449),
+    ],
+)
+def test_a_plan_is_as_good_as_that_of_an_exhaustive_search(
+    num_groups: int,
+    group_size: int,
+    mean: int,
+    world_size: int,
+    cap: int,
+    num_micro_batches: int,
+    cost: int,
+) -> None:
+    groups = _lognormal(num_groups, group_size, mean)
+
+    plans = plan_batch(groups, world_size, max_tokens_per_micro_batch=cap)
+
+    costs = np.asarray([micro_batch_costs(groups, plan) for plan in plans])
+    assert costs.shape[1] <= num_micro_batches
+    assert costs.max(axis=0).sum() <= 1.01 * cost
+
+
+@pytest.mark.parametrize("cap", [0, 3000, 16_384])
+def test_planning_takes_a_few_steps_for_each_sample_however_large_the_groups(
+    monkeypatch: pytest.MonkeyPatch, cap: int
+) -> None:
+    num_steps = 0
+
+    def counted(step: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            return step(*arguments)
+
+        return run
+
+    steps = {name: counted(getattr(heapq, name)) for name in ("heappush", "heappop", "heapreplace")}
+    monkeypatch.setattr(batch_plan, "heapq", SimpleNamespace(**steps))
+
+    plan_batch(_lognormal(4, 256, 4000), world_size=8, max_tokens_per_micro_batch=cap)
+
+    assert num_steps <= 6 * 4 * 256

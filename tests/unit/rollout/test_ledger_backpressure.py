@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from recorded_checks import check_accounts
 from recorded_story import Story
-from recorded_world import Engine, Life
+from recorded_world import Engine, Life, finish_all
 from rollout_configs import rollout_config
 
 from umbra.runtime.errors import UmbraError
@@ -82,18 +81,6 @@ async def living(folder: Path, disk: Disk) -> AsyncGenerator[tuple[Life, Engine]
     finally:
         disk.release()
         await life.end()
-
-
-async def finish_all(life: Life, engine: Engine) -> None:
-    """Everything that is open is generated and scored."""
-    chance = random.Random(1)
-    while engine.requests or engine.outbox or life.workers.queue:
-        engine.tick(chance)
-        while engine.outbox:
-            life.dispatcher.on_batch(A, engine.outbox.popleft())
-        while life.workers.queue:
-            life.workers.queue.pop().on_result({"rewards": [0.0, 1.0], "parts": {}})
-        await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:

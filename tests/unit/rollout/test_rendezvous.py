@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded_world import Engine, Life, finish_all
+from rollout_configs import rollout_config
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.ledger.ledger_events import Restored
+from umbra.runtime.rollout.manager import rank_answers
+from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
 from umbra.runtime.rollout.manager.catch_up import SyncRequests
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
 
@@ -96,6 +102,47 @@ def test_a_rank_that_calls_again_replaces_its_earlier_call() -> None:
             ranks.give(STEP_3, [{"for": 0}])
         assert "again" in stale.result()
         assert fresh.result() == {"for": 0}
+
+    asyncio.run(main())
+
+
+def test_a_batch_is_planned_once_however_often_ranks_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_plans, plan_batch = 0, rank_answers.plan_batch
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        nonlocal num_plans
+        num_plans += 1
+        return plan_batch(*arguments, **settings)
+
+    monkeypatch.setattr(rank_answers, "plan_batch", counted)
+
+    async def main() -> None:
+        config = rollout_config(stop_token_ids=(0,), world_size=2)
+        life, engine = Life(tmp_path, config), Engine(EngineId("a", 1), 1)
+        async with life.recorder:
+            await life.recover(Restored(0, 0, keep_newer=False), "")
+            life.learn(1, 0)
+            life.dispatcher.attach(engine.engine_id, engine)
+            life.dispatcher.set_serving(engine.engine_id, True)
+            life.flow.advance(0)
+            await finish_all(life, engine)
+            assert life.flow.take(0) is not None
+            unused: Any = None
+            batches = BatchRendezvous(
+                "manager", config, unused, admission=unused, runner=life.runner, flow=life.flow,
+                fleet=unused, recorder=life.recorder, flow_changed=asyncio.Event(),
+                learn=lambda version, step: None, on_failure=life.failures.append,
+            )  # fmt: skip
+            call = CollectiveCall("next_batch", 0, 1.0, version=1)
+
+            answers = [await batches.join(rank, call) for rank in (0, 1, 1, 0)]
+
+            assert num_plans == 1
+            assert answers[0]["sample_ids"] == answers[3]["sample_ids"]
+            assert answers[1]["sample_ids"] == answers[2]["sample_ids"]
+            assert answers[0]["sample_ids"] != answers[1]["sample_ids"]
 
     asyncio.run(main())
 
