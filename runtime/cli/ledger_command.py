@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
@@ -13,9 +14,10 @@ from typing import Any, Final, cast
 from umbra.runtime.cli.sample_texts import read_texts, text_of
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.rollout.ledger.ledger_history import managers_of
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_table import SampleRow
 
 # More than fits a screen would hide the head of the list; fewer would make people use --newest
 # often.
@@ -42,18 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
     lists_samples = _lists_samples(arguments)
     if arguments.text and arguments.sample is None:
         raise ConfigError("--text shows one sample: name it (--sample ID), or use umbra samples")
-    with open_index(Path(arguments.run_dir)) as index:
-        if lists_samples:
-            facts, as_text = _samples(index, arguments), _samples_text
-        elif arguments.sample is None:
-            facts, as_text = _summary(index), _summary_text
-        elif arguments.text:
-            found = find_sample(index, arguments.sample)
-            (facts,) = read_texts(index, [found], Path(arguments.run_dir), None)
-            print(json.dumps(facts) if arguments.json else text_of(facts))
-            return 0
-        else:
-            facts, as_text = find_sample(index, arguments.sample), _sample_text
+    index = open_index(Path(arguments.run_dir))
+    if lists_samples:
+        facts, as_text = _samples(index, arguments), _samples_text
+    elif arguments.sample is None:
+        facts, as_text = _summary(index), _summary_text
+    elif arguments.text:
+        found = find_sample(index, arguments.sample)
+        (facts,) = read_texts(index, [found], Path(arguments.run_dir), None)
+        print(json.dumps(facts) if arguments.json else text_of(facts))
+        return 0
+    else:
+        facts, as_text = _sample(index, arguments.sample), _sample_text
     print(json.dumps(facts) if arguments.json else as_text(_escaped(facts)))
     return 0
 
@@ -72,46 +74,52 @@ def _lists_samples(arguments: argparse.Namespace) -> bool:
 
 
 def open_index(run_dir: Path) -> LedgerIndex:
-    """The index of a run's ledgers; raises as `run` does."""
+    """The index of a run's ledger; raises as `run` does."""
     if not run_dir.is_dir():
         raise ConfigError(
             f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
         )
-    if not managers_of(run_dir):
+    managers = managers_of(run_dir)  # a run has one
+    if not managers:
         raise ConfigError(
             f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "
             "the job's config calls run.dir"
         )
-    return LedgerIndex.build(run_dir)
+    return LedgerIndex(ledger_folder(run_dir, managers[0]))
 
 
 def _summary(index: LedgerIndex) -> dict[str, Any]:
-    managers = index.rows("SELECT * FROM managers ORDER BY manager")
-    for manager in managers:
-        manager["lives"] = index.rows(
-            "SELECT life, job_id, time_s FROM lives WHERE manager = ? ORDER BY life",
-            manager["manager"],
-        )
+    table = index.table
     return {
-        "states": index.counts(),
-        "drop_reasons": index.drop_reasons(),
-        "totals": {name: sum(manager[name] for manager in managers) for name in _TOTALS},
-        "steps_done": max(manager["steps_done"] for manager in managers),
-        "covered_step": max(manager["covered_step"] for manager in managers),
-        "evaluations": index.evaluations(),
-        "managers": managers,
+        "states": {str(state): table.counts[state] for state in SampleState},
+        "drop_reasons": dict(table.drop_reasons.most_common()),
+        "totals": asdict(table.totals),
+        "steps_done": table.steps_done,
+        "covered_step": table.covered_step,
+        "evaluations": [evaluation._asdict() for evaluation in index.evaluations()],
+        "position": index.end,
+        "lives": [life._asdict() for life in index.lives()],
     }
 
 
 def _samples(index: LedgerIndex, arguments: argparse.Namespace) -> dict[str, Any]:
-    limit = arguments.newest or _DEFAULT_NEWEST
-    samples, num_samples = index.newest(limit, arguments.state, arguments.step)
-    return {"num_samples": num_samples, "samples": samples}
+    state = None if arguments.state is None else SampleState(arguments.state)
+    step = None if arguments.step is None else arguments.step - 1
+    samples, num_samples = index.newest(arguments.newest or _DEFAULT_NEWEST, state, step)
+    return {"num_samples": num_samples, "samples": [row.facts() for row in samples]}
 
 
-def find_sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
-    """As `LedgerIndex.sample`; raises ConfigError, with a hint, if there is none."""
-    found = index.sample(sample_id)
+def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
+    row = find_sample(index, sample_id)
+    return row.facts() | {
+        "segments": [run._asdict() for run in row.runs()],
+        "history": index.story(row),
+    }
+
+
+def find_sample(index: LedgerIndex, sample_id: str) -> SampleRow:
+    """As `LedgerIndex.find`; raises ConfigError, with a hint, if there is none."""
+    found = index.find(sample_id)
     if found is None:
         similar = index.similar(sample_id)
         hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
@@ -136,14 +144,10 @@ def _summary_text(facts: Mapping[str, Any]) -> str:
         lines.append(
             f"evaluations: {len(facts['evaluations'])}, the last after step {last['step']}"
         )
-    for manager in facts["managers"]:
-        lives = manager["lives"]
-        noun = "incarnation" if len(lives) == 1 else "incarnations"
-        newest = f", the newest since {_time(lives[-1]['time_s'])}" if lives else ""
-        lines.append(
-            f"manager {manager['manager']}: {len(lives)} {noun}"
-            f"{newest}, ledger up to {manager['position']}"
-        )
+    lives = facts["lives"]
+    noun = "incarnation" if len(lives) == 1 else "incarnations"
+    newest = f", the newest since {_time(lives[-1]['time_s'])}" if lives else ""
+    lines.append(f"rollout manager: {len(lives)} {noun}{newest}, ledger up to {facts['position']}")
     return "\n".join(lines)
 
 
@@ -194,8 +198,7 @@ def _sample_text(facts: Mapping[str, Any]) -> str:
     reward = "none" if facts["reward"] is None else f"{facts['reward']:g}"
     lines = [
         f"{facts['sample_id']}: {', '.join(state)}",
-        f"  prompt {facts['prompt_id']}, index {facts['place']} in the data, seed {facts['seed']}, "
-        f"manager {facts['manager']}",
+        f"  prompt {facts['prompt_id']}, index {facts['place']} in the data, seed {facts['seed']}",
         f"  reward {reward}, {facts['num_tokens']} tokens, {facts['interruptions']} interruptions, "
         f"{facts['resets']} resets, {facts['rolled_back_tokens']} tokens rolled back",
         "segments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
@@ -13,11 +13,10 @@ from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.agents.loop_history import LoopHistory
 from umbra.runtime.rollout.agents.sample_text import SampleText
 from umbra.runtime.rollout.dispatch.token_store import Segment
-from umbra.runtime.rollout.ledger.ledger_events import Event
-from umbra.runtime.rollout.ledger.ledger_history import History
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent
+from umbra.runtime.rollout.ledger.sample_table import SampleRow
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 
@@ -30,12 +29,11 @@ _MARGIN: Final = "  | "
 
 
 def read_texts(
-    index: LedgerIndex, rows: Sequence[Row], run_dir: Path, model: str | None
+    index: LedgerIndex, rows: Sequence[SampleRow], run_dir: Path, model: str | None
 ) -> list[Row]:
     """Facts and texts of samples, as plain data.
 
     Args:
-        rows: of the index's table `samples`.
         model: a directory with the tokenizer; None for that of the run's model.
 
     Raises:
@@ -46,32 +44,13 @@ def read_texts(
     if not rows:
         return []
     tokenizer = open_tokenizer(run_dir, model)
-    prompts = _find_prompts(run_dir, {row["prompt_id"] for row in rows})
-    contents = {
-        (manager, uid): content
-        for manager, history in index.histories.items()
-        for uid, content in read_contents(
-            _events(history),
-            {row["uid"]: row["num_tokens"] for row in rows if row["manager"] == manager},
-        ).items()
-    }
-    samples: list[Row] = []
-    for row in rows:
-        content = contents[row["manager"], row["uid"]]
-        prompt = prompts.get(row["prompt_id"])
-        segments = index.rows(
-            "SELECT start, stop, version FROM segments WHERE manager = ? AND uid = ? "
-            "ORDER BY rowid",
-            row["manager"],
-            row["uid"],
-        )
-        samples.append(
-            {name: value for name, value in row.items() if name not in ("segments", "history")}
-            | decode_content(
-                tokenizer, prompt, content, [Segment(**segment) for segment in segments]
-            )
-        )
-    return samples
+    prompts = _find_prompts(run_dir, {row.group.prompt_id for row in rows})
+    contents = index.contents(rows)
+    return [
+        row.facts()
+        | decode_content(tokenizer, prompts.get(row.group.prompt_id), contents[row.uid], row.runs())
+        for row in rows
+    ]
 
 
 def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
@@ -154,11 +133,6 @@ def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
         return prompts.find(prompt_ids)
     finally:
         prompts.close()
-
-
-def _events(history: History) -> Iterator[Event]:
-    for entry in history.entries():
-        yield from entry.batch.events
 
 
 def _plain(value: object) -> Any:

@@ -14,18 +14,21 @@ _CONSTANT: Final = re.compile(r"NaN|Infinity")
 class JsonLines:
     """Reads a file as it grows. A file that was replaced is read from its beginning.
 
+    Args:
+        keys: the members that are kept in `rows`.
+
     Attributes:
-        rows: the objects read so far, without torn lines. Numbers that JSON does not have, such as
-            NaN, are None.
-        encoded: the same as text.
+        rows: of the objects read so far, without torn lines.
+        encoded: the whole objects as text. Numbers that JSON does not have, such as NaN, are null.
         times_replaced: changes when the rows are those of another file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keys: tuple[str, ...] = ()) -> None:
         self.rows: list[dict[str, Any]] = []
         self.encoded: list[str] = []
         self.times_replaced = 0
         self._path = path
+        self._keys = keys
         self._inode = 0
         self._offset = 0
 
@@ -37,21 +40,24 @@ class JsonLines:
                 if stat.st_ino != self._inode or stat.st_size < self._offset:
                     self._begin(stat.st_ino)
                 file.seek(self._offset)
-                data = file.read()
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._add(line)
         except FileNotFoundError:
             self._begin(0)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            text = line.decode().strip()
+            row: Any = json.loads(text, parse_constant=lambda _: None)
+        except ValueError:
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                text = line.decode()
-                row: Any = json.loads(text, parse_constant=lambda _: None)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                self.rows.append(cast("dict[str, Any]", row))
-                self.encoded.append(json.dumps(row) if _CONSTANT.search(text) else text)
+        if isinstance(row, dict):
+            found = cast("dict[str, Any]", row)
+            self.rows.append({key: found[key] for key in self._keys if key in found})
+            self.encoded.append(json.dumps(found) if _CONSTANT.search(text) else text)
 
     def _begin(self, inode: int) -> None:
         if self._offset:

@@ -40,7 +40,7 @@ class RunView:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._metrics = JsonLines(run_dir / "metrics.jsonl", ("step", "eval/accuracy"))
         self._events = JsonLines(run_dir / "events.jsonl")
         self._samples = SampleIndex(run_dir)
         self._job: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_snapshot import read_content
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 
 _GROUP_SIZE: Final = 8
@@ -55,7 +55,7 @@ def run(num_trajectories: int = 100_000, folder: Path | None = None) -> dict[str
         )
         nbytes = sum(path.stat().st_size for path in place.iterdir())
         began = time.perf_counter()
-        state = replay(read_history(place).entries)
+        state = read_content(read_history(place)).state
         facts["replayed_per_s"] = state.next_uid / (time.perf_counter() - began)
     facts["nbytes_per_trajectory"] = nbytes / state.next_uid
     facts["paced_blocked_max_ms"] = paced["blocked_max_ms"]

@@ -15,7 +15,8 @@ import pytest
 from run_traces import RunTraces, command_of
 from slurm_cluster import SlurmCluster
 
-from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.cluster, pytest.mark.process]
@@ -111,11 +112,11 @@ class Submission:
         self, num_steps: int, run_dir: Path | None = None
     ) -> None:
         run_dir = run_dir or self.run_dir
-        with LedgerIndex.build(run_dir) as index:
-            rows = index.rows("SELECT sample_id, step FROM samples WHERE state = 'trained'")
-        assert len({row["sample_id"] for row in rows}) == len(rows)
-        expected = {step: SAMPLES_PER_STEP for step in range(1, num_steps + 1)}
-        assert Counter(row["step"] for row in rows) == expected
+        rows, _ = open_index(run_dir).newest(None, SampleState.TRAINED)
+        assert len({row.sample_id for row in rows}) == len(rows)
+        assert Counter(row.step for row in rows) == dict.fromkeys(
+            range(num_steps), SAMPLES_PER_STEP
+        )
         steps = [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")]
         assert sorted(set(steps)) == list(range(1, num_steps + 1))
 

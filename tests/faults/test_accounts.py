@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import bad_days
 import pytest
 from run_assets import NUM_PROMPTS
 from whole_runs import START_LIMIT_S, start_run
 
+from umbra.runtime.cli.ledger_command import open_index
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_table import SampleRow
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -44,29 +46,28 @@ def test_bad_user_code_costs_its_own_prompts_and_the_ledger_says_why(folder: Pat
         ended = run.wait(START_LIMIT_S)
 
     assert ended.status == 0, ended.output
-    with LedgerIndex.build(run.run_dir) as index:
-        check_first_epoch(index)
-        counts = index.counts()
+    index = open_index(run.run_dir)
+    check_first_epoch(index)
+    counts = index.table.counts
     last = read_metrics(run.run_dir / "metrics.jsonl")[-1]
     num_dropped = last["rollout/dropped_agent_loop_failed"] + last["rollout/dropped_reward_failed"]
-    assert counts["dropped"] == num_dropped * GROUP_SIZE
-    assert counts["trained"] + counts["leased"] == 4 * 8 * GROUP_SIZE
-    assert sum(counts.values()) == counts["dropped"] + 4 * 8 * GROUP_SIZE
+    assert counts[SampleState.DROPPED] == num_dropped * GROUP_SIZE
+    assert counts[SampleState.TRAINED] + counts[SampleState.LEASED] == 4 * 8 * GROUP_SIZE
+    assert sum(counts.values()) == counts[SampleState.DROPPED] + 4 * 8 * GROUP_SIZE
 
 
 def check_first_epoch(index: LedgerIndex) -> None:
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for row in index.rows("SELECT * FROM samples WHERE epoch = 0 ORDER BY place"):
-        groups.setdefault(row["place"], []).append(row)
+    groups: dict[int, list[SampleRow]] = {}
+    for row in index.newest(None)[0]:
+        if row.group.epoch == 0:
+            groups.setdefault(row.group.order_idx, []).append(row)
     assert len(groups) == NUM_PROMPTS
     for place, samples in groups.items():
         assert len(samples) == GROUP_SIZE
         cause = DROPPED.get(str(place))  # its answer is the prompt's number
         if cause is None:
-            assert all(row["state"] in ("trained", "leased") for row in samples), samples
+            assert all(str(row.state) in ("trained", "leased") for row in samples), samples
             continue
         for row in samples:
-            found = index.sample(row["sample_id"])
-            assert found is not None
-            assert found["state"] == "dropped"
-            assert cause in found["history"][-1]["detail"]
+            assert row.state is SampleState.DROPPED
+            assert cause in index.story(row)[-1]["detail"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from whole_runs import Ended, start_run, write_config
 
-from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -121,9 +122,8 @@ def test_a_new_run_from_a_checkpoint_of_another_begins_its_data(
     begun = run_to_end(folder, f"run.resume={ended}/checkpoints/step-000002", *others)
 
     assert begun.status == 0, begun.output
-    with LedgerIndex.build(folder / "run") as index:
-        groups = index.rows("SELECT DISTINCT group_id FROM samples WHERE state = 'trained'")
-    assert {row["group_id"] for row in groups} == {f"e0/{idx}" for idx in range(GROUPS_PER_STEP)}
+    rows, _ = open_index(folder / "run").newest(None, SampleState.TRAINED)
+    assert {row.group.group_id for row in rows} == {f"e0/{idx}" for idx in range(GROUPS_PER_STEP)}
 
 
 def test_a_killed_job_without_a_checkpoint_keeps_what_was_generated(
@@ -135,10 +135,8 @@ def test_a_killed_job_without_a_checkpoint_keeps_what_was_generated(
 
     assert resumed.status == 0, resumed.output
     assert "the rollout manager resumes with" in resumed.output
-    with LedgerIndex.build(folder / "run") as index:
-        rows = index.rows("SELECT step, count(*) AS n FROM samples WHERE step <= 2 GROUP BY step")
-        counts = {row["step"]: row["n"] for row in rows}
-    assert counts == dict.fromkeys((1, 2), GROUPS_PER_STEP * GROUP_SIZE)
+    index = open_index(folder / "run")
+    assert [len(index.of_step(step)) for step in (0, 1)] == [GROUPS_PER_STEP * GROUP_SIZE] * 2
 
 
 def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended: Path) -> None:
@@ -148,19 +146,18 @@ def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended
     failed = run_to_end(folder, "run.overwrite=true", "pool.engine_args.bogus=1")
 
     assert failed.status == 1
-    with LedgerIndex.build(folder / "run" / "replaced") as index:
-        assert index.counts()["trained"] > GROUPS_PER_STEP * GROUP_SIZE
+    counts = open_index(folder / "run" / "replaced").table.counts
+    assert counts[SampleState.TRAINED] > GROUPS_PER_STEP * GROUP_SIZE
 
     fresh = run_to_end(folder, "run.overwrite=true", "train.steps=1")
 
     assert fresh.status == 0, fresh.output
     assert "the earlier run is kept in" in fresh.output
     assert not (folder / "run" / "replaced").exists()
-    with LedgerIndex.build(folder / "run") as index:
-        counts = index.counts()
-        lives = index.rows("SELECT life FROM lives")
-    assert lives == [{"life": 1}]
-    assert counts["trained"] == sum(counts.values()) == GROUPS_PER_STEP * GROUP_SIZE
+    index = open_index(folder / "run")
+    counts = index.table.counts
+    assert [life.life for life in index.lives()] == [1]
+    assert counts[SampleState.TRAINED] == counts.total() == GROUPS_PER_STEP * GROUP_SIZE
 
 
 def test_a_run_with_no_step_left_is_reported(folder: Path, ended: Path) -> None:

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ledger_replay import replay
+
+from umbra.runtime.cli.ledger_command import open_index
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder
 from umbra.runtime.rollout.ledger.ledger_events import Event, Leased
 from umbra.runtime.rollout.ledger.ledger_history import Entry, ledger_folder, read_history
-from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.trainer.reporting.metrics_log import read_metrics
 
@@ -91,11 +93,10 @@ def check_order(history: History, run_dir: Path, *, group_size: int, seed: int =
 def check_ledger(history: History, run_dir: Path) -> None:
     """Asserts that the ledger has the same samples, steps, tokens and versions."""
     trained = {sample_id: step for step, batch in history.items() for sample_id in batch}
-    with LedgerIndex.build(run_dir) as index:
-        rows = index.rows("SELECT sample_id, step FROM samples WHERE state = 'trained'")
-        twice = index.rows("SELECT sample_id FROM samples GROUP BY sample_id HAVING count(*) > 1")
-    assert not twice
-    assert {row["sample_id"]: row["step"] - 1 for row in rows} == trained
+    rows, num_samples = open_index(run_dir).newest(None)
+    assert len({row.sample_id for row in rows}) == len(rows) == num_samples
+    done = [row for row in rows if row.state is SampleState.TRAINED]
+    assert {row.sample_id: row.step for row in done} == trained
     held = _leased_tokens(run_dir)
     for batch in history.values():
         for sample in batch.values():

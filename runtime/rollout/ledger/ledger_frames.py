@@ -59,11 +59,6 @@ def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
     return _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
 
 
-def frame_nbytes(head: bytes) -> int:
-    """The size of the frame that begins with these bytes; 0 if they are cut."""
-    return HEAD_NBYTES + _HEAD.unpack(head)[1] if len(head) == HEAD_NBYTES else 0
-
-
 def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
     """Finds the good frames of a file's bytes; payloads are views of `data`.
 
@@ -89,6 +84,16 @@ def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
                 "another folder"
             )
     return Scan(frames, start + offset, offset < len(view))
+
+
+def read_first(path: Path) -> memoryview | None:
+    """The payload of a file's first frame; None if it is not good."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_NBYTES)
+        if len(head) < HEAD_NBYTES:
+            return None
+        length = min(_HEAD.unpack(head)[1], PAYLOAD_MAX_NBYTES)
+        return _frame_at(memoryview(head + file.read(length)), 0, 0)
 
 
 def _frame_at(view: memoryview, offset: int, start: int) -> memoryview | None:

@@ -158,20 +158,14 @@ class History:
 
     def header_at(self, position: Position) -> Header:
         """The header of the file that has a position."""
-        return _header_of(self.folder / part_name(*position[:2]))
-
-    def headers(self) -> Iterator[Header]:
-        """The header of each valid file."""
-        for part in self.parts:
-            if part.stop:
-                yield _header_of(part.path)
+        return header_of(self.folder / part_name(*position[:2]))
 
     def restores(self, start: Position = BEGIN) -> list[tuple[Position, int]]:
         """Where the job went back to a checkpoint, and the steps of these, oldest first. Much
         faster than decoding all events."""
         return [
             (position, step)
-            for position, payload in self._frames(start, None)
+            for position, payload in self.frames(start, None)
             for step in restores_in(payload)
         ]
 
@@ -185,17 +179,22 @@ class History:
         Raises:
             LedgerError: a file is damaged, truncated or missing.
         """
-        for position, payload in self._frames(start, stop):
-            try:
-                for batch in decode_batches(payload):
-                    yield Entry(position, batch)
-            except LedgerError as error:
-                path = self.folder / part_name(*position[:2])
-                raise LedgerError(f"{path}, frame at byte {position.offset}: {error}") from error
+        for position, payload in self.frames(start, stop):
+            for batch in self.batches(position, payload):
+                yield Entry(position, batch)
 
-    def _frames(
+    def batches(self, position: Position, payload: memoryview) -> Iterator[Batch]:
+        """The batches of a frame. Raises LedgerError, which names the frame."""
+        try:
+            yield from decode_batches(payload)
+        except LedgerError as error:
+            path = self.folder / part_name(*position[:2])
+            raise LedgerError(f"{path}, frame at byte {position.offset}: {error}") from error
+
+    def frames(
         self, start: Position, stop: Position | None
     ) -> Iterator[tuple[Position, memoryview]]:
+        """Every frame as in `entries`: where it begins, and its payload."""
         for part in self.parts:
             number = (part.incarnation, part.part)
             if number < start[:2] or (stop is not None and number > stop[:2]):
@@ -254,7 +253,7 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
             continue
         own = _parts_of(incarnation, files[incarnation], folder)
         if own:
-            header = _header_of(own[0].path)
+            header = header_of(own[0].path)
             earlier = [
                 LogPart(folder / part_name(of_incarnation, part), of_incarnation, part, stop)
                 for of_incarnation, part, stop in header.earlier
@@ -307,10 +306,13 @@ def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[Lo
     return parts if parts[0].stop else []
 
 
-def _header_of(path: Path) -> Header:
-    head = _read(path, 0, ledger_frames.HEAD_NBYTES)
-    frames = ledger_frames.scan(_read(path, 0, ledger_frames.frame_nbytes(head)), path).frames
-    return Header.from_wire(frames[0][1] if frames else b"", path)
+def header_of(path: Path) -> Header:
+    """The header of a file. Raises LedgerError if it is damaged."""
+    try:
+        payload = ledger_frames.read_first(path)
+    except OSError as error:
+        raise LedgerError(f"cannot read {path}: {error.strerror}") from error
+    return Header.from_wire(b"" if payload is None else payload, path)
 
 
 def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:

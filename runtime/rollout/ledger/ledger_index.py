@@ -1,409 +1,388 @@
-"""A SQLite database of a run's ledgers, for queries only. It is rebuilt from the ledgers' files.
+"""What a run's ledger has of its samples, for readers, without reading all of it.
 
-It is in memory or on a node's own disk, because SQLite's locks do not work on NFS.
+Each part of the ledger that is complete has an index beside it (`index_part.py`). The rollout
+manager writes them as it goes, and a reader writes those that are missing. A reader takes the table
+of the last one, reads on in the log from there, and opens the rows of earlier parts only for what
+it shows. A sample's tokens and history are read again from its frames, from the first to the last.
+
+A part's trained samples count unless the job has, in a later part, gone back before their step.
 """
 
 from __future__ import annotations
 
-import json
-import sqlite3
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+import difflib
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.ledger_events import (
-    GIVEN,
-    Admitted,
-    Checkpoint,
-    Cut,
-    Dropped,
-    Evaluated,
-    Event,
-    Finished,
-    Leased,
-    PromptGiven,
-    Recorded,
-    Reset,
-    Restored,
-    Scored,
-    Started,
-    Tokens,
-    Version,
-)
+from umbra.runtime.rollout.ledger.index_part import BadIndexError, IndexPart, Life
+from umbra.runtime.rollout.ledger.ledger_events import Batch, Restored
+from umbra.runtime.rollout.ledger.ledger_frames import HEAD_NBYTES
 from umbra.runtime.rollout.ledger.ledger_history import (
-    Entry,
     History,
-    ledger_folder,
-    managers_of,
+    LogPart,
+    Position,
+    extend_history,
+    header_of,
     read_history,
 )
-from umbra.runtime.rollout.ledger.ledger_replay import replay
-from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
+from umbra.runtime.rollout.ledger.sample_story import story_of
+from umbra.runtime.rollout.ledger.sample_table import EvaluationRow, SampleRow, SampleTable
 
-_SCHEMA: Final = """
-CREATE TABLE managers (
-    manager TEXT PRIMARY KEY, position TEXT, steps_done INTEGER, covered_step INTEGER,
-    generated_tokens INTEGER, given_tokens INTEGER, rolled_back_tokens INTEGER,
-    reset_tokens INTEGER, interruptions INTEGER, resets INTEGER, restores INTEGER
-);
-CREATE TABLE lives (manager TEXT, life INTEGER, job_id TEXT, time_s REAL);
-CREATE TABLE samples (
-    manager TEXT, uid INTEGER, sample_id TEXT, group_id TEXT, prompt_id TEXT, epoch INTEGER,
-    place INTEGER, seed INTEGER, state TEXT, finish_reason TEXT, reward REAL, step INTEGER,
-    drop_reason TEXT, num_tokens INTEGER, interruptions INTEGER, resets INTEGER,
-    rolled_back_tokens INTEGER, PRIMARY KEY (manager, uid)
-);
-CREATE TABLE segments (manager TEXT, uid INTEGER, start INTEGER, stop INTEGER, version INTEGER);
-CREATE TABLE history (
-    manager TEXT, uid INTEGER, life INTEGER, part INTEGER, offset INTEGER, time_s REAL,
-    event TEXT, detail TEXT
-);
-CREATE TABLE evaluations (
-    manager TEXT, step INTEGER, temperature REAL, time_s REAL, outcome TEXT
-);
-"""
-_INDICES: Final = """
-CREATE INDEX samples_by_name ON samples (sample_id);
-CREATE INDEX samples_by_group ON samples (group_id);
-CREATE INDEX segments_by_sample ON segments (manager, uid);
-CREATE INDEX history_by_sample ON history (manager, uid);
-"""
-_BUFFERED_ROWS: Final = 10_000
+_KEPT_PARTS: Final = 4
+"""Parts whose rows are kept in memory. A page that shows the newest samples asks for the same ones
+again; each takes about 10 MB."""
+_COMPARED_GROUPS: Final = 5000
 
 
 class LedgerIndex:
-    """The samples of all managers of a run, with their segments and their history.
+    """The samples of one ledger. Blocking: one thread at a time may use it.
 
-    Owns the connection. Rows of `history` that concern the whole job have no uid. The step of a
-    sample, which the ledger counts from 0, is here counted from 1 as in metrics.jsonl.
+    Steps are counted from 0 here, as in the ledger.
 
-    Attributes:
-        histories: by manager, what `build` has read.
+    Raises:
+        LedgerError: the ledger is damaged or contradicts itself; any method may.
     """
 
-    def __init__(self, place: str | Path = ":memory:") -> None:
-        self.histories: dict[str, History] = {}
-        self._connection = sqlite3.connect(place)
-        self._connection.row_factory = sqlite3.Row
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._begin_again()
+        self.refresh()
 
-    @classmethod
-    def build(cls, run_dir: Path, place: str | Path = ":memory:") -> LedgerIndex:
-        """Reads every ledger of a run into a new database; a file at `place` is replaced.
+    def _begin_again(self) -> None:
+        self._history = History(self._folder, ())
+        self._begins = [0]  # of each part in the bytes of all
+        self._parts: list[IndexPart] = []  # of all parts but the last
+        self._limits: list[float] = []  # of each, the step from which on its rows do not count
+        self._table = SampleTable()
+        self._read_to = (0, 0)  # part and byte at which the table is
+        self._rows: dict[int, list[SampleRow]] = {}
 
-        Raises:
-            LedgerError: a ledger is damaged or contradicts itself.
-        """
-        if place != ":memory:":
-            Path(place).unlink(missing_ok=True)
-        index = cls(place)
-        try:
-            with index._connection as connection:
-                connection.executescript(_SCHEMA)
-                for manager in managers_of(run_dir):
-                    history = read_history(ledger_folder(run_dir, manager))
-                    index.histories[manager] = history
-                    _Filler(connection, manager).fill(history)
-                connection.executescript(_INDICES)
-        except BaseException:
-            index.close()
-            raise
-        return index
+    def refresh(self) -> None:
+        """Reads what was written since."""
+        history = extend_history(self._history) or read_history(self._folder)
+        complete = history.parts[:-1]
+        if [part.log for part in self._parts] != list(complete[: len(self._parts)]):
+            self._begin_again()
+        self._history = history
+        self._begins = [0, *accumulate(part.stop for part in history.parts)]
+        for number in range(len(self._parts), len(history.parts)):
+            self._read_part(number, is_complete=number < len(complete))
+        self._limits = self._limits_before(len(self._parts), self._table.restores)
+        self._table.flush()
 
-    def __enter__(self) -> LedgerIndex:
-        return self
+    def write(self) -> None:
+        """Writes the index of the last part, so that the next reader begins at its end."""
+        number, nbytes = self._read_to
+        if nbytes:
+            self._write_part(self._table, number, nbytes)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    @property
+    def table(self) -> SampleTable:
+        """The table at the end of the ledger."""
+        return self._table
 
-    def close(self) -> None:
-        self._connection.close()
+    @property
+    def end(self) -> str:
+        """The position after the last frame."""
+        return str(self._history.end)
 
-    def rows(self, query: str, *parameters: object) -> list[dict[str, Any]]:
-        """The result of any query."""
-        return [dict(row) for row in self._connection.execute(query, parameters)]
+    def lives(self) -> list[Life]:
+        """Each incarnation of the manager."""
+        lives = [part.facts.life for part in self._parts]
+        lives += [_life_of(log) for log in self._history.parts[-1:]]
+        return [life for life in lives if life is not None]
 
-    def counts(self) -> dict[str, int]:
-        """Number of samples by state, including states without samples."""
-        found = self._connection.execute("SELECT state, count(*) FROM samples GROUP BY state")
-        return dict.fromkeys(map(str, SampleState), 0) | {state: count for state, count in found}
+    def evaluations(self) -> list[EvaluationRow]:
+        """The evaluations of the surviving history, oldest first; the last of each step."""
+        found: dict[int, EvaluationRow] = {}
+        for part, limit in zip(self._parts, self._limits, strict=True):
+            for evaluation in part.facts.evaluations:
+                if evaluation.step <= limit:
+                    found.pop(evaluation.step, None)
+                    found[evaluation.step] = evaluation
+        for evaluation in self._table.evaluations:
+            found.pop(evaluation.step, None)
+            found[evaluation.step] = evaluation
+        return list(found.values())
 
-    def drop_reasons(self) -> dict[str, int]:
-        """Dropped samples by reason, most frequent first."""
-        return dict(
-            self._connection.execute(
-                "SELECT drop_reason, count(*) FROM samples WHERE state = 'dropped' "
-                "GROUP BY drop_reason ORDER BY count(*) DESC, drop_reason"
-            ).fetchall()
-        )
+    def steps(self) -> list[int]:
+        """The first and the last step that samples were leased for; empty without any."""
+        found = [row.step for row in self._table.rows() if row.step is not None]
+        for part, limit in zip(self._parts, self._limits, strict=True):
+            found += [step for step in part.facts.steps if step < limit]
+        return [min(found), max(found)] if found else []
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations of the surviving history, oldest first."""
-        rows = self.rows("SELECT * FROM evaluations ORDER BY rowid")
-        return [row | {"outcome": json.loads(row["outcome"])} for row in rows]
+    def find(self, sample_id: str) -> SampleRow | None:
+        """The sample of this id."""
+        group_id, _, _ = sample_id.rpartition("/")
+        return next((row for row in self.group(group_id) if row.sample_id == sample_id), None)
 
-    def sample(self, sample_id: str) -> dict[str, Any] | None:
-        """One sample with its `segments` and `history`, oldest first; None if there is none."""
-        found = self.rows("SELECT * FROM samples WHERE sample_id = ?", sample_id)
-        if not found:
-            return None
-        (row,) = found
-        key = (row["manager"], row["uid"])
-        which = "WHERE manager = ? AND uid = ? ORDER BY rowid"
-        row["segments"] = self.rows(f"SELECT start, stop, version FROM segments {which}", *key)
-        row["history"] = self.rows(
-            f"SELECT life, part, offset, time_s, event, detail FROM history {which}", *key
-        )
-        return row
+    def group(self, group_id: str) -> list[SampleRow]:
+        """The samples of a group."""
+        found = [row for row in self.table.rows() if row.group.group_id == group_id]
+        for number, part in enumerate(self._parts):
+            if part.facts.may_have_group(group_id):
+                found += [row for row in self._valid_rows(number) if row.group.group_id == group_id]
+        return sorted(found, key=lambda row: row.uid)
+
+    def similar(self, sample_id: str, limit: int = 3) -> list[str]:
+        """Sample ids that the user may have meant."""
+        group_id, _, _ = sample_id.rpartition("/")
+        siblings = [*self.group(group_id), *self.group(sample_id)]
+        if siblings:
+            return [row.sample_id for row in siblings[:limit]]
+        # Comparing is slow, and the newest few thousand groups are enough for a hint.
+        names: dict[str, None] = {}
+        for row in self._newest_rows():
+            names[row.group.group_id] = None
+            if len(names) == _COMPARED_GROUPS:
+                break
+        close = difflib.get_close_matches(group_id or sample_id, names, limit)
+        return [f"{name}/0" for name in close]
+
+    def of_step(self, step: int) -> list[SampleRow]:
+        """The samples that were leased for this step, the newest first."""
+        found = [row for row in self.table.rows() if row.step == step]
+        for number, part in enumerate(self._parts):
+            if part.facts.steps and part.facts.steps[0] <= step <= part.facts.steps[1]:
+                found += [row for row in self._valid_rows(number) if row.step == step]
+        return sorted(found, key=lambda row: -row.uid)
 
     def newest(
-        self, limit: int, state: str | None = None, step: int | None = None
-    ) -> tuple[list[dict[str, Any]], int]:
-        """The samples admitted last, newest first, and the number of all that match. Those that
-        were dropped have a `drop_detail`: the reason, and what caused it.
+        self, limit: int | None, state: SampleState | None = None, step: int | None = None
+    ) -> tuple[list[SampleRow], int]:
+        """The samples admitted last, newest first, and the number of all that match.
 
         Args:
+            limit: None for all.
             state: only samples that are in this state now.
             step: only samples that were leased for this step.
         """
-        which = "FROM samples WHERE (?1 IS NULL OR state = ?1) AND (?2 IS NULL OR step = ?2)"
-        ((num_samples,),) = self._connection.execute(f"SELECT count(*) {which}", (state, step))
-        why = (
-            "SELECT detail FROM history WHERE manager = samples.manager AND uid = samples.uid "
-            "AND event = 'dropped' AND samples.state = 'dropped' ORDER BY rowid DESC LIMIT 1"
-        )
-        query = f"SELECT *, ({why}) AS drop_detail {which} ORDER BY uid DESC, manager LIMIT ?3"
-        return self.rows(query, state, step, limit), num_samples
+        if step is not None:
+            rows = [row for row in self.of_step(step) if state in (None, row.state)]
+            return rows[:limit], len(rows)
+        num_samples = self.table.next_uid if state is None else self.table.counts[state]
+        wanted = num_samples if limit is None else min(limit, num_samples)
+        return self._first(wanted, lambda row: state in (None, row.state), state), num_samples
 
-    def with_tokens(self, limit: int, step: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    def with_tokens(self, limit: int, step: int | None = None) -> tuple[list[SampleRow], int]:
         """Samples with a completion, the last admitted first, at most `limit`; how many there are.
 
         Args:
             step: only samples that were leased for this step.
         """
-        return self._chosen("num_tokens > 0", "uid DESC, manager", limit, step)
+        if step is not None:
+            rows = [row for row in self.of_step(step) if row.num_tokens]
+            return rows[:limit], len(rows)
+        num_samples = sum(row.num_tokens > 0 for row in self.table.rows())
+        num_samples += self._table.num_with_tokens
+        return self._first(min(limit, num_samples), lambda row: row.num_tokens > 0), num_samples
 
     def extremes(
         self, limit: int, *, best: bool, step: int | None = None
-    ) -> tuple[list[dict[str, Any]], int]:
+    ) -> tuple[list[SampleRow], int]:
         """Samples with the highest rewards, or the lowest; likewise.
 
         Of equal rewards, different prompts come first, and of these the newest.
         """
-        same = "PARTITION BY manager, group_id, reward ORDER BY uid DESC"
-        order = f"reward {'DESC' if best else 'ASC'}, row_number() OVER ({same}), uid DESC, manager"
-        return self._chosen("reward IS NOT NULL", order, limit, step)
-
-    def _chosen(
-        self, condition: str, order: str, limit: int, step: int | None
-    ) -> tuple[list[dict[str, Any]], int]:
-        which = f"FROM samples WHERE {condition} AND (?1 IS NULL OR step = ?1)"
-        ((num_samples,),) = self._connection.execute(f"SELECT count(*) {which}", (step,))
-        return self.rows(f"SELECT * {which} ORDER BY {order} LIMIT ?2", step, limit), num_samples
-
-    def similar(self, sample_id: str, limit: int = 3) -> list[str]:
-        """Sample ids that the user may have meant."""
-        import difflib
-
-        group_id, _, _ = sample_id.rpartition("/")
-        siblings = self._column(
-            "SELECT sample_id FROM samples WHERE group_id IN (?, ?) ORDER BY uid LIMIT ?",
-            group_id,
-            sample_id,
-            limit,
+        sign = -1.0 if best else 1.0
+        if step is not None:
+            rows = [row for row in self.of_step(step) if row.reward is not None]
+            return _by_reward(rows, sign)[:limit], len(rows)
+        rows = [row for row in self.table.rows() if row.reward is not None]
+        num_samples = len(rows) + self._table.num_scored
+        # By the best reward that a part may add, and the newest of these first.
+        parts = sorted(
+            (min(sign * reward for reward in part.facts.rewards), -part.facts.uids[1], number)
+            for number, part in enumerate(self._parts)
+            if part.facts.rewards
         )
-        if siblings:
-            return siblings
-        # Comparing is slow, and the newest few thousand groups are enough for a hint.
-        groups = self._column("SELECT DISTINCT group_id FROM samples ORDER BY uid DESC LIMIT 5000")
-        close = difflib.get_close_matches(group_id or sample_id, groups, limit)
-        return [f"{name}/0" for name in close]
+        chosen = _by_reward(rows, sign)[:limit]
+        for reward, newest, number in parts:
+            if len(chosen) >= limit and _is_before(chosen, sign, reward, newest):
+                break
+            rows = [row for row in self._valid_rows(number) if row.reward is not None]
+            chosen = _by_reward([*chosen, *rows], sign)[:limit]
+        return chosen, num_samples
 
-    def _column(self, query: str, *parameters: object) -> list[str]:
-        return [row[0] for row in self._connection.execute(query, parameters)]
+    def contents(self, rows: Sequence[SampleRow]) -> dict[int, SampleContent]:
+        """The tokens and recorded values of samples, by uid."""
+        found: dict[int, SampleContent] = {}
+        wanted = sorted(rows, key=lambda row: row.begin)
+        while wanted:  # samples that were generated side by side are read together
+            begin, end, together = wanted[0].begin, 0, dict[int, int]()
+            while wanted and (not end or wanted[0].begin < end):
+                row = wanted.pop(0)
+                end = max(end, self._begins[-1] if row.finished is None else row.finished)
+                together[row.uid] = row.num_tokens
+            events = (event for batch in self._batches(begin, end) for event in batch.events)
+            found |= read_contents(events, together)
+        return found
 
+    def story(self, row: SampleRow) -> list[dict[str, Any]]:
+        """What happened to a sample, oldest first."""
+        end = self._begins[-1] if row.end is None else row.end
+        return story_of(row.uid, self._batches(row.begin, end), self._table.versions)
 
-class _Filler:
-    """Turns one manager's history into rows."""
+    # -- private -------------------------------------------------------------------------
 
-    def __init__(self, connection: sqlite3.Connection, manager: str) -> None:
-        self._connection = connection
-        self._manager = manager
-        self._rows: dict[str, list[tuple[Any, ...]]] = {}
-        # (entry, time of the last run, start, stop, version) of tokens not yet in the history
-        self._runs: dict[int, tuple[Entry, float, int, int, int]] = {}
-        self._leased: dict[int, bool] = {}  # uid -> whether "trained" is in the history
-        self._settled: list[tuple[int, int | None]] = []  # trained, by the current event
-        self._rolled_back: dict[int, int] = {}
-        self._evaluations: dict[int, tuple[Entry, Evaluated]] = {}  # by step, the last of each
+    def _read_part(self, number: int, *, is_complete: bool) -> None:
+        """Reads one more part: its index, and what the log has beyond that."""
+        log, begin = self._history.parts[number], self._begins[number]
+        if self._read_to[0] < number or not self._read_to[1]:
+            with suppress(BadIndexError):
+                part = IndexPart.read(log, begin)
+                if is_complete and part.facts.nbytes == log.stop:
+                    self._parts.append(part)
+                    return
+                self._table, self._read_to = part.table(), (number, part.facts.nbytes)
+        if self._read_to[0] < number:
+            self._table, self._read_to = self._table_after(number - 1), (number, 0)
+        self._read_log(self._table, number, self._read_to[1])
+        self._read_to = (number, log.stop)
+        if is_complete:
+            self._parts.append(self._write_part(self._table, number, log.stop))
+            self._table.begin_part()
+            self._read_to = (number + 1, 0)
 
-    def fill(self, history: History) -> None:
-        state = replay(history.entries, on_settled=self._on_settled, on_event=self._on_event)
-        for uid in list(self._runs):
-            self._end_run(uid)
-        for group in state.groups():
-            self._add_group(group)
-        for entry, event in self._evaluations.values():
-            outcome = json.dumps({k: v for k, v in event.outcome.items() if k != "samples"})
-            self._add("evaluations", event.step, event.temperature, entry.batch.time_s, outcome)
-        for header in history.headers():
-            if header.part == 0:
-                self._add("lives", header.incarnation, header.job_id, header.time_s)
-        totals = asdict(state.totals)
-        self._add(
-            "managers", str(history.end), state.steps_done, state.covered_step,
-            *[totals[name] for name in (
-                "generated_tokens", "given_tokens", "rolled_back_tokens", "reset_tokens",
-                "interruptions", "resets", "restores",
-            )],
-        )  # fmt: skip
-        for table in list(self._rows):
-            self._flush(table)
+    def _table_after(self, number: int) -> SampleTable:
+        """The table at the beginning of the part after a complete one. Indexes that are damaged
+        are written again."""
+        table, first = SampleTable(), 0
+        for earlier in range(number, -1, -1):
+            with suppress(BadIndexError):
+                table, first = self._parts[earlier].table(), earlier + 1
+                table.begin_part()
+                break
+        for later in range(first, number + 1):
+            self._read_log(table, later, 0)
+            nbytes = self._history.parts[later].stop
+            self._parts[later] = self._write_part(table, later, nbytes)
+            table.begin_part()
+        return table
 
-    def _on_event(self, entry: Entry, event: Event, state: LedgerState) -> None:
-        match event:
-            case Tokens():
-                self._add_runs(entry, event)
-            case Version():
-                self._note(entry, None, "version", f"{event.version} after step {event.step}")
-                self._note_trained(entry, state)
-            case Checkpoint():
-                self._note(entry, None, "checkpoint", f"after step {event.step}")
-                self._note_trained(entry, state)
-            case Restored():
-                self._note(entry, None, "restored", f"to step {event.step}")
-                self._note_restored(entry, event, state)
-            case Evaluated():
-                self._note(entry, None, "evaluated", f"after step {event.step}")
-                self._evaluations.pop(event.step, None)
-                self._evaluations[event.step] = (entry, event)
-            case Admitted():
-                for k in range(len(event.seeds)):
-                    detail = f"index {event.order_idx} in the data"
-                    self._note(entry, event.first_uid + k, "admitted", detail)
-            case Finished():
-                for uid, reason in zip(event.uids.tolist(), event.reasons, strict=True):
-                    self._note(entry, uid, "finished", reason)
-            case Scored():
-                for uid, reward in zip(event.uids.tolist(), event.rewards.tolist(), strict=True):
-                    self._note(entry, uid, "scored", f"reward {reward:g}")
-            case Leased():
-                self._leased.update(dict.fromkeys(event.uids.tolist(), False))
-                self._note_all(entry, event.uids.tolist(), "leased", f"for step {event.step + 1}")
-            case Started():
-                self._note_all(entry, event.uids.tolist(), "started", "")
-            case Cut():
-                self._note_all(entry, event.uids.tolist(), "cut", event.reason)
-            case Dropped():
-                detail = ": ".join(filter(None, (event.reason, event.cause)))
-                self._note_all(entry, event.uids.tolist(), "dropped", detail)
-            case PromptGiven():
-                self._note(entry, event.uid, "prompt", f"of {len(event.tokens)} tokens")
-            case Reset():
-                self._note(entry, event.uid, "reset", event.reason)
-            case Recorded():
-                self._note(entry, event.uid, "recorded", event.key)
+    def _read_log(self, table: SampleTable, number: int, start: int) -> None:
+        log, begin = self._history.parts[number], self._begins[number]
+        where = log.incarnation, log.part
+        frames = self._history.frames(Position(*where, start), Position(*where, log.stop))
+        for position, payload in frames:
+            at = begin + position.offset
+            end = at + HEAD_NBYTES + len(payload)
+            for batch in self._history.batches(position, payload):
+                for event in batch.events:
+                    if isinstance(event, Restored):
+                        table.take_back(self._trained(event.step, number, table.restores))
+                    try:
+                        table.apply(event, batch.time_s, at, end)
+                    except LedgerError as error:
+                        raise LedgerError(f"the ledger at {position}: {error}") from error
 
-    def _on_settled(self, group: GroupAccount) -> None:
-        self._add_group(group)
-        for sample in group.samples:
-            if self._leased.pop(sample.uid, True) is False:
-                self._settled.append((sample.uid, sample.step))
-            self._rolled_back.pop(sample.uid, None)
+    def _write_part(self, table: SampleTable, number: int, nbytes: int) -> IndexPart:
+        log = self._history.parts[number]
+        return IndexPart.write(log, self._begins[number], nbytes, _life_of(log), table)
 
-    def _add_group(self, group: GroupAccount) -> None:
-        for sample in group.samples:
-            self._add(
-                "samples", sample.uid, sample.sample_id, group.group_id, group.prompt_id,
-                group.epoch, group.order_idx, sample.seed, str(sample.state), sample.finish_reason,
-                sample.reward, _shown_step(sample.step), sample.drop_reason, sample.num_tokens,
-                sample.num_interruptions, sample.num_resets, sample.num_rolled_back,
-            )  # fmt: skip
-            for segment in sample.segments():
-                self._add("segments", sample.uid, *segment)
+    def _trained(self, step: int, number: int, restores: Iterable[int]) -> Iterator[SampleRow]:
+        """The rows before a part that were trained in `step` or later, after these restores."""
+        limits = self._limits_before(number, restores)
+        for earlier, limit in enumerate(limits):
+            steps = self._parts[earlier].facts.steps
+            if steps and steps[1] >= step:
+                for row in self._load_rows(earlier):
+                    if row.step is not None and step <= row.step < limit:
+                        yield row
 
-    def _add_runs(self, entry: Entry, event: Tokens) -> None:
-        """Adds consecutive runs of one version to the history as one row."""
-        bounds = event.offsets.tolist()
-        runs = zip(event.uids.tolist(), event.starts.tolist(), event.versions.tolist(), strict=True)
-        for idx, (uid, start, version) in enumerate(runs):
-            stop = start + bounds[idx + 1] - bounds[idx]
-            first, begin = entry, start
-            if uid in self._runs and self._runs[uid][4] == version:
-                first, _, begin, _, _ = self._runs[uid]
-            else:
-                self._end_run(uid)
-            self._runs[uid] = (first, entry.batch.time_s, begin, stop, version)
+    def _limits_before(self, number: int, restores: Iterable[int]) -> list[float]:
+        """Of each part before this one, the lowest step that the job went back to later."""
+        limits: list[float] = []
+        limit = min(restores, default=math.inf)
+        for part in reversed(self._parts[:number]):
+            limits.append(limit)
+            limit = min(limit, *part.facts.restores, math.inf)
+        return limits[::-1]
 
-    def _end_run(self, uid: int) -> None:
-        run = self._runs.pop(uid, None)
-        if run is None:
-            return
-        entry, last_s, start, stop, version = run
-        source = "given" if version == GIVEN else f"version {version}"
-        detail = f"{start} to {stop}, {source}, in {last_s - entry.batch.time_s:.3f} s"
-        self._write_note(entry, uid, "tokens", detail)
+    def _valid_rows(self, number: int) -> list[SampleRow]:
+        """The rows of a complete part that count."""
+        if number not in self._rows:
+            while len(self._rows) >= _KEPT_PARTS:
+                del self._rows[next(iter(self._rows))]
+            self._rows[number] = self._load_rows(number)
+        limit = self._limits[number]
+        return [row for row in self._rows[number] if row.step is None or row.step < limit]
 
-    def _note_trained(self, entry: Entry, state: LedgerState) -> None:
-        for uid, step in self._settled:
-            self._note(entry, uid, "trained", f"in step {_shown_step(step)}")
-        self._settled.clear()
-        for uid, is_noted in list(self._leased.items()):
-            sample = state.sample(uid)
-            if not is_noted and sample.state is SampleState.TRAINED:
-                self._leased[uid] = True
-                self._note(entry, uid, "trained", f"in step {_shown_step(sample.step)}")
-
-    def _note_restored(self, entry: Entry, event: Restored, state: LedgerState) -> None:
-        self._note_trained(entry, state)
-        for step in [step for step in self._evaluations if step > event.step]:
-            del self._evaluations[step]
-        for uid in list(self._leased):
-            if state.sample(uid).step is None:
-                del self._leased[uid]
-                self._note(entry, uid, "restored", f"not trained up to step {event.step}")
-        for group in state.groups():
-            for sample in group.samples:
-                num_lost = sample.num_rolled_back - self._rolled_back.get(sample.uid, 0)
-                if num_lost:
-                    self._rolled_back[sample.uid] = sample.num_rolled_back
-                    detail = f"{num_lost} tokens of later versions cut off"
-                    self._note(entry, sample.uid, "rolled_back", detail)
-
-    def _note_all(self, entry: Entry, uids: Iterable[int], event: str, detail: str) -> None:
-        for uid in uids:
-            self._note(entry, uid, event, detail)
-
-    def _note(self, entry: Entry, uid: int | None, event: str, detail: str) -> None:
-        if uid is not None:
-            self._end_run(uid)
-        self._write_note(entry, uid, event, detail)
-
-    def _write_note(self, entry: Entry, uid: int | None, event: str, detail: str) -> None:
-        self._add("history", uid, *entry.position, entry.batch.time_s, event, detail)
-
-    def _add(self, table: str, *values: Any) -> None:
-        rows = self._rows.setdefault(table, [])
-        rows.append((self._manager, *values))
-        if len(rows) >= _BUFFERED_ROWS:
-            self._flush(table)
-
-    def _flush(self, table: str) -> None:
-        rows: Sequence[tuple[Any, ...]] = self._rows.pop(table)
-        marks = ", ".join("?" * len(rows[0]))
+    def _load_rows(self, number: int) -> list[SampleRow]:
         try:
-            self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
-        except sqlite3.Error as error:
-            raise LedgerError(f"the index of the ledger cannot be written: {error}") from error
+            return self._parts[number].rows()
+        except BadIndexError:
+            self._table_after(number)
+            return self._parts[number].rows()
+
+    def _first(
+        self, limit: int, is_chosen: Callable[[SampleRow], bool], state: SampleState | None = None
+    ) -> list[SampleRow]:
+        """The newest samples that are chosen; `limit` is at most the number of all such."""
+        found = [row for row in self._table.rows() if is_chosen(row)]
+        found.sort(key=lambda row: -row.uid)
+        for part, number in self._newest_parts():
+            if len(found) >= limit and (not limit or found[limit - 1].uid > part.facts.uids[1]):
+                break
+            if state is not SampleState.DROPPED or part.facts.num_dropped:
+                found += filter(is_chosen, self._valid_rows(number))
+                found.sort(key=lambda row: -row.uid)
+                del found[limit:]
+        return found[:limit]
+
+    def _newest_parts(self) -> list[tuple[IndexPart, int]]:
+        parts = [(part, number) for number, part in enumerate(self._parts) if part.facts.uids]
+        return sorted(parts, key=lambda found: -found[0].facts.uids[1])
+
+    def _newest_rows(self) -> Iterator[SampleRow]:
+        yield from sorted(self._table.rows(), key=lambda row: -row.uid)
+        for _, number in self._newest_parts():
+            yield from reversed(self._valid_rows(number))
+
+    def _batches(self, begin: int, end: int) -> Iterator[Batch]:
+        """The batches from one byte of all parts to another."""
+        for entry in self._history.entries(self._position(begin), self._position(end)):
+            yield entry.batch
+
+    def _position(self, at: int) -> Position:
+        number = min(bisect_right(self._begins, at), len(self._history.parts)) - 1
+        _, incarnation, part, _ = self._history.parts[number]
+        return Position(incarnation, part, at - self._begins[number])
 
 
-def _shown_step(step: int | None) -> int | None:
-    return None if step is None else step + 1
+def _by_reward(rows: Iterable[SampleRow], sign: float) -> list[SampleRow]:
+    """As `LedgerIndex.extremes` orders them."""
+    newest = sorted(rows, key=lambda row: -row.uid)
+    seen = Counter[tuple[str, float | None]]()
+    ranks: dict[int, int] = {}
+    for row in newest:
+        seen[same := (row.group.group_id, row.reward)] += 1
+        ranks[row.uid] = seen[same]
+    return sorted(newest, key=lambda row: (sign * (row.reward or 0.0), ranks[row.uid]))
+
+
+def _is_before(chosen: Sequence[SampleRow], sign: float, reward: float, newest: int) -> bool:
+    """Whether no sample of a part can be among the chosen: the lowest signed reward and the lowest
+    negative uid there are these."""
+    if not chosen:
+        return True
+    last = sign * (chosen[-1].reward or 0.0)
+    are_first = len({row.group.group_id for row in chosen}) == len(chosen)
+    return last < reward or (last == reward and -chosen[-1].uid < newest and are_first)
+
+
+def _life_of(log: LogPart) -> Life | None:
+    if log.part or not log.stop:
+        return None
+    header = header_of(log.path)
+    return Life(header.incarnation, header.job_id, header.time_s)

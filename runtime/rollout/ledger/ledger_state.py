@@ -60,8 +60,6 @@ class LedgerState:
         restores: the steps of all later `Restored` events, in order. Tokens that one of them will
             need are kept, even if a checkpoint covers them. Without it, going back behind the
             newest checkpoint is refused.
-        on_settled: called with each group that is folded, while it still has its accounts.
-        keeps_tokens: False for readers that need only the number of a sample's tokens.
 
     Attributes:
         versions: the optimizer step of each version.
@@ -72,13 +70,7 @@ class LedgerState:
         num_groups: number of groups that were ever admitted.
     """
 
-    def __init__(
-        self,
-        restores: Iterable[int] = (),
-        *,
-        on_settled: Callable[[GroupAccount], None] | None = None,
-        keeps_tokens: bool = True,
-    ) -> None:
+    def __init__(self, restores: Iterable[int] = ()) -> None:
         self.versions: dict[int, int] = {}
         self.steps_done = 0
         self.covered_step = 0
@@ -89,8 +81,6 @@ class LedgerState:
         self.counts: Counter[SampleState] = Counter()
         self.drop_reasons: Counter[str] = Counter()
         self._restores = deque(restores)
-        self._on_settled = on_settled
-        self._keeps_tokens = keeps_tokens
         self._released_step = 0  # samples trained before this step have no tokens any more
         self._last_order_idx = -1
         self._samples: dict[int, SampleAccount] = {}
@@ -320,10 +310,10 @@ class LedgerState:
             sample = self._samples.get(uid)
             if sample is None:
                 continue  # it was folded
-            if self._keeps_tokens and not sample.is_released:
-                sample.append(tokens, logprobs, version)
-            else:
+            if sample.is_released:
                 sample.count(len(tokens), version)
+            else:
+                sample.append(tokens, logprobs, version)
 
     def _check_runs(self, event: Tokens) -> None:
         """Raises LedgerError, unless samples occur twice and each run may follow the one before."""
@@ -495,9 +485,6 @@ class LedgerState:
     def _fold(self, groups: Iterable[GroupAccount]) -> None:
         for group in sorted(groups, key=lambda group: group.first_uid):
             if group.is_settled:
-                if self._on_settled is not None:
-                    self._distribute()
-                    self._on_settled(group)
                 del self._groups[group.group_id]
                 for sample in group.samples:
                     del self._samples[sample.uid]

@@ -142,7 +142,7 @@ class SampleAccount:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """[num_tokens] the completion; empty once released, or if tokens are not kept."""
+        """[num_tokens] the completion; empty once released."""
         return self._tokens[: self.num_tokens]
 
     @property

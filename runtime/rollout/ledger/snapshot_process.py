@@ -1,7 +1,8 @@
 """Takes one snapshot of a ledger, in a process of its own: `python -m ... FOLDER POSITION STEPS`.
 
 STEPS are those of the checkpoints, such as `20,40`, or `unknown`. The process does what a manager
-does when it starts, while the manager that began it does not wait.
+does when it starts, while the manager that began it does not wait. It also writes the index, so
+that readers need not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_snapshot import take_snapshot
 
 
@@ -25,6 +27,7 @@ def main(folder: str, position: str, steps: str) -> int:
             None if steps == "unknown" else [int(step) for step in steps.split(",") if step]
         )
         take_snapshot(history.until(stop), checkpoints)
+        LedgerIndex(Path(folder)).write()
     except (LedgerError, OSError) as error:
         print(f"no snapshot of the ledger at {position}: {error}", file=sys.stderr)
         return 1

@@ -25,6 +25,7 @@ from chaos_plan import (
     ChaosPlan,
 )
 from chaos_saboteur import ChaosError, DeathNotes
+from ledger_replay import replay
 from rollout_configs import rollout_config
 from saved_tokenizer import save_rust_tokenizer
 from tokenizers import Tokenizer
@@ -38,7 +39,6 @@ from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, read_history
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rpc.sync_handle import SyncHandle

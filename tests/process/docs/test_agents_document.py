@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from documented_examples import files_of
 
-from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 FILES = files_of("agents.md")
 
@@ -57,12 +58,11 @@ def test_the_example_trains(folder: Path) -> None:
         capture_output=True,
     )
 
-    with LedgerIndex.build(folder / "runs" / "agent") as index:
-        assert index.counts()["trained"] == 2 * 32 * 8
-        (totals,) = index.rows("SELECT given_tokens, resets FROM managers")
-        rewards = {row["reward"] for row in index.rows("SELECT DISTINCT reward FROM samples")}
-    assert totals["given_tokens"] > 0
-    assert totals["resets"] == 0
+    index = open_index(folder / "runs" / "agent")
+    assert index.table.counts[SampleState.TRAINED] == 2 * 32 * 8
+    assert index.table.totals.given_tokens > 0
+    assert index.table.totals.resets == 0
+    rewards = {row.reward for row in index.newest(None)[0]}
     assert rewards <= {0.0, 0.1, 0.5, 1.0}
 
 

@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from ledger_replay import replay
 from ledger_samples import life_of_a_group, wire_of
 
+from umbra.runtime.rollout.ledger.index_part import IndexPart
 from umbra.runtime.rollout.ledger.ledger_events import Event, Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 from umbra.runtime.rollout.ledger.snapshot_taker import SnapshotTaker
@@ -33,7 +34,7 @@ async def append(folder: Path, taker: SnapshotTaker, *batches: list[Event]) -> N
 PAGE: list[Event] = [Recorded(0, "a", b"x" * 60_000)]
 
 
-def test_one_is_taken_when_the_tail_is_long_and_it_serves(tmp_path: Path) -> None:
+def test_one_is_taken_when_the_tail_is_long_and_an_index_with_it(tmp_path: Path) -> None:
     taker = SnapshotTaker(tmp_path)
     taker.tail_nbytes = 100_000
     group = life_of_a_group(0, "a", 0, 0)
@@ -48,6 +49,9 @@ def test_one_is_taken_when_the_tail_is_long_and_it_serves(tmp_path: Path) -> Non
     assert taker.tail_nbytes == 2 * snapshot.path.stat().st_size
     assert history.nbytes_after(snapshot.position) < 1000
     assert wire_of(read_content(history).state) == wire_of(replay(history.entries))
+    *earlier, last = history.parts
+    index = IndexPart.read(last, sum(part.stop for part in earlier))
+    assert last.stop - index.facts.nbytes < 1000
 
 
 def test_one_that_fails_is_logged_and_the_next_one_is_tried(

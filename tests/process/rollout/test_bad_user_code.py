@@ -10,9 +10,9 @@ import pytest
 from live_rollouts import VOCAB_SIZE, LiveRollouts, ledger_of, merged
 from rank_processes import poll
 
+from umbra.runtime.cli.ledger_command import open_index
 from umbra.runtime.cluster.run_events import RunEvent, read_events
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
 
@@ -63,11 +63,11 @@ def train_once(
 
 
 def cause_of_the_drop(run_dir: Path, drop_reason: str = LOOP_FAILED) -> str:
-    with LedgerIndex.build(run_dir) as index:
-        found = index.sample(f"{BAD_GROUP}/0")
+    index = open_index(run_dir)
+    found = index.find(f"{BAD_GROUP}/0")
     assert found is not None
-    assert (found["state"], found["drop_reason"]) == ("dropped", drop_reason)
-    return str(found["history"][-1]["detail"])
+    assert (str(found.state), found.drop_reason) == ("dropped", drop_reason)
+    return str(index.story(found)[-1]["detail"])
 
 
 def drops_in(run_dir: Path) -> list[RunEvent]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ledger_replay import replay
 from rollout_configs import rollout_config
 from saved_tokenizer import save_rust_tokenizer
 from tokenizers import Tokenizer
@@ -27,7 +28,6 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import read_history
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rollout.rollout_config import RolloutConfig

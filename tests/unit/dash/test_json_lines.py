@@ -9,13 +9,13 @@ from umbra.runtime.dash.json_lines import JsonLines
 
 def test_lines_are_read_once_and_from_the_beginning_if_the_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = JsonLines(path)
+    lines = JsonLines(path, ("step",))
     lines.read_on()
     assert lines.rows == []
 
     path.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"st')
     lines.read_on()
-    assert lines.rows == [{"step": 1}, {"step": 2, "loss": None}]
+    assert lines.rows == [{"step": 1}, {"step": 2}]
     with path.open("a") as file:
         file.write('ep": 3}\nnot JSON\n[4]\n')
     lines.read_on()

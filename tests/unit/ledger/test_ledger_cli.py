@@ -25,7 +25,6 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
-from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 
 BEGAN_S = 1_700_000_000.0
@@ -33,7 +32,7 @@ BEGAN_S = 1_700_000_000.0
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two managers; the first had two incarnations, the second went back to the checkpoint."""
+    """The manager had two incarnations, of which the second went back to the checkpoint."""
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a", clock=lambda: BEGAN_S) as log:
         for idx, batch in enumerate([
             [Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.25, "samples": [{"reward": 1.0}]})],
@@ -51,9 +50,6 @@ def run_dir(tmp_path: Path) -> Path:
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-b", clock=lambda: BEGAN_S + 60) as log:
         log.write(encode_batches(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1, False)]))
         log.write(encode_batches(BEGAN_S + 62, [Evaluated(1, 0.0, {"accuracy": 0.5})]))
-    with LedgerLog.open(ledger_folder(tmp_path, "m1"), "job-b") as log:
-        events = [Version(0, 0), *life_of_a_group(0, "z", 0, 0), Version(1, 1)]
-        log.write(encode_batches(BEGAN_S, events))
     return tmp_path
 
 
@@ -63,18 +59,17 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return found
 
 
-def test_the_summary_counts_all_managers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_counts_everything(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, str(run_dir))
 
     counts = {state: count for state, count in found["states"].items() if count}
-    assert counts == {"partial": 2, "trained": 4, "dropped": 2}
+    assert counts == {"partial": 2, "trained": 2, "dropped": 2}
     assert found["drop_reasons"] == {"too old": 2}
-    assert found["totals"]["generated_tokens"] == 5 + 5 + 5
+    assert found["totals"]["generated_tokens"] == 5 + 5
     assert found["totals"]["rolled_back_tokens"] == 2
     assert found["totals"]["interruptions"] == 3
     assert (found["steps_done"], found["covered_step"]) == (1, 1)
-    assert [life["job_id"] for life in found["managers"][0]["lives"]] == ["job-a", "job-b"]
-    assert found["managers"][1]["manager"] == "m1"
+    assert [life["job_id"] for life in found["lives"]] == ["job-a", "job-b"]
 
 
 def test_the_evaluations_of_the_surviving_history_are_listed(
@@ -84,7 +79,6 @@ def test_the_evaluations_of_the_surviving_history_are_listed(
 
     assert found == [
         {
-            "manager": "m0",
             "step": step,
             "temperature": 0.0,
             "time_s": BEGAN_S + seconds,
@@ -137,7 +131,7 @@ def ids_of(found: dict[str, Any]) -> list[str]:
     [
         (["--state", "dropped"], ["e0/c/1", "e0/c/0"]),
         (["--state", "partial", "--samples"], ["e0/b/1", "e0/b/0"]),
-        (["--step", "1"], ["e0/a/1", "e0/z/1", "e0/a/0", "e0/z/0"]),
+        (["--step", "1"], ["e0/a/1", "e0/a/0"]),
         (["--step", "1", "--state", "dropped"], []),
         (["--step", "7"], []),
     ],
@@ -155,17 +149,17 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run_json(capsys, str(run_dir), "--newest", "3")
-    assert (ids_of(found), found["num_samples"]) == (["e0/c/1", "e0/c/0", "e0/b/1"], 8)
+    assert (ids_of(found), found["num_samples"]) == (["e0/c/1", "e0/c/0", "e0/b/1"], 6)
 
     assert main(["ledger", str(run_dir), "--samples"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["sample", "state", "step", "reward", "tokens", "end"]
-    assert len(rows) == 8
+    assert len(rows) == 6
     assert rows[0].split(maxsplit=5) == ["e0/c/1", "dropped", "-", "-", "0", "too old: of step 0"]
     assert "  e0/a/1  trained  1     0       2       length" in rows
 
     assert main(["ledger", str(run_dir), "--newest", "1"]) == 0
-    assert "the newest 1 of 8: --newest N lists N\n" in capsys.readouterr().out
+    assert "the newest 1 of 6: --newest N lists N\n" in capsys.readouterr().out
     assert main(["ledger", str(run_dir), "--step", "7"]) == 0
     assert capsys.readouterr().out == "no such samples\n"
 
@@ -211,9 +205,9 @@ def test_a_trained_samples_story_ends_with_its_step(
 def test_text_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", str(run_dir)]) == 0
     text = capsys.readouterr().out
-    assert "  trained   4" in text
+    assert "  trained   2" in text
     assert "  too old  2" in text
-    assert "manager m0: 2 incarnations, the newest since 2023-11-1" in text
+    assert "rollout manager: 2 incarnations, the newest since 2023-11-1" in text
 
     assert main(["ledger", str(run_dir), "--sample", "e0/b/0"]) == 0
     text = capsys.readouterr().out
@@ -296,21 +290,8 @@ def test_damage_is_a_failure_that_names_its_position(
 def test_reading_does_not_disturb_a_writer(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with LedgerLog.open(ledger_folder(run_dir, "m1"), "job-c") as log:
+    with LedgerLog.open(ledger_folder(run_dir, "m0"), "job-c") as log:
         run_json(capsys, str(run_dir))
         log.write(encode_batches(BEGAN_S, [Version(2, 2)]))
 
         assert run_json(capsys, str(run_dir))["steps_done"] == 2
-
-
-def test_the_index_can_lie_on_a_disk_and_is_replaced(run_dir: Path, tmp_path: Path) -> None:
-    place = tmp_path / "index.sqlite"
-    LedgerIndex.build(run_dir, place).close()
-    with LedgerIndex.build(run_dir, place) as index:
-        counts = index.counts()
-
-    with LedgerIndex(place) as index:
-        assert index.counts() == counts
-        assert index.rows("SELECT event FROM history WHERE uid IS NULL LIMIT 1") == [
-            {"event": "version"}
-        ]

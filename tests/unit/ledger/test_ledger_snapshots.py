@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_replay import replay
 from ledger_samples import admitted, life_of_a_group, runs_of, wire_of, write_events
 
 from umbra.runtime.errors import LedgerError
@@ -24,7 +25,6 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import History, read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_snapshot import (
     read_content,
     snapshots_of,

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ledger_replay import replay
 from ledger_samples import life_of_a_group, versions_in
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_events import Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 
 

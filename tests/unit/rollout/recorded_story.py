@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ledger_replay import replay
 from ledger_samples import wire_of
 from recorded_checks import check_accounts, check_batches
 from recorded_world import STOP, Engine, Life, Loop, Taken
@@ -19,7 +20,6 @@ from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of, take_snapshot
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ledger_replay import replay
 from recorded_checks import check_accounts
 from recorded_story import Story
 from recorded_world import Engine, Life, finish_all
@@ -25,7 +26,6 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.ledger import recorder
 from umbra.runtime.rollout.ledger.ledger_events import Restored, Tokens
 from umbra.runtime.rollout.ledger.ledger_history import read_history
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt

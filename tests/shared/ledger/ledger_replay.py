@@ -1,4 +1,4 @@
-"""Computes the state at the end of a history."""
+"""The state at the end of a history that is read from its beginning, without any snapshot."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from collections.abc import Callable, Iterable
 from umbra.runtime.rollout.ledger.ledger_events import Event, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount
 
 
 def replay(
     entries: Callable[[], Iterable[Entry]],
     *,
     restoring_step: int | None = None,
-    on_settled: Callable[[GroupAccount], None] | None = None,
     on_event: Callable[[Entry, Event, LedgerState], None] | None = None,
-    keeps_tokens: bool = True,
 ) -> LedgerState:
-    """The state at the end of a history, which is read twice: `replay(history.entries)`.
+    """Reads a history twice: `replay(history.entries)`.
 
     Args:
         restoring_step: step of the checkpoint that the caller will resume from, if any.
         on_event: called after each event.
-        keeps_tokens: as of `LedgerState`.
 
     Raises:
         LedgerError: the history is damaged or contradicts itself; the position is named.
@@ -36,6 +32,6 @@ def replay(
     ]
     if restoring_step is not None:
         restores.append(restoring_step)
-    state = LedgerState(restores, on_settled=on_settled, keeps_tokens=keeps_tokens)
+    state = LedgerState(restores)
     state.apply_all(entries(), on_event)
     return state

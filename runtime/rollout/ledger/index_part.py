@@ -1,0 +1,182 @@
+"""The index of one part of a ledger, in a file beside it: `000001-0003.index`.
+
+It has three frames (`ledger_frames`): facts by which a reader knows whether it needs more, the
+`SampleTable` at the part's end, and the rows of samples that were trained or dropped in the part.
+The bytes of the log decide the content, whoever writes it. It appears by a rename, and a reader
+takes one that is damaged, or does not fit the log, for a missing one; so it is neither locked nor
+synced.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import msgpack
+import xxhash
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger import ledger_frames
+from umbra.runtime.rollout.ledger.ledger_history import LogPart
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_table import (
+    EvaluationRow,
+    SampleRow,
+    SampleTable,
+    rows_from_wire,
+    rows_to_wire,
+)
+
+_FORMAT: Final = 1
+_LEVEL: Final = 3  # of zlib; higher ones take several times as long for a tenth
+
+
+class BadIndexError(Exception):
+    """The file of an index is missing, damaged, or of another log."""
+
+
+class Life(NamedTuple):
+    """One incarnation of the manager, by number, and when it began."""
+
+    life: int
+    job_id: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFacts:
+    """What the first frame has.
+
+    Attributes:
+        begin: size of all earlier parts.
+        nbytes: how much of the part was read.
+        life: None unless the part begins one.
+        uids, steps, rewards: the lowest and the highest of the rows that ended; empty without any.
+        num_dropped: of these rows.
+        groups: hashes of their groups' ids, 4 bytes each.
+        restores, evaluations: as of `SampleTable`.
+    """
+
+    format: int = _FORMAT
+    begin: int
+    nbytes: int
+    life: Life | None
+    uids: list[int]
+    steps: list[int]
+    rewards: list[float]
+    num_dropped: int
+    groups: bytes
+    restores: list[int]
+    evaluations: list[EvaluationRow]
+
+    def may_have_group(self, group_id: str) -> bool:
+        name = _hash(group_id)
+        return any(self.groups[i : i + 4] == name for i in range(0, len(self.groups), 4))
+
+
+@dataclass(slots=True)
+class IndexPart:
+    """The index of the part `log`; its bytes are held if they are not in the file."""
+
+    log: LogPart
+    facts: PartFacts
+    _held: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def read(cls, log: LogPart, begin: int) -> IndexPart:
+        """Raises BadIndexError unless the file fits a part that begins after `begin` bytes."""
+        try:
+            payload = ledger_frames.read_first(_path_of(log))
+            if payload is None:
+                raise BadIndexError
+            fields: dict[str, Any] = msgpack.unpackb(payload)
+            if fields.get("format") != _FORMAT:
+                raise BadIndexError
+            fields["evaluations"] = [EvaluationRow(*found) for found in fields["evaluations"]]
+            fields["life"] = fields["life"] and Life(*fields["life"])
+            facts = PartFacts(**fields)
+        except (OSError, KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+            raise BadIndexError from error
+        if facts.begin != begin or facts.nbytes > log.stop:
+            raise BadIndexError
+        return cls(log, facts)
+
+    @classmethod
+    def write(
+        cls,
+        log: LogPart,
+        begin: int,
+        nbytes: int,
+        life: Life | None,
+        table: SampleTable,
+    ) -> IndexPart:
+        """Writes a table at byte `nbytes` of a part. A folder that takes no files takes none."""
+        wire = table.to_wire()  # counts what is left
+        rows = list(table.ended.values())
+        rewards = [row.reward for row in rows if row.reward is not None]
+        facts = PartFacts(
+            begin=begin,
+            nbytes=nbytes,
+            life=life,
+            uids=_range(row.uid for row in rows),
+            steps=_range(row.step for row in rows if row.step is not None),
+            rewards=_range(rewards),
+            num_dropped=sum(row.state is SampleState.DROPPED for row in rows),
+            groups=b"".join({_hash(row.group.group_id) for row in rows}),
+            restores=list(table.restores),
+            evaluations=list(table.evaluations),
+        )
+        payloads = [
+            msgpack.packb({name: getattr(facts, name) for name in PartFacts.__slots__}),
+            zlib.compress(msgpack.packb(wire), _LEVEL),
+            zlib.compress(msgpack.packb(rows_to_wire(rows)), _LEVEL),
+        ]
+        data = b""
+        for payload in payloads:
+            data += ledger_frames.head_of([payload], len(data)) + payload
+        path = _path_of(log)
+        draft = path.with_suffix(".draft")  # whoever else writes it writes the same
+        try:
+            draft.write_bytes(data)
+            draft.replace(path)
+        except OSError:
+            return cls(log, facts, data)
+        return cls(log, facts)
+
+    def rows(self) -> list[SampleRow]:
+        """The samples that ended in this part. Raises BadIndexError."""
+        return rows_from_wire(self._frame(2))
+
+    def table(self) -> SampleTable:
+        """The table at the end of what was read. Raises BadIndexError."""
+        table = SampleTable()
+        table.read_wire(self._frame(1), self._frame(2))
+        return table
+
+    def _frame(self, number: int) -> list[Any]:
+        path = _path_of(self.log)
+        try:
+            frames = ledger_frames.scan(self._held or path.read_bytes(), path).frames
+            found = msgpack.unpackb(frames[0][1])
+            if (found["begin"], found["nbytes"]) != (self.facts.begin, self.facts.nbytes):
+                raise BadIndexError  # it was replaced since
+            wire = msgpack.unpackb(zlib.decompress(frames[number][1]), strict_map_key=False)
+        except (OSError, LedgerError, IndexError, zlib.error) as error:
+            raise BadIndexError from error
+        return cast("list[Any]", wire)
+
+
+def _path_of(log: LogPart) -> Path:
+    return log.path.with_suffix(".index")
+
+
+def _hash(group_id: str) -> bytes:
+    return xxhash.xxh3_64(group_id.encode()).digest()[:4]
+
+
+def _range(values: Iterable[Any]) -> list[Any]:
+    held = list(values)
+    return [min(held), max(held)] if held else []

@@ -1,0 +1,280 @@
+"""The index beside a ledger: it agrees with a naive model, and no state of its files makes it
+wrong."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from ledger_samples import admitted, life_of_a_group, write_events
+from test_ledger_state import Ledgers
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.index_part import IndexPart
+from umbra.runtime.rollout.ledger.ledger_events import (
+    Checkpoint,
+    Dropped,
+    Evaluated,
+    Event,
+    Leased,
+    Restored,
+    Version,
+    uids_of,
+)
+from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_table import SampleRow
+
+
+class IndexedLedgers(Ledgers):
+    """The same random histories, in small parts and several incarnations, read as they grow."""
+
+    def teardown(self) -> None:
+        chance = random.Random(len(self.events))
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "ledger"
+            events = list(self.events)
+            reader: LedgerIndex | None = None
+            while events:
+                with LedgerLog.open(
+                    folder, "job", part_nbytes=chance.choice([1, 300, 3000])
+                ) as log:
+                    for _ in range(chance.randint(1, 40)):
+                        taken, events = events[:3], events[3:]
+                        write_events(log, taken)
+                        if reader is None:
+                            reader = LedgerIndex(folder)
+                        elif chance.random() < 0.1:
+                            reader.refresh()
+                            reader.write()
+                if chance.random() < 0.3:
+                    reader = None
+            for path in folder.glob("*.index"):
+                match chance.randrange(6):
+                    case 0:
+                        path.unlink()
+                    case 1:
+                        data = bytearray(path.read_bytes())
+                        data[chance.randrange(len(data))] ^= 4
+                        path.write_bytes(data)
+                    case _:
+                        pass
+            self.agrees(LedgerIndex(folder))
+            if reader is not None:
+                reader.refresh()
+                self.agrees(reader)
+
+    def agrees(self, index: LedgerIndex) -> None:
+        rows = {row.uid: row for row in index.newest(None)[0]}
+        assert sorted(rows) == sorted(self.model)
+        contents = index.contents([*rows.values()])
+        for uid, sample in self.model.items():
+            row = rows[uid]
+            is_done = sample["step"] is not None and sample["step"] < self.steps
+            assert str(row.state) == ("trained" if is_done else sample["state"])
+            assert (row.step, row.rolled_back) == (sample["step"], sample["rolled_back"])
+            assert row.interruptions == sample["cuts"]
+            assert row.state is SampleState.DROPPED or row.reward == sample["reward"]
+            versions = [
+                version for run in row.runs() for version in [run.version] * (run.stop - run.start)
+            ]
+            assert versions == [version for _, _, version in sample["tokens"]]
+            assert contents[uid].tokens == [token for token, *_ in sample["tokens"]]
+            assert contents[uid].recorded == sample["once"]
+            assert uids([index.find(row.sample_id)]) == [uid]
+            story = index.story(row)
+            assert story[0]["event"] == "admitted"
+            assert sum(told["event"] == "cut" for told in story) == sample["cuts"]
+            if row.end is not None:
+                assert story[-1]["event"] == str(row.state)
+        assert repr(index.table.totals) == repr(self.state.totals)
+        assert +index.table.counts == +self.state.counts
+        assert index.table.drop_reasons == self.state.drop_reasons
+        assert index.table.steps_done == self.state.steps_done
+        assert index.table.covered_step == self.state.covered_step
+        for step in {row.step for row in rows.values()} - {None}:
+            assert step is not None
+            assert uids(index.of_step(step)) == [u for u in newest(rows) if rows[u].step == step]
+        for state in SampleState:
+            of_state = [uid for uid in newest(rows) if rows[uid].state is state]
+            chosen, num_samples = index.newest(2, state)
+            assert (uids(chosen), num_samples) == (of_state[:2], len(of_state))
+        long = [uid for uid in newest(rows) if rows[uid].num_tokens]
+        chosen, num_samples = index.with_tokens(3)
+        assert (uids(chosen), num_samples) == (long[:3], len(long))
+        found = [row for row in rows.values() if row.reward is not None]
+        for best in (False, True):
+            chosen, num_samples = index.extremes(4, best=best)
+            assert num_samples == len(found)
+            ranked = sorted((row.reward or 0.0 for row in found), reverse=best)
+            assert [row.reward for row in chosen] == ranked[:4]
+
+
+def newest(rows: dict[int, SampleRow]) -> list[int]:
+    return sorted(rows, reverse=True)
+
+
+def uids(rows: Sequence[SampleRow | None]) -> list[int]:
+    return [row.uid for row in rows if row is not None]
+
+
+IndexedLedgers.TestCase.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
+TestIndexedLedgers = pytest.mark.slow(IndexedLedgers.TestCase)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A ledger in many parts, whose index was written; the job went back to step 2 of 4."""
+    folder = tmp_path / "run" / "ledger" / "rollouts"
+    steps: list[list[Event]] = [[Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.5})]]
+    for step in range(4):
+        steps.append([*life_of_a_group(2 * step, f"p{step}", step, step)])
+        steps.append([Version(step + 1, step + 1), Evaluated(step + 1, 0.0, {"samples": []})])
+        if step == 1:
+            steps.append([Checkpoint(2, 2)])
+    with LedgerLog.open(folder, "job-1", part_nbytes=1) as log:
+        write_events(log, *steps, [admitted(8, "p4"), Dropped(uids_of(9), "old", "of step 0")])
+    with LedgerLog.open(folder, "job-2", part_nbytes=300) as log:
+        write_events(log, [Restored(2, 2, keep_newer=True)], [Version(9, 2)])
+        write_events(
+            log,
+            [Leased(2, uids_of(6, 7)), Version(10, 3)],
+            *[[Version(v, 3)] for v in range(11, 30)],
+        )
+    LedgerIndex(folder)
+    return folder
+
+
+def told(index: LedgerIndex) -> dict[str, Any]:
+    """Everything that can be asked."""
+    rows, num_samples = index.newest(None)
+    return {
+        "rows": [row.facts() | {"runs": row.runs(), "story": index.story(row)} for row in rows],
+        "num_samples": num_samples,
+        "contents": {uid: content.tokens for uid, content in index.contents(rows).items()},
+        "steps": (index.steps(), [uids(index.of_step(step)) for step in range(5)]),
+        "of": (uids(index.with_tokens(3)[0]), uids(index.extremes(3, best=True)[0])),
+        "counts": +index.table.counts,
+        "totals": index.table.totals,
+        "evaluations": index.evaluations(),
+        "lives": index.lives(),
+        "end": index.end,
+    }
+
+
+def test_what_the_index_has_is_not_read_from_the_log(folder: Path) -> None:
+    everything = told(LedgerIndex(folder))
+    for path in sorted(folder.glob("*.log"))[:-1]:
+        nbytes = path.stat().st_size
+        header = path.read_bytes()[: nbytes // 3] if path.name.endswith("-0000.log") else b""
+        path.write_bytes(header + bytes(nbytes - len(header)))  # nothing else is left of it
+
+    index = LedgerIndex(folder)
+
+    assert everything["steps"] == ([0, 2], [[1, 0], [3, 2], [7, 6], [], []])
+    assert index.steps() == [0, 2]
+    assert [uids(index.of_step(step)) for step in range(3)] == [[1, 0], [3, 2], [7, 6]]
+    assert (+index.table.counts, index.evaluations()) == (
+        everything["counts"],
+        everything["evaluations"],
+    )
+    assert [row.facts()["drop_detail"] for row in index.newest(1, SampleState.DROPPED)[0]] == [
+        "old: of step 0"
+    ]
+    assert uids(index.extremes(3, best=True)[0]) == [6, 4, 2]
+    assert index.similar("e0/p2/7") == ["e0/p2/0", "e0/p2/1"]
+    with pytest.raises(LedgerError, match=r"000001-000\d.log is damaged"):
+        index.contents(index.of_step(0))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def replace_by_another(path: Path) -> None:
+    others = [other for other in path.parent.glob("*.index") if other != path]
+    path.write_bytes(others[0].read_bytes())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def make_unwritable(path: Path) -> None:
+    path.unlink()
+    path.with_suffix(".draft").mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm", [Path.unlink, cut, empty, replace_by_another, flip, make_unwritable]
+)
+@pytest.mark.parametrize("chosen", ["one", "all", "while it is read"])
+def test_whatever_happens_to_an_index_the_answers_stay(
+    folder: Path, harm: Callable[[Path], None], chosen: str
+) -> None:
+    index = LedgerIndex(folder)
+    everything = told(index)
+    paths = sorted(folder.glob("*.index"))
+    assert len(paths) > 8
+    if chosen == "while it is read":
+        index = LedgerIndex(folder)
+    for path in paths[4:5] if chosen == "one" else paths:
+        harm(path)
+    if chosen != "while it is read":
+        index = LedgerIndex(folder)
+
+    assert told(index) == everything
+    assert told(LedgerIndex(folder)) == everything
+
+
+def test_an_index_of_bytes_that_a_later_incarnation_does_not_count_is_not_used(
+    folder: Path,
+) -> None:
+    old = LedgerLog.open(folder, "job-3", part_nbytes=1)
+    write_events(old, [Version(40, 3)])
+    with LedgerLog.open(folder, "job-4") as log:
+        write_events(log, [Version(41, 3)])
+    with pytest.raises(LedgerError, match="has begun"):
+        write_events(old, [Version(666, 4)])
+    old.close()
+    (late,) = folder.glob("000003-0001.log")
+    late.rename(folder / "kept")
+    (folder / "000004-0000.log").rename(folder / "kept-4")
+    late.write_bytes((folder / "kept").read_bytes())
+    LedgerIndex(folder).write()  # as the old incarnation saw it
+    (folder / "kept-4").rename(folder / "000004-0000.log")
+
+    index = LedgerIndex(folder)
+
+    assert max(index.table.versions) == 41
+    assert index.table.steps_done == 3
+
+
+def test_the_next_reader_begins_where_the_last_one_wrote(folder: Path) -> None:
+    with LedgerLog.open(folder, "job-3") as log:
+        (*_, end) = write_events(log, *[[Version(v, 3)] for v in range(40, 90)])
+        LedgerIndex(folder).write()
+        (*earlier, last) = read_history(folder).parts
+        part = IndexPart.read(last, sum(part.stop for part in earlier))
+        write_events(log, life_of_a_group(10, "p5", 3, 89), [Version(90, 4)])
+
+        index = LedgerIndex(folder)
+
+    assert part.facts.nbytes == end.offset
+    for path in folder.glob("*.index"):
+        path.unlink()
+    assert told(LedgerIndex(folder)) == told(index)
+    assert index.table.steps_done == 4
