@@ -8,7 +8,7 @@ M: generated tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -37,9 +37,17 @@ _CAUSES: Final = (
 )
 
 
+_MEAN: Final = "train/logprob_difference_mean"
+_LARGEST: Final = "train/logprob_difference_max"
+
+
 class LogprobCheck:
     """Ends the run if the first comparable tokens differ too much; later it warns, once. Every rank
     has one.
+
+    A resumed run begins with a check like a new one, because its engines are new. If they already
+    differed too much in the last step that was compared before, which was a warning, this one is a
+    warning, too.
 
     Args:
         dtype: in which engines and trainer compute.
@@ -47,6 +55,7 @@ class LogprobCheck:
         versions: counts the versions; its current one is in training.
         decode: the text of a token; called only for the message of an error or a warning.
         warn: shows a warning to the operator.
+        rows: metrics of the last steps that a resumed run has done.
     """
 
     def __init__(
@@ -56,13 +65,15 @@ class LogprobCheck:
         versions: VersionCounter,
         decode: Callable[[int], str],
         warn: Callable[[str], None],
+        rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
         self._max_mean = max_mean or MAX_MEAN[dtype]
         self._dtype = dtype
         self._versions = versions
         self._decode = decode
         self._warn = warn
-        self._has_passed = False
+        last = next((row for row in reversed(rows) if _MEAN in row), None)
+        self._only_warns = last is not None and not self._is_within(last[_MEAN], last[_LARGEST])
         self._has_warned = False
 
     def run(
@@ -86,14 +97,16 @@ class LogprobCheck:
         if not count:
             return {}
         mean = float(total / count)
-        is_within = mean <= self._max_mean and largest <= self._max_mean * MAX_RATIO
-        if is_within:
-            self._has_passed = True
-        elif not (self._has_passed and self._has_warned):
+        if self._is_within(mean, largest):
+            self._only_warns = True
+        elif not (self._only_warns and self._has_warned):
             worst = int(away.argmax()) if own_max == largest and len(away) else None
             where = "" if worst is None else self._describe(batch, places[worst], trainer[worst])
             self._report(step, mean, largest, first_text(where))
-        return {"train/logprob_difference_mean": mean, "train/logprob_difference_max": largest}
+        return {_MEAN: mean, _LARGEST: largest}
+
+    def _is_within(self, mean: float, largest: float) -> bool:
+        return mean <= self._max_mean and largest <= self._max_mean * MAX_RATIO
 
     def _report(self, step: int, mean: float, largest: float, worst: str) -> None:
         found = (
@@ -106,7 +119,7 @@ class LogprobCheck:
             f"{_CAUSES}. If the difference is intended, set train.max_logprob_difference above "
             f"{max(mean, largest / MAX_RATIO):.2g}"
         )
-        if not self._has_passed:
+        if not self._only_warns:
             raise UmbraError(f"{found} No weight has changed. {remedy}.")
         self._has_warned = True
         self._warn(f"warning: {found} This warning is not repeated. {remedy}.")

@@ -28,6 +28,7 @@ from umbra.runtime.errors import (
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session import Session
 from umbra.runtime.settings import shown_settings
+from umbra.runtime.step_metrics import last_steps
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
@@ -186,7 +187,7 @@ class Trainer:
                     config.train,
                     loss,
                     reference,
-                    self._logprob_check(versions),
+                    self._logprob_check(world, versions),
                 ),
                 rollouts=rollouts,
                 pool=self._session.pool(POOL),
@@ -434,14 +435,16 @@ class Trainer:
         rows = read_metrics(self._run_dir.metrics)
         return BestCheckpoint(self._run_dir.checkpoints, by, rows, step)
 
-    def _logprob_check(self, versions: VersionCounter) -> LogprobCheck:
+    def _logprob_check(self, world: World, versions: VersionCounter) -> LogprobCheck:
         model = self._config.model
+        rows = from_lead(world, lambda: last_steps(self._run_dir.path))
         return LogprobCheck(
             model.compute_dtype,
             self._config.train.max_logprob_difference,
             versions,
             partial(_decode_token, self._config.run.dir),
             self._display.note,
+            rows,
         )
 
     def _open_reporter(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:

@@ -45,6 +45,7 @@ def check_step(
     *,
     wrong_token: int | None = None,
     versions: tuple[int, ...] = (0,),
+    differed_by: float | None = None,
 ) -> dict[str, Any]:
     """One step for each of `versions`, the current one, on an engine's tokens of version 0.
 
@@ -52,6 +53,7 @@ def check_step(
 
     Args:
         engine, trainer: folders of their models; the trainer's is the engine's by default.
+        differed_by: mean difference in the last step that was compared before a resume.
         wrong_token: index of the one token whose logprob the engine reports 1 too low.
 
     Returns:
@@ -86,8 +88,14 @@ def check_step(
     )
     counter = VersionCounter(Path("/nowhere"), versions[0], writes=False)
     warnings: list[str] = []
+    earlier = {f"train/logprob_difference_{name}": differed_by or 0.0 for name in ("mean", "max")}
     check = LogprobCheck(
-        dtype, settings.max_logprob_difference, counter, lambda token: f"<{token}>", warnings.append
+        dtype,
+        settings.max_logprob_difference,
+        counter,
+        lambda token: f"<{token}>",
+        warnings.append,
+        [] if differed_by is None else [earlier, {}],
     )
     optimizer = PolicyOptimizer(policy.parameters, settings)
     step = TrainStep(policy, optimizer, builder, settings, load_loss(settings.loss), check=check)

@@ -50,6 +50,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> list[dic
         "bfloat16, temperature": {"dtype": "bfloat16", "engine_temperature": 0.8},
         "widened": {"engine_temperature": 0.8, "train": {"max_logprob_difference": 0.5}},
         "older first": {"engine_temperature": 0.8, "versions": (1, 0)},
+        "resumed": {"engine_temperature": 0.8, "differed_by": 0.005},
+        "resumed with a difference": {
+            "engine_temperature": 0.8,
+            "differed_by": 0.02,
+            "versions": (0, 0),
+        },
         "later": {"train": {"learning_rate": 1.0}, "versions": (0, 0, 0)},
     }
     calls = {name: {"engine": model} | arguments for name, arguments in calls.items()}
@@ -141,6 +147,22 @@ def test_tokens_of_other_weights_are_not_compared(ran: list[dict[str, Any]]) -> 
     (metrics,) = older_first["metrics"]
     assert "train/logprob_difference_mean" not in metrics
     assert older_first["error"].startswith("step 2: ")
+
+
+def test_a_resumed_run_is_checked_like_a_new_one(ran: list[dict[str, Any]]) -> None:
+    for rank in ran:
+        assert rank["resumed"]["error"].startswith("step 1: engines and trainer do not")
+        assert not rank["resumed"]["changed"]
+
+
+def test_a_difference_that_was_a_warning_before_a_resume_is_one_after_it(
+    ran: list[dict[str, Any]],
+) -> None:
+    resumed = ran[1]["resumed with a difference"]
+
+    assert (resumed["error"], len(resumed["metrics"])) == ("", 2)
+    (warning,) = resumed["warnings"]
+    assert warning.startswith("warning: step 1: engines and trainer do not compute the same model")
 
 
 def test_later_steps_warn_once(ran: list[dict[str, Any]]) -> None:
