@@ -92,7 +92,7 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
             restores = earlier + history.restores(start)
             if snapshot is not None and not snapshot.fits(restores + own):
                 continue
-        state.foresee(step for at, step in restores + own if at >= start)
+        state.foresee([step for at, step in restores if at >= start], restoring_step)
         state.apply_all(history.entries(start))
         return LedgerContent(state, restores, snapshot)
     raise AssertionError("the whole log always serves")

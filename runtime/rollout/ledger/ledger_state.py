@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -81,6 +82,7 @@ class LedgerState:
         self.counts: Counter[SampleState] = Counter()
         self.drop_reasons: Counter[str] = Counter()
         self._restores = deque(restores)
+        self._last_kept_step = math.inf  # tokens of later steps' versions are only counted
         self._released_step = 0  # samples trained before this step have no tokens any more
         self._last_order_idx = -1
         self._samples: dict[int, SampleAccount] = {}
@@ -186,9 +188,15 @@ class LedgerState:
         found = [uid for uid, held in self._samples.items() if held.state is SampleState.RUNNING]
         return np.asarray(found, np.int64)
 
-    def foresee(self, restores: Iterable[int]) -> None:
-        """Takes the steps of all `Restored` events to come, in order."""
-        self._restores = deque(restores)
+    def foresee(self, restores: Iterable[int], last: int | None = None) -> None:
+        """Takes the steps of all `Restored` events to come, in order.
+
+        Args:
+            last: step of one that follows them, which the caller will apply. It cuts off all tokens
+                of later steps' versions, so these are only counted.
+        """
+        self._restores = deque([*restores, *([] if last is None else [last])])
+        self._last_kept_step = math.inf if last is None else last
 
     def to_wire(self) -> Iterator[list[Any]]:
         """The state as plain data, so that it is bounded by what is live: groups that are trained
@@ -310,7 +318,8 @@ class LedgerState:
             sample = self._samples.get(uid)
             if sample is None:
                 continue  # it was folded
-            if sample.is_released:
+            is_kept = self.versions.get(version, 0) <= self._last_kept_step
+            if sample.is_released or not is_kept or not sample.has_tokens:
                 sample.count(len(tokens), version)
             else:
                 sample.append(tokens, logprobs, version)

@@ -151,6 +151,11 @@ class SampleAccount:
         return self._logprobs[: self.num_tokens]
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether all tokens are kept."""
+        return len(self._tokens) >= self.num_tokens
+
+    @property
     def versions(self) -> NDArray[np.int64]:
         """[num_tokens] the version of each token, GIVEN if not generated."""
         bounds = [*self._run_starts, self.num_tokens]

@@ -34,6 +34,12 @@ _LEDGER: Final = _pytest(
     "and_cuts_newer_tokens",
     "unit/ledger/test_ledger_state.py::test_the_impossible_is_refused_and_changes_nothing",
 )
+_SNAPSHOTS: Final = _pytest(
+    "unit/ledger/test_ledger_snapshots.py", "unit/ledger/test_ledger_state.py"
+)
+_STORY: Final = _pytest(
+    "unit/rollout/test_recorded_history.py::test_what_is_recorded_is_what_is_there[0]"
+)
 _PACKING: Final = _pytest(
     "unit/trainer/test_packing.py::test_tokens_of_tools_are_fed_but_not_trained_on",
     "unit/trainer/test_packing.py::test_scores_and_gradients_are_those_of_the_model"
@@ -269,6 +275,102 @@ _LEDGER_MUTANTS: Final[Sequence[Mutant]] = (
     ),
 )
 
+_SNAPSHOT: Final = "runtime/rollout/ledger/ledger_snapshot.py"
+_STATE: Final = "runtime/rollout/ledger/ledger_state.py"
+
+_SNAPSHOT_MUTANTS: Final[Sequence[Mutant]] = (
+    Mutant(
+        name="snapshot of discarded steps",
+        path=_SNAPSHOT,
+        old="return all(step >= self.steps_done for at, step in restores if at >= self.position)",
+        new="return True",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_after_a_return_to_a_checkpoint|FAILED .*that_serves_it",
+    ),
+    Mutant(
+        name="return to come not known to a snapshot",
+        path=_SNAPSHOT,
+        old="own = [] if restoring_step is None else [(history.end, restoring_step)]",
+        new="own: Restores = []",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*that_serves_it",
+    ),
+    Mutant(
+        name="damaged snapshot read",
+        path=_SNAPSHOT,
+        old="if size < 0 or file.read() != digest.digest():",
+        new="if size < 0:",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_a_damaged_snapshot_means_an_older_one",
+    ),
+    Mutant(
+        name="snapshot of another log read",
+        path=_SNAPSHOT,
+        old="if head != _head(snapshot, history):",
+        new="if head[:2] != _head(snapshot, history)[:2]:",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_a_snapshot_of_a_log_that_was_replaced_by_a_backup",
+    ),
+    # A manager that was stopped has written what its successor does not count.
+    Mutant(
+        name="snapshot of a fenced writer read",
+        path=_SNAPSHOT,
+        old="if history.covers(snapshot.position)]\n    return sorted",
+        new="if history.parts]\n    return sorted",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_what_a_fenced_manager_wrote_late",
+    ),
+    Mutant(
+        name="snapshot of a checkpoint removed",
+        path=_SNAPSHOT,
+        old="needed.update([s for s in usable if s.steps_done <= step][:1])",
+        new="pass",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*that_serves_it|FAILED .*none_loses_its_snapshot",
+    ),
+    # Each crash while one is written leaves a file of its size for the rest of the run.
+    Mutant(
+        name="half a snapshot stays",
+        path=_SNAPSHOT,
+        old='history.folder.glob(".*.snapshot.*")',
+        new='history.folder.glob(".*.snapshots")',
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_a_crash_between_any_two_writes",
+    ),
+    Mutant(
+        name="leases lost in a snapshot",
+        path=_STATE,
+        old="                if sample.state is SampleState.LEASED:\n",
+        new="                if sample.state is SampleState.TRAINED:\n",
+        command=_STORY,
+        says=r"FAILED .*test_what_is_recorded_is_what_is_there",
+    ),
+    Mutant(
+        name="order of prompts lost in a snapshot",
+        path=_STATE,
+        old='"num_groups", "_last_order_idx")',
+        new='"num_groups")',
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_ledger_(state|snapshots)",
+    ),
+    Mutant(
+        name="tokens joined over an interruption by others",
+        path="runtime/rollout/ledger/token_runs.py",
+        old='order = np.argsort(uids, kind="stable")',
+        new="order = np.argsort(-np.arange(len(uids)) + 10**9 * uids)",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_ledger_state",
+    ),
+    Mutant(
+        name="run accepted behind missing tokens",
+        path="runtime/rollout/ledger/token_runs.py",
+        old="and bool((self._lengths[slots] == event.starts).all())",
+        new="and bool((self._lengths[slots] <= event.starts).all())",
+        command=_SNAPSHOTS,
+        says=r"FAILED .*test_the_impossible_is_refused",
+    ),
+)
+
 _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     # Completions attend to the prompt of another group.
     Mutant(
@@ -318,5 +420,6 @@ UNIT_MUTANTS: Final[Sequence[Mutant]] = (
     *_SYNC_MUTANTS,
     *_DELTA_MUTANTS,
     *_LEDGER_MUTANTS,
+    *_SNAPSHOT_MUTANTS,
     *_PACKING_MUTANTS,
 )

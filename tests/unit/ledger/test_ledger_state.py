@@ -479,6 +479,7 @@ class Ledgers(RuleBasedStateMachine):
         snapshot.apply_all(entries_of(after))
         snapshot.check_integrity()
         assert wire_of(snapshot) == wire_of(self.state)
+        assert snapshot.next_order_idx == self.state.next_order_idx
 
     def contents_agree_with_the_model(self, uids: list[int]) -> None:
         """Also of samples whose accounts hold no tokens any more."""
