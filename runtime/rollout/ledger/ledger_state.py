@@ -195,7 +195,9 @@ class LedgerState:
             last: step of one that follows them, which the caller will apply. It cuts off all tokens
                 of later steps' versions, so these are only counted.
         """
-        self._restores = deque([*restores, *([] if last is None else [last])])
+        self._restores = deque(restores)
+        if last is not None:
+            self._restores.append(last)
         self._last_kept_step = math.inf if last is None else last
 
     def to_wire(self) -> Iterator[list[Any]]:
