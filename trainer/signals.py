@@ -117,7 +117,10 @@ class StopSignals:
         self._is_interruptible = False
         self._is_importing = False
         self._received_at = 0.0
-        self._limit_s = 0.0
+        self._limit_s = 0.0  # from then on
+        # What the last resort saw: the handler runs a moment later, or never.
+        self._first: signal.Signals | None = None
+        self._seen_at = 0.0
         self._passed_in: signal.Signals | None = None
         self._asker = ""  # the command, if it was not a signal
         self._pass_on: Callable[[signal.Signals], None] | None = None
@@ -173,10 +176,9 @@ class StopSignals:
         the handler after the wait, unless another signal interrupts it. Runs on its own thread
         until the writing end is closed.
         """
-        first: signal.Signals | None = None
-        seen_at = end_at = math.inf
+        end_at = math.inf
         while True:
-            left_s = end_at - time.monotonic()
+            first, left_s = self._first, end_at - time.monotonic()
             if first is not None and not self.requested:
                 left_s = min(left_s, _WAKE_S)
             reader.settimeout(min(max(left_s, 0.001), threading.TIMEOUT_MAX))
@@ -190,15 +192,17 @@ class StopSignals:
                     return
                 is_signal, now = data[0] in _SIGNALS, time.monotonic()
                 if first is not None:
-                    if is_signal and now - seen_at >= _SAME_REQUEST_S:
+                    if is_signal and now - self._seen_at >= _SAME_REQUEST_S:
                         self._is_second = True
                         end_at = min(end_at, now + _LAST_RESORT_S)
                 elif is_signal or self._passed_in is not None:
                     first = signal.Signals(data[0]) if is_signal else self._passed_in
                     assert first is not None
                     self._limit_s = self._grace_of(first)  # the handler may never run
-                    seen_at, end_at = now, now + self._limit_s + _LAST_RESORT_S
+                    self._seen_at, self._first = now, first
                     self._announce(first)
+                if first is not None:  # a request may have shortened the time
+                    end_at = min(end_at, self._seen_at + self._limit_s + _LAST_RESORT_S)
             if first is not None and self._disarmed.is_set():
                 return
             if first is not None and time.monotonic() >= end_at:
@@ -258,14 +262,21 @@ class StopSignals:
         It never counts as a second request. SIGALRM makes the main thread handle it.
 
         Args:
-            grace_s: time for the step in progress, if this is the first signal. `umbra stop` and
-                `umbra preempt` give one, signals do not.
+            grace_s: time for the step in progress. `umbra stop` and `umbra preempt` give one,
+                signals do not. After a signal it can only shorten the time.
         """
-        if grace_s is not None and not self.requested:
-            self._asked_grace_s = grace_s
-            self._asker = "umbra preempt" if number == PREEMPT_SIGNAL else "umbra stop"
+        if grace_s is not None:
+            self._limit(grace_s, "umbra preempt" if number == PREEMPT_SIGNAL else "umbra stop")
         self._passed_in = signal.Signals(number)
         signal.pthread_kill(self._main_thread, signal.SIGALRM)
+
+    def _limit(self, grace_s: float, asker: str) -> None:
+        first, limit_s = self._first, time.monotonic() - self._seen_at + grace_s
+        if first is None or limit_s < self._limit_s:
+            self._asked_grace_s, self._asker = grace_s, asker
+            if first is not None:
+                self._limit_s = limit_s
+                self._announce(first)
 
     @contextmanager
     def interruptible(self, *consequences: type[Exception]) -> Generator[None]:
@@ -357,6 +368,7 @@ class StopSignals:
         if self._is_second:
             why = "a second signal came before the step in progress had ended"
         else:
-            why = f"the step in progress did not end within {self._limit_s:g} s of {cause}"
+            limit_s = self._limit_s if self._asked_grace_s is None else self._asked_grace_s
+            why = f"the step in progress did not end within {limit_s:g} s of {cause}"
         loss = "" if self._deferral is None else self._deferral.loss()
         return StopNow(number, f"{why}; {loss}" if loss else why)

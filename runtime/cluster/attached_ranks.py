@@ -160,7 +160,8 @@ class AttachedRanks:
     def pass_on_signal(
         self, cause: str, incarnation: int, number: int, grace_s: float | None = None
     ) -> bool:
-        """Sends every rank a stop signal that some process of the job got, once.
+        """Sends every rank a stop signal that some process of the job got, once. A request that
+        gives a time is sent after a signal, too, and limits what that left open.
 
         Returns whether it is the first one.
 
@@ -171,14 +172,16 @@ class AttachedRanks:
             cause: "the supervisor got SIGTERM", "umbra stop asked for it".
             grace_s: time for the step in progress; None for `train.shutdown_grace_s`.
         """
-        if self._signal is not None or self.has_failed or incarnation != self.incarnation:
+        before = self._signal
+        is_limit = before is not None and before["grace_s"] is None and grace_s is not None
+        if not (before is None or is_limit) or self.has_failed or incarnation != self.incarnation:
             return False
         self._signal = {"kind": "signal", "number": number, "grace_s": grace_s, "cause": cause}
         logger.info("%s: stopping all ranks", cause)
         for rank in self._ranks.values():
             rank.put(self._signal)
         self._on_event(self._signal)
-        return True
+        return before is None
 
     async def await_failure(self, limit_s: float) -> None:
         """Waits until the job is lost, or the time is over."""

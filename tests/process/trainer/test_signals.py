@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from umbra.trainer.signals import StopRequested, StopSignals
+from umbra.trainer.signals import StopNow, StopRequested, StopSignals
 from umbra.trainer.stop_forecast import StopForecast
 def say(text): print(text, flush=True)
 """
@@ -288,6 +288,34 @@ def test_ctrl_c_cuts_nothing_until_it_comes_again() -> None:
 
         assert rest_of(process) == "a second signal came before the step in progress had ended\n"
         assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits_in_c", [False, True])
+def test_umbra_stop_limits_the_time_that_ctrl_c_has_left_open(waits_in_c: bool) -> None:
+    wait = "lock(mutex)" if waits_in_c else "time.sleep(30)"
+    code = f"""
+        import ctypes
+        lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(mutex)
+        try:
+            with StopSignals(grace_s=20, on_last_resort=say) as stop:
+                stop.defer()
+                threading.Timer(1.5, stop.pass_in, (signal.SIGTERM, 60.0)).start()
+                threading.Timer(2.0, stop.pass_in, (signal.SIGTERM, 0.5)).start()
+                os.kill(os.getpid(), signal.SIGINT)
+                say("ready")
+                {wait}
+        except StopNow as error:
+            say(error)
+            raise
+    """
+    with rank(code) as process:
+        started = time.monotonic()
+
+        assert rest_of(process) == ("the step in progress did not end within 0.5 s of umbra stop\n")
+        assert process.returncode == 128 + signal.SIGINT
+        assert 2.0 < time.monotonic() - started < 10.0
 
 
 def test_handlers_are_restored() -> None:

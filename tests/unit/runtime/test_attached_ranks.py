@@ -23,6 +23,23 @@ def test_a_signal_of_one_rank_is_passed_on_to_all_once() -> None:
     assert [signals_sent(rank) for rank in attached] == [[signal.SIGTERM]] * 2
 
 
+def test_a_request_limits_what_a_signal_left_open_once() -> None:
+    heard: list[float | None] = []
+    ranks = AttachedRanks(on_event=lambda event: heard.append(event["grace_s"]))
+    attached = ranks.add(0, pid=1)
+
+    first = [
+        ranks.pass_on_signal("rank 0", 1, signal.SIGINT),
+        ranks.pass_on_signal("umbra stop", 1, signal.SIGTERM, 30.0),
+        ranks.pass_on_signal("umbra stop (node 1)", 1, signal.SIGTERM, 30.0),  # comes back
+        ranks.pass_on_signal("rank 0", 1, signal.SIGTERM),
+    ]
+
+    assert first == [True, False, False, False]
+    assert heard == [None, 30.0]
+    assert signals_sent(attached) == [signal.SIGINT, signal.SIGTERM]
+
+
 def test_the_signal_that_ends_the_ranks_of_a_lost_job_is_not_passed_on() -> None:
     ranks = AttachedRanks(on_event=lambda event: None)
     attached = ranks.add(0, pid=1)
