@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[1] / "shared"))  # run_traces is there
+sys.path.append(str(Path(__file__).parents[1] / "shared/ledger"))  # ledger_replay is there
 
 from killed_jobs import KilledJob, plan_kills
 from trained_history import (

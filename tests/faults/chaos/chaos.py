@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[2] / "shared"))  # run_traces is there
+sys.path.append(str(Path(__file__).parents[2] / "shared/ledger"))  # ledger_replay is there
 sys.path.append(str(Path(__file__).parents[2] / "shared/rollout"))  # saved_tokenizer is there
 
 from chaos_account import Account

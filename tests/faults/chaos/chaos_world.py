@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import frequent_snapshots
 import torch
 from chaos_oracle import Oracle, prompt_id
 from chaos_plan import (
@@ -164,8 +165,9 @@ class ChaosWorld:
         )
         spec = ActorSpec(
             name=MANAGER,
-            target="umbra.runtime.rollout.manager.rollout_manager:RolloutManager",
+            target="frequent_snapshots:FrequentSnapshots",
             kwargs={"config": config},
+            sys_path=(str(Path(frequent_snapshots.__file__).parent),),
             restart=_RESTARTS,
             hung_limit_s=HUNG_LIMIT_S,
         )

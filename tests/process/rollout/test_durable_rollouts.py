@@ -347,7 +347,13 @@ def test_a_rank_that_is_merely_late_is_waited_for(umbra_session: Session, tmp_pa
 def test_a_rollback_takes_back_what_came_after_the_checkpoint(
     umbra_session: Session, tmp_path: Path
 ) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, config={"max_staleness": 1})
+    """A snapshot of the ledger is taken after each step, also after the checkpoint."""
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        config={"max_staleness": 1},
+        manager="frequent_snapshots:FrequentSnapshots",
+    )
     steps = {1: 0, 2: 1, 3: 2, 4: 3, 12: 2, 13: 3}  # of versions
     batches: list[dict[str, dict[str, Any]]] = []
     position = ""
@@ -360,6 +366,7 @@ def test_a_rollback_takes_back_what_came_after_the_checkpoint(
             live.manager.call("checkpointed", 2, 2, [2])
     wait_for_progress(live, "groups_ready", 4)  # with weights that came after the checkpoint
     made = tokens_made(live)
+    wait_for_snapshot(live, 3)
 
     kept = live.manager.call("begin", 2, 2, position)
     for step in (2, 3):
