@@ -4,14 +4,16 @@
                            000001-0001.log
                            000002-0000.log     incarnation 2 of the manager
 
-The first frame of a file is a header. The header of part 0 lists every file of earlier incarnations
-with its valid length at that time. Bytes that an older incarnation wrote later (its process was
-stopped and continued) are not part of the history. The newest incarnation with a header decides.
+The first frame of a file is a header; the others are compressed by zlib. The header of part 0 lists
+every file of earlier incarnations with its valid length at that time. Bytes that an older
+incarnation wrote later (its process was stopped and continued) are not part of the history. The
+newest incarnation with a header decides.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
 from umbra.runtime.rollout.ledger.ledger_events import Batch, decode_batches, restores_in
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NAME: Final = re.compile(r"(\d{6,})-(\d{4,})\.log")
 _POSITION: Final = re.compile(r"(\d+)-(\d+)-(\d+)")
 
@@ -165,7 +167,7 @@ class History:
         faster than decoding all events."""
         return [
             (position, step)
-            for position, payload in self.frames(start, None)
+            for position, _, payload in self.frames(start, None)
             for step in restores_in(payload)
         ]
 
@@ -179,11 +181,11 @@ class History:
         Raises:
             LedgerError: a file is damaged, truncated or missing.
         """
-        for position, payload in self.frames(start, stop):
+        for position, _, payload in self.frames(start, stop):
             for batch in self.batches(position, payload):
                 yield Entry(position, batch)
 
-    def batches(self, position: Position, payload: memoryview) -> Iterator[Batch]:
+    def batches(self, position: Position, payload: bytes) -> Iterator[Batch]:
         """The batches of a frame. Raises LedgerError, which names the frame."""
         try:
             yield from decode_batches(payload)
@@ -193,8 +195,8 @@ class History:
 
     def frames(
         self, start: Position, stop: Position | None
-    ) -> Iterator[tuple[Position, memoryview]]:
-        """Every frame as in `entries`: where it begins, and its payload."""
+    ) -> Iterator[tuple[Position, int, bytes]]:
+        """Every frame as in `entries`: where it begins, the byte after it, and its payload."""
         for part in self.parts:
             number = (part.incarnation, part.part)
             if number < start[:2] or (stop is not None and number > stop[:2]):
@@ -205,7 +207,8 @@ class History:
                 if offset == 0:
                     Header.from_wire(payload, part.path)
                 else:
-                    yield Position(*number, offset), payload
+                    end = offset + ledger_frames.HEAD_NBYTES + len(payload)
+                    yield Position(*number, offset), end, zlib.decompress(payload)
 
 
 def ledger_folder(run_dir: Path, manager: str) -> Path:

@@ -23,7 +23,6 @@ from typing import Any, Final
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.index_part import BadIndexError, IndexPart, Life
 from umbra.runtime.rollout.ledger.ledger_events import Batch, Restored
-from umbra.runtime.rollout.ledger.ledger_frames import HEAD_NBYTES
 from umbra.runtime.rollout.ledger.ledger_history import (
     History,
     LogPart,
@@ -274,9 +273,8 @@ class LedgerIndex:
         log, begin = self._history.parts[number], self._begins[number]
         where = log.incarnation, log.part
         frames = self._history.frames(Position(*where, start), Position(*where, log.stop))
-        for position, payload in frames:
-            at = begin + position.offset
-            end = at + HEAD_NBYTES + len(payload)
+        for position, stop, payload in frames:
+            at, end = begin + position.offset, begin + stop
             for batch in self._history.batches(position, payload):
                 for event in batch.events:
                     if isinstance(event, Restored):

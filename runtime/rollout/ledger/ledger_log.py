@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,10 +36,12 @@ from umbra.runtime.rollout.ledger.ledger_history import (
     read_history,
 )
 
-_PART_NBYTES: Final = 64 * 1024 * 1024
+_PART_NBYTES: Final = 32 * 1024 * 1024
 """Size at which a new part begins. Larger parts cost memory when read; smaller ones make many
 files."""
-_MAX_PIECES: Final = 512  # per system call; Linux allows 1024
+_LEVEL: Final = 4
+"""Of zlib. Lower ones take 15 % less time for 10 % more bytes; higher ones twice the time for 3 %
+less."""
 _MAX_TAKERS: Final = 16  # managers that may take over at the same moment
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE: Final = "; it was removed, or its file system is no longer mounted"
@@ -55,6 +58,7 @@ class LedgerLog:
 
     Attributes:
         history: the valid part of earlier incarnations.
+        written_nbytes: size of all parts of this one.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class LedgerLog:
         self.folder = folder
         self.incarnation = incarnation
         self.history = History(folder, ())
+        self.written_nbytes = 0
         self._job_id = job_id
         self._part_nbytes = part_nbytes
         self._clock = clock
@@ -139,7 +144,7 @@ class LedgerLog:
         try:
             if self._offset >= self._part_nbytes:
                 self._begin_part()
-            self._write_frame(chunks)
+            self._write_frame(_compress(chunks))
         except OSError as error:
             self._fail(error)
         self._check_fence()
@@ -161,17 +166,16 @@ class LedgerLog:
             earlier=tuple(earlier),
         )
         try:
-            self._write_frame([header.to_wire()])
+            self._write_frame(header.to_wire())
         except OSError as error:
             self._fail(error)
         self._check_fence()
 
-    def _write_frame(self, chunks: Sequence[bytes]) -> None:
-        # writev gathers the chunks: joining megabytes here would hold the interpreter's lock.
-        rest: list[bytes | memoryview] = [ledger_frames.head_of(chunks, self._offset), *chunks]
+    def _write_frame(self, payload: bytes) -> None:
+        rest: list[bytes | memoryview] = [ledger_frames.head_of([payload], self._offset), payload]
         nbytes = sum(map(len, rest))
         while rest:
-            num_written = os.writev(self._descriptor, rest[:_MAX_PIECES])
+            num_written = os.writev(self._descriptor, rest)
             while rest and num_written >= len(rest[0]):
                 num_written -= len(rest.pop(0))
             if num_written:
@@ -179,6 +183,7 @@ class LedgerLog:
         os.fsync(self._descriptor)
         check_kept(self._descriptor)
         self._offset += nbytes
+        self.written_nbytes += nbytes
 
     def _fail(self, error: OSError) -> NoReturn:
         # A torn frame stays: nothing follows it, so readers end the file there. Cutting it off
@@ -198,6 +203,12 @@ class LedgerLog:
                 f"incarnation {self.incarnation} must end: another rollout manager took over"
             )
             raise self._failure
+
+
+def _compress(chunks: Sequence[bytes]) -> bytes:
+    """The chunks as one payload. The interpreter's lock is free meanwhile."""
+    compressor = zlib.compressobj(_LEVEL)
+    return b"".join([*map(compressor.compress, chunks), compressor.flush()])
 
 
 def _take_incarnation(folder: Path) -> tuple[int, int, int]:

@@ -89,7 +89,6 @@ class LedgerWriter:
         self._durable = 0
         self._position = Position(log.incarnation, 0, 0)
         self._queued_nbytes = 0
-        self._written_nbytes = 0
         self._waiters: list[_Waiter] = []
         self._failure: LedgerError | None = None
         self._ended = asyncio.Event()
@@ -146,8 +145,8 @@ class LedgerWriter:
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes of batches that are durable."""
-        return self._written_nbytes
+        """Size of the log that this writer has written."""
+        return self._log.written_nbytes
 
     @property
     def has_capacity(self) -> bool:
@@ -214,7 +213,6 @@ class LedgerWriter:
     def _on_durable(self, ticket: int, nbytes: int, position: Position) -> None:
         self._durable = ticket
         self._queued_nbytes -= nbytes
-        self._written_nbytes += nbytes
         self._position = position
         waiters = [waiter for waiter in self._waiters if not waiter.done.done()]
         self._waiters = [waiter for waiter in waiters if waiter.ticket > ticket]

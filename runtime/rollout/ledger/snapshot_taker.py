@@ -34,7 +34,7 @@ class SnapshotTaker:
         checkpoints: steps of those that the job may resume from; None if they are unknown.
     """
 
-    tail_nbytes = 64 * 1024 * 1024
+    tail_nbytes = 24 * 1024 * 1024
     tail_steps = 200
 
     def __init__(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ async def append(folder: Path, taker: SnapshotTaker, *batches: list[Event]) -> N
             await taker.take_if_due()
 
 
-PAGE: list[Event] = [Recorded(0, "a", b"x" * 60_000)]
+PAGE: list[Event] = [Recorded(0, "a", random.randbytes(60_000))]
 
 
 def test_one_is_taken_when_the_tail_is_long_and_an_index_with_it(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_one_is_taken_when_the_tail_is_long_and_an_index_with_it(tmp_path: Path)
 
     asyncio.run(append(tmp_path, taker, [Version(0, 0), *group[:2]], PAGE))
     assert snapshots_of(read_history(tmp_path)) == []
-    asyncio.run(append(tmp_path, taker, [Recorded(0, "b", b"x" * 110_000)], group[2:]))
+    asyncio.run(append(tmp_path, taker, [Recorded(0, "b", random.randbytes(110_000))], group[2:]))
 
     history = read_history(tmp_path)
     (snapshot,) = snapshots_of(history)

@@ -245,11 +245,11 @@ def test_damage_is_refused_with_its_position(
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_history.FORMAT", 2)
+    monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_history.FORMAT", 1)
     write_life(tmp_path, 0)
     monkeypatch.undo()
 
-    with pytest.raises(LedgerError, match="has format 2, and this umbra reads format 1"):
+    with pytest.raises(LedgerError, match="has format 1, and this umbra reads format 2"):
         read_history(tmp_path)
 
 
