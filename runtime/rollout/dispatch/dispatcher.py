@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 # A turn that engines fail this often without a token in between is considered the cause. Engines
 # that die do not count.
 _MAX_TURN_ERRORS: Final = 3
+# Requests of an engine that may have begun or ended and are still listed as not begun. Fewer are
+# sorted out more often; more take memory.
+_MAX_STALE: Final = 64
 _COUNTERS: Final = (
     "gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "lost_tokens", "moved",
 )  # fmt: skip
@@ -113,9 +116,13 @@ class Dispatcher:
         self._clock = clock
         self._decode = decode
         self.idleness = EngineIdleness(clock)
-        self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
+        # Bounded by what the manager admits; a dictionary, so that any of them can be removed.
+        self._waiting: OrderedDict[Turn, None] = OrderedDict()
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
+        # Requests that had not begun when this was looked at last, oldest first. One that has begun
+        # or ended is looked at once more.
+        self._not_begun: dict[EngineId, list[int]] = {}
         self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
@@ -141,7 +148,7 @@ class Dispatcher:
         if outcome:
             turn.on_end(turn, outcome)
             return
-        self._waiting.append(turn)
+        self._waiting[turn] = None
         self.pump()
 
     def cancel(self, turns: Iterable[Turn]) -> None:
@@ -150,11 +157,10 @@ class Dispatcher:
         by_engine: dict[EngineId, list[int]] = {}
         for turn in dropped:
             turn.is_cancelled = True
+            self._waiting.pop(turn, None)
             if turn.engine is not None:
                 by_engine.setdefault(turn.engine, []).append(turn.request_id)
                 self._end_attempt(turn.engine, turn)
-        if any(turn in dropped for turn in self._waiting):
-            self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
         for engine, request_ids in by_engine.items():
             self._carriers[engine].withdraw(sorted(request_ids))
         self.pump()
@@ -162,7 +168,7 @@ class Dispatcher:
     def attach(self, engine: EngineId, carrier: RequestCarrier) -> None:
         """Adds an engine that can be reached; it gets turns once `set_serving` was called."""
         self._carriers[engine] = carrier
-        self._inflight[engine] = {}
+        self._inflight[engine], self._not_begun[engine] = {}, []
         self._numbers[engine] = next(self._engine_numbers)
         self._router.set_serving(engine, False)
 
@@ -178,7 +184,8 @@ class Dispatcher:
         turns = list(self._inflight[engine].values())
         for turn in turns:
             self._end_attempt(engine, turn)
-        del self._inflight[engine], self._carriers[engine], self._numbers[engine]
+        for held in (self._inflight, self._not_begun, self._carriers, self._numbers):
+            del held[engine]
         self._router.remove(engine)
         for turn in reversed(turns):
             self._requeue(turn)
@@ -222,12 +229,12 @@ class Dispatcher:
 
     def _assign_waiting(self) -> None:
         while self._waiting:
-            turn = self._waiting[0]
+            turn = next(iter(self._waiting))
             group_engine = turn.group.last_engine if turn.group else None
             engine = self._router.choose(turn.cost(), (turn.trajectory.last_engine, group_engine))
             if engine is None:
                 return
-            self._waiting.popleft()
+            del self._waiting[turn]
             self._assign(engine, turn)
 
     def _assign(self, engine: EngineId, turn: Turn) -> None:
@@ -240,6 +247,10 @@ class Dispatcher:
         self._router.charge(engine, turn.charged)
         held = self._inflight[engine]
         held[turn.request_id] = turn
+        not_begun = self._not_begun[engine]
+        not_begun.append(turn.request_id)
+        if len(not_begun) > 2 * len(held) + _MAX_STALE:
+            not_begun[:] = [id for id in not_begun if id in held and not held[id].has_begun]
         if len(held) == 1:
             self.idleness.hold(engine, True)
         turn.row = self._store.open(
@@ -260,23 +271,23 @@ class Dispatcher:
 
     def _rebalance_to(self, engine: EngineId) -> None:
         """Moves turns that have not begun to an engine that joins late, newest first."""
-        serving = self._router.serving
-        loads = {other: self._router.outstanding_tokens(other) for other in serving}
-        total = sum(loads.values())
         capacity, moved = self._router.capacity_left(engine), list[Turn]()
-        for other in serving:
-            excess = loads[other] - total * self._router.fair_share(other)
-            turns = [
-                turn for turn in reversed(self._inflight[other].values()) if not turn.has_begun
-            ]
+        overloaded = self._router.overloaded() if capacity else []
+        for other, excess in overloaded:
+            if other == engine:
+                continue
+            held, not_begun = self._inflight[other], self._not_begun[other]
             withdrawn: list[int] = []
-            for turn in turns:
-                excess -= turn.unspent
-                if other == engine or excess < 0 or len(moved) == capacity:
-                    break
-                withdrawn.append(turn.request_id)
-                self._end_attempt(other, turn)
-                moved.append(turn)
+            while not_begun and len(moved) < capacity:
+                turn = held.get(not_begun[-1])
+                if turn is not None and not turn.has_begun:
+                    excess -= turn.unspent
+                    if excess < 0:
+                        break
+                    withdrawn.append(turn.request_id)
+                    self._end_attempt(other, turn)
+                    moved.append(turn)
+                not_begun.pop()
             if withdrawn:
                 self._carriers[other].withdraw(withdrawn)
         for turn in reversed(moved):
@@ -430,7 +441,8 @@ class Dispatcher:
             turn.on_end(turn, outcome)
             return
         turn.trajectory.cut()
-        self._waiting.appendleft(turn)
+        self._waiting[turn] = None
+        self._waiting.move_to_end(turn, last=False)
         self._recorder.cut(turn.trajectory)
 
     def check_integrity(self) -> None:
@@ -443,3 +455,5 @@ class Dispatcher:
         for engine, held in self._inflight.items():
             unspent = sum(turn.unspent for turn in held.values())
             assert self._router.outstanding_tokens(engine) == unspent, (engine, unspent)
+            not_begun = {request_id for request_id, turn in held.items() if not turn.has_begun}
+            assert not_begun <= set(self._not_begun[engine]), engine

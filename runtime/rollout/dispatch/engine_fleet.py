@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -53,6 +54,7 @@ class Fleet:
         self._dispatcher = dispatcher
         self._note = note
         self._views: dict[str, EngineView] = {}
+        self._by_state: defaultdict[EngineState, dict[str, EngineId]] = defaultdict(dict)
         self._links: dict[EngineId, EngineLink] = {}
         self._link_tasks: dict[EngineId, asyncio.Task[None]] = {}
         self._version: int | None = None
@@ -65,11 +67,11 @@ class Fleet:
     @property
     def pending(self) -> list[EngineId]:
         """Engines that wait for weights."""
-        return [v.engine for v in self._views.values() if v.state == EngineState.PENDING_WEIGHTS]
+        return list(self._by_state[EngineState.PENDING_WEIGHTS].values())
 
     @property
     def is_serving(self) -> bool:
-        return any(v.state == EngineState.SERVING for v in self._views.values())
+        return bool(self._by_state[EngineState.SERVING])
 
     @property
     def views(self) -> list[EngineView]:
@@ -103,7 +105,10 @@ class Fleet:
         engine = EngineId(report["engine"], report["incarnation"])
         view = EngineView(engine, EngineState(report["state"]), report["version"], report["ref"])
         before = self._views.get(engine.name)
+        if before is not None:
+            del self._by_state[before.state][engine.name]
         self._views[engine.name] = view
+        self._by_state[view.state][engine.name] = engine
         self._dispatcher.idleness.report(engine, view.state)
         logger.info("%s is %s (version %s)", engine, view.state, view.version)
         if view.version is not None:
@@ -113,7 +118,7 @@ class Fleet:
         if view.state == EngineState.DEAD:
             self._end(engine)
             if report["has_ended"]:
-                del self._views[engine.name]
+                del self._views[engine.name], self._by_state[view.state][engine.name]
                 self._dispatcher.idleness.forget(engine.name)
             return
         serving = view.state == EngineState.SERVING

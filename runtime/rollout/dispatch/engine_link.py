@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
@@ -69,7 +69,7 @@ class EngineLink:
         self._dispatcher = dispatcher
         self._delta_timeout_s = delta_timeout_s
         self._submit_timeout_s = submit_timeout_s
-        self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
+        self._outgoing: dict[int, dict[str, Any]] = {}  # bounded by the router's max_inflight
         self._withdrawn: list[int] = []
         self._pending = asyncio.Event()
         self._attached = asyncio.Event()  # the engine's stream has begun to send
@@ -80,16 +80,13 @@ class EngineLink:
 
     def send(self, request: dict[str, Any]) -> None:
         was_idle = self._dispatcher.num_inflight(self.engine) <= 1
-        self._outgoing.append(request)
+        self._outgoing[request["id"]] = request
         self._pending.set()
         if was_idle:
             self._reset_silence_timeout()
 
     def withdraw(self, request_ids: list[int]) -> None:
-        gone = set(request_ids)
-        unsent = {request["id"] for request in self._outgoing} & gone
-        self._outgoing = deque(r for r in self._outgoing if r["id"] not in unsent)
-        self._withdrawn += sorted(gone - unsent)
+        self._withdrawn += [rid for rid in request_ids if self._outgoing.pop(rid, None) is None]
         self._pending.set()
 
     def set_serving(self, serving: bool) -> None:
@@ -161,8 +158,8 @@ class EngineLink:
                 withdrawn, self._withdrawn = self._withdrawn, []
                 if withdrawn:
                     await self._call("abort", withdrawn)
-                size = min(len(self._outgoing), _MAX_SUBMIT)
-                requests = [self._outgoing.popleft() for _ in range(size)]
+                first = list(itertools.islice(self._outgoing, _MAX_SUBMIT))
+                requests = [self._outgoing.pop(request_id) for request_id in first]
                 if requests:
                     await self._submit_batch(requests)
 

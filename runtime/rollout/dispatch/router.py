@@ -1,11 +1,17 @@
-"""Chooses an engine for a request. Pure: no clock, socket or task inside."""
+"""Chooses an engine for a request. Pure: no clock, socket or task inside. E: engines."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from umbra.runtime.rollout.dispatch.engine_speed import EngineSpeed
+
+Column: TypeAlias = NDArray[np.float64]
 
 # An engine that holds the request's prefix is preferred while its load exceeds that of the idlest
 # one by at most this many requests of the same cost, about one group. Higher piles long groups onto
@@ -43,43 +49,49 @@ class Router:
 
     def __init__(self, max_inflight: int) -> None:
         self._max_inflight = max_inflight
-        self._load: dict[EngineId, int] = {}
-        self._inflight: dict[EngineId, int] = {}
-        self._serving: set[EngineId] = set()
+        # Sorted, so that choices are reproducible. All columns have a row for each, [E].
+        self._engines: list[EngineId] = []
+        self._rows: dict[EngineId, int] = {}
+        self._load = np.zeros(0, np.int64)
+        self._inflight = np.zeros(0, np.int64)
+        self._serving = np.zeros(0, np.bool_)
+        self._measured_speeds = np.zeros(0)  # 0 without a measurement
         # By name: the next incarnation runs on the same hardware. One entry per engine of the pool.
         self._measured: dict[str, EngineSpeed] = {}
-        self._speeds: dict[EngineId, float] = {}  # of serving engines; empty: must be computed
+        self._speeds: Column | None = None  # of serving engines, 1 elsewhere; None: to be computed
         self._compare_at_s = 0.0
 
     def set_serving(self, engine: EngineId, serving: bool) -> None:
         """Allows or forbids new requests to an engine; requests that it holds stay counted."""
-        self._load.setdefault(engine, 0)
-        self._inflight.setdefault(engine, 0)
-        self._speeds = {}
-        if serving:
-            self._serving.add(engine)
-        else:
-            self._serving.discard(engine)
+        if engine not in self._rows:
+            self._add(engine)
+        row = self._rows[engine]
+        if self._serving[row] != serving:
+            self._serving[row] = serving
+            self._speeds = None
+        if not serving:
             self._pause(engine)
 
     def remove(self, engine: EngineId) -> None:
         """Removes an engine and all it held."""
-        self._serving.discard(engine)
-        self._speeds = {}
-        self._load.pop(engine, None)
-        self._inflight.pop(engine, None)
         self._pause(engine)
+        row = self._rows.get(engine)
+        if row is not None:
+            del self._engines[row]
+            self._set_columns([np.delete(column, row) for column in self._columns()])
 
     @property
     def serving(self) -> list[EngineId]:
-        return sorted(self._serving)
+        return [self._engines[row] for row in np.flatnonzero(self._serving)]
 
     def outstanding_tokens(self, engine: EngineId) -> int:
-        return self._load.get(engine, 0)
+        row = self._rows.get(engine)
+        return 0 if row is None else int(self._load[row])
 
     def capacity_left(self, engine: EngineId) -> int:
         """Number of requests that the engine may still be given."""
-        return self._max_inflight - self._inflight.get(engine, self._max_inflight)
+        row = self._rows.get(engine)
+        return 0 if row is None else self._max_inflight - int(self._inflight[row])
 
     def choose(self, cost: int, prefer: Iterable[EngineId | None] = ()) -> EngineId | None:
         """The engine for a request of `cost` tokens, or None while all are full.
@@ -87,40 +99,47 @@ class Router:
         Args:
             prefer: engines that may have the prefix cached, best first.
         """
-        free = [e for e in self._serving if self._inflight[e] < self._max_inflight]
-        if not free:
+        free = self._serving & (self._inflight < self._max_inflight)
+        if not free.any():
             return None
-        speeds = self._relative_speeds()
-        idlest = min(free, key=lambda e: ((self._load[e] + cost) / speeds[e], e))
-        limit = (self._load[idlest] + _AFFINITY_REQUESTS * cost) / speeds[idlest]
+        load, speeds = self._load, self._relative_speeds()
+        idlest = int(np.where(free, (load + cost) / speeds, np.inf).argmin())
+        limit = (load[idlest] + _AFFINITY_REQUESTS * cost) / speeds[idlest]
         for engine in prefer:
-            if engine is None or engine not in free:
-                continue
-            if self._load[engine] / speeds[engine] <= limit:
+            row = None if engine is None else self._rows.get(engine)
+            if row is not None and free[row] and load[row] / speeds[row] <= limit:
                 return engine
-        return idlest
+        return self._engines[idlest]
 
     def fair_share(self, engine: EngineId) -> float:
         """The share of all outstanding tokens that a serving engine has when loads are even."""
-        speeds = self._relative_speeds()
-        return speeds[engine] / sum(speeds.values())
+        return float(self._fair_shares()[self._rows[engine]])
+
+    def overloaded(self) -> list[tuple[EngineId, float]]:
+        """Serving engines with more tokens than their fair share, and how many more."""
+        total = self._load[self._serving].sum()
+        excess = np.where(self._serving, self._load - total * self._fair_shares(), 0.0)
+        return [(self._engines[row], float(excess[row])) for row in np.flatnonzero(excess > 0)]
 
     def charge(self, engine: EngineId, cost: int) -> None:
         """Counts a request that was given to the engine."""
-        self._load[engine] += cost
-        self._inflight[engine] += 1
+        row = self._rows[engine]
+        self._load[row] += cost
+        self._inflight[row] += 1
 
     def progress(self, engine: EngineId, num_tokens: int) -> None:
         """Counts tokens that the engine produced."""
-        if engine in self._load:
-            self._load[engine] -= num_tokens
+        row = self._rows.get(engine)
+        if row is not None:
+            self._load[row] -= num_tokens
 
     def release(self, engine: EngineId, num_unused: int) -> None:
         """Counts the end of a request that left `num_unused` of its cost unused."""
-        if engine in self._load:
-            self._load[engine] -= num_unused
-            self._inflight[engine] -= 1
-            if self._inflight[engine] == 0:
+        row = self._rows.get(engine)
+        if row is not None:
+            self._load[row] -= num_unused
+            self._inflight[row] -= 1
+            if self._inflight[row] == 0:
                 self._pause(engine)
 
     def measure(self, engine: EngineId, num_tokens: int, now: float) -> None:
@@ -131,38 +150,55 @@ class Router:
         Args:
             now: monotonic seconds.
         """
-        if engine in self._serving:
+        row = self._rows.get(engine)
+        if row is not None and self._serving[row]:
             speed = self._measured.setdefault(engine.name, EngineSpeed())
-            speed.observe(num_tokens, self._inflight[engine], now)
+            speed.observe(num_tokens, int(self._inflight[row]), now)
+            self._measured_speeds[row] = speed.value
             if now >= self._compare_at_s:
-                self._speeds = {}
+                self._speeds = None
                 self._compare_at_s = now + _COMPARED_FOR_S
+
+    def _add(self, engine: EngineId) -> None:
+        row = bisect.bisect(self._engines, engine)
+        self._engines.insert(row, engine)
+        speed = self._measured.get(engine.name)
+        values = (0, 0, False, 0.0 if speed is None else speed.value)
+        columns = zip(self._columns(), values, strict=True)
+        self._set_columns([np.insert(column, row, value) for column, value in columns])
+
+    def _columns(self) -> list[NDArray[Any]]:
+        return [self._load, self._inflight, self._serving, self._measured_speeds]
+
+    def _set_columns(self, columns: list[NDArray[Any]]) -> None:
+        self._load, self._inflight, self._serving, self._measured_speeds = columns
+        self._rows = {engine: row for row, engine in enumerate(self._engines)}
+        self._speeds = None
 
     def _pause(self, engine: EngineId) -> None:
         if engine.name in self._measured:
             self._measured[engine.name].pause()
 
-    def _relative_speeds(self) -> dict[EngineId, float]:
-        if not self._speeds:
-            serving = self.serving  # sorted, so that the floating-point sums are reproducible
-            known = {e: v for e in serving if (v := self._measured_speed(e)) > 0}
-            mean = sum(known.values()) / len(known) if known else 1.0
-            least = max(known.values(), default=1.0) / _MAX_SPEED_RATIO
-            self._speeds = {e: max(known.get(e, mean), least) for e in serving}
-        return self._speeds
+    def _fair_shares(self) -> Column:
+        speeds = np.where(self._serving, self._relative_speeds(), 0.0)
+        return speeds / max(speeds.sum(), 1e-300)
 
-    def _measured_speed(self, engine: EngineId) -> float:
-        """The measured speed; 0 without a measurement."""
-        speed = self._measured.get(engine.name)
-        return 0.0 if speed is None else speed.value
+    def _relative_speeds(self) -> Column:
+        if self._speeds is None:
+            measured = self._measured_speeds[self._serving]
+            known = measured[measured > 0]
+            mean = known.mean() if len(known) else 1.0
+            least = known.max(initial=0.0) / _MAX_SPEED_RATIO
+            self._speeds = np.ones(len(self._engines))
+            self._speeds[self._serving] = np.maximum(np.where(measured > 0, measured, mean), least)
+        return self._speeds
 
     def check_integrity(self) -> None:
         """Asserts that nothing is counted twice or lost."""
-        assert self._load.keys() == self._inflight.keys()
-        assert self._serving <= self._load.keys()
-        assert not self._speeds or self._speeds.keys() == self._serving
-        assert all(speed > 0 for speed in self._speeds.values()), self._speeds
-        for engine, count in self._inflight.items():
-            assert count >= 0, (engine, count)
-            assert self._load[engine] >= 0, (engine, self._load[engine])
-            assert count or self._load[engine] == 0, (engine, self._load[engine])
+        assert self._engines == sorted(self._rows)
+        assert all(self._engines[row] == engine for engine, row in self._rows.items())
+        assert {len(column) for column in self._columns()} == {len(self._engines)}
+        assert (self._relative_speeds() > 0).all(), self._speeds
+        assert (self._inflight >= 0).all(), self._inflight
+        assert (self._load >= 0).all(), self._load
+        assert not self._load[self._inflight == 0].any(), (self._load, self._inflight)

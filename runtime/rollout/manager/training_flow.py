@@ -149,7 +149,7 @@ class TrainingFlow:
                 self._recorder.on_capacity(self.admit)
                 return
             if self._not_begun:
-                order_idx = min(self._not_begun)
+                order_idx = next(iter(self._not_begun))
                 group = self._not_begun.pop(order_idx)
             else:
                 order_idx = self._next_idx
@@ -169,7 +169,9 @@ class TrainingFlow:
         for group in self._open.values():
             self._runner.abandon(group)
         begun = {idx: group for idx, group in recovered.open.items() if group.has_tokens}
-        self._not_begun = {idx: g for idx, g in recovered.open.items() if idx not in begun}
+        self._not_begun = {
+            idx: group for idx, group in sorted(recovered.open.items()) if idx not in begun
+        }
         self._ready = dict(recovered.ready)
         self._open = begun | self._ready
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
@@ -287,9 +289,11 @@ class TrainingFlow:
     def _choose(self) -> list[int] | None:
         """Indices of a batch: the first admitted or, if settings allow it, the first ready."""
         wanted = self._settings.groups_per_step
+        if len(self._ready) < wanted:
+            return None
         in_order = self._settings.batch_order == "in_order" and self._bound.over_sampling == 1.0
         indices = (sorted(self._open) if in_order else list(self._ready))[:wanted]
-        if len(indices) < wanted or not all(order_idx in self._ready for order_idx in indices):
+        if not all(order_idx in self._ready for order_idx in indices):
             return None
         return sorted(indices)
 

@@ -509,3 +509,32 @@ def simulate_tick(
             continue
         inbox.requests.remove(request)
     return delta(runs, finishes)
+
+
+def test_an_engine_that_serves_again_costs_no_look_at_what_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, has_begun = 0, Turn.has_begun
+
+    def counted(turn: Turn) -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(has_begun.__get__(turn))
+
+    monkeypatch.setattr(Turn, "has_begun", property(counted))
+    bench = Bench(max_inflight=60)
+    engines = [EngineId(f"e{idx}", 1) for idx in range(8)]
+    for engine in engines:
+        bench.serve(engine)
+    for idx in range(240):
+        bench.submit(f"s{idx}", budget=20 + idx % 7)
+    for engine in engines:
+        requests = bench.inboxes[engine].requests
+        bench.dispatcher.on_batch(engine, delta([(asked["id"], 0, [9], 0) for asked in requests]))
+
+    for serving in (False, True) * 4:
+        for engine in engines:
+            bench.dispatcher.set_serving(engine, serving)
+
+    assert looks <= 240, "each is met once"
+    bench.dispatcher.check_integrity()
