@@ -22,8 +22,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -83,6 +83,8 @@ class SessionConfig:
         shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
         trace: whether all processes of the job record what they do in `run_dir`/trace; see
             docs/tracing.md.
+        choices: what this node has chosen where the user left it open, for `Session.nodes`. Where
+            nodes have to agree, the choices of the first count.
     """
 
     run_dir: Path
@@ -91,6 +93,7 @@ class SessionConfig:
     attach_timeout_s: float = 60.0
     shutdown_grace_s: float = 5.0
     trace: bool = False
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Session:
@@ -405,6 +408,7 @@ class Session:
                 key_digest=key_digest(CurveKeys.load(self._secret_file)),
                 epoch=self._epoch,
                 job=self._request_name,
+                choices=self._config.choices,
             )
             nodes = (me,)
             if self._has_peers:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -52,35 +52,53 @@ def choose_settings(
     """
     if config.train is not None and config.train.device == "cpu":
         has_gpu = False
-    device, chosen = "cuda" if has_gpu else "cpu", dict[str, str]()
-    model = config.model
-    if model.dtype == "auto":
-        model = replace(model, dtype="bfloat16" if has_gpu else "float32")
-        chosen["model.dtype"] = model.dtype
+    device = "cuda" if has_gpu else "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if has_gpu else "float32"
 
-    def settled(section: str, pool: _Pool, dtype: str) -> _Pool:
-        if pool.engine != "auto":
-            return pool
+    def engine(pool: EnginePoolSettings, dtype: str) -> str:
         # Neither library computes in float64.
         may_be_library = engine_device(pool, device) == "cuda" and dtype != "float64"
-        engine = installed[0] if may_be_library and installed else "embedded"
-        chosen[f"{section}.engine"] = engine
-        return replace(pool, engine=engine)
+        return installed[0] if may_be_library and installed else "embedded"
+
+    choices = {"model.dtype": dtype, "pool.engine": engine(config.pool, dtype)}
+    for name, pool in config.pools.items():
+        choices[f"pools.{name}.engine"] = engine(pool, pool.dtype or dtype)
+    chosen = [name for name, value in settings_left_open(config).items() if value == "auto"]
+    listed = ", ".join(f"{name} = {choices[name]!r}" for name in chosen)
+    where = "a GPU" if has_gpu else "the CPU"
+    return with_choices(config, choices), f"chosen for {where}: {listed}" if listed else ""
+
+
+def settings_left_open(config: TrainerConfig | ServeConfig) -> dict[str, str]:
+    """The settings that may be "auto", by name."""
+    pools = {f"pools.{name}.engine": pool.engine for name, pool in config.pools.items()}
+    return {"model.dtype": config.model.dtype, "pool.engine": config.pool.engine, **pools}
+
+
+def with_choices(config: _Config, choices: Mapping[str, str]) -> _Config:
+    """The config with these values in place of "auto": those of rank 0 on every rank. Another node
+    may have no GPU, or lack a library that no engine there needs.
+
+    Raises: as `with_chosen_settings`.
+    """
+
+    def chosen(name: str, value: str) -> Any:
+        return choices[name] if value == "auto" else value
+
+    def settled(section: str, pool: _Pool) -> _Pool:
+        return replace(pool, engine=chosen(f"{section}.engine", pool.engine))
 
     changed: dict[str, Any] = {
-        "model": model,
-        "pool": settled("pool", config.pool, model.dtype),
-        "pools": {
-            name: settled(f"pools.{name}", pool, pool.dtype or model.dtype)
-            for name, pool in config.pools.items()
-        },
+        "model": replace(config.model, dtype=chosen("model.dtype", config.model.dtype)),
+        "pool": settled("pool", config.pool),
+        "pools": {name: settled(f"pools.{name}", pool) for name, pool in config.pools.items()},
     }
-    listed = ", ".join(f"{name} = {value!r}" for name, value in chosen.items())
-    where = "a GPU" if has_gpu else "the CPU"
     config = replace(config, **changed)
     if isinstance(config, TrainerConfig) and (rules := refusals(config)):
         raise ConfigError("; ".join(rule.message(config) for rule in rules))
-    return config, f"chosen for {where}: {listed}" if listed else ""
+    return config
 
 
 def _has_usable_gpu() -> bool:

@@ -19,7 +19,11 @@ from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.checkpoint.run_dir import process_age_s
 from umbra.trainer.checkpoint.run_lock import RunLock
-from umbra.trainer.chosen_settings import with_chosen_settings
+from umbra.trainer.chosen_settings import (
+    settings_left_open,
+    with_choices,
+    with_chosen_settings,
+)
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.hub.local_paths import with_local_paths
@@ -66,12 +70,16 @@ def _read_settings(
     environment: TorchrunEnvironment,
     fatal_errors: FatalErrorReporter,
 ) -> tuple[TrainerConfig, str]:
-    """The config, and a line about what was chosen for this machine."""
+    """The config, and a line about what was chosen for this machine. On other nodes than rank 0's,
+    the config is as it was read, unless it leaves nothing open: rank 0's choices count for all."""
     try:
         with failure_reported(environment):
             config = load_config(arguments.config, arguments.overrides)
-            config, chosen = with_chosen_settings(with_local_paths(config, environment))
-            check_setup(config, environment)
+            config, chosen = with_local_paths(config, environment), ""
+            if environment.node_rank == 0:
+                config, chosen = with_chosen_settings(config)
+            if "auto" not in settings_left_open(config).values():
+                check_setup(config, environment)
     except UmbraError as error:
         fatal_errors.report(error)
         if environment.world_size > 1:
@@ -108,7 +116,10 @@ def _run(
 ) -> int:
     display = ProgressDisplay(sys.stderr if environment.rank == 0 else None)
     settings = SessionConfig(
-        run_dir=config.run.dir, shutdown_grace_s=_GRACE_S, trace=config.run.trace
+        run_dir=config.run.dir,
+        shutdown_grace_s=_GRACE_S,
+        trace=config.run.trace,
+        choices=settings_left_open(config),
     )
     with (
         fatal_errors,
@@ -127,6 +138,9 @@ def _run(
         if chosen:
             display.note(chosen)
         try:
+            if "auto" in settings_left_open(config).values():
+                config = with_choices(config, session.nodes[0].choices)
+                check_setup(config, environment)
             starter: ServiceStarter | None = None
             if environment.rank == 0:
                 starter = stack.enter_context(ServiceStarter.open(session, config, display))

@@ -22,8 +22,8 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -69,6 +69,7 @@ class JobNode:
         failure: the error by which it failed before it met the others, or "".
         epoch: the last one that its supervisor took part in; 0 for none.
         job: the name by which requests addressed the job in that epoch (`SupervisorAddress`).
+        choices: see `SessionConfig`.
     """
 
     node_id: str
@@ -81,6 +82,7 @@ class JobNode:
     failure: str = ""
     epoch: int = 0
     job: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def address(self) -> str:

@@ -80,6 +80,14 @@ def test_without_torchrun_the_process_is_rank_0_of_1(session: Session) -> None:
     assert session.incarnation == 1
 
 
+def test_what_a_node_has_chosen_is_known_to_the_others(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory(tcp_host="127.0.0.1", choices={"model.dtype": "bfloat16"})
+
+    assert [node.choices for node in session.nodes] == [{"model.dtype": "bfloat16"}]
+
+
 def test_processes_json_describes_the_processes(umbra_session_factory: SessionFactory) -> None:
     session = umbra_session_factory()
     echo = session.spawn(actor("Echo", "judge"))

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError, SettingError
-from umbra.trainer.chosen_settings import choose_settings, with_chosen_settings
+from umbra.trainer.chosen_settings import (
+    choose_settings,
+    settings_left_open,
+    with_choices,
+    with_chosen_settings,
+)
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
@@ -85,6 +90,25 @@ def test_an_engine_that_does_not_fit_other_settings_is_refused_when_it_is_chosen
 
     with pytest.raises(ConfigError, match=r"pool\.engine = 'sglang' and rollout\.top_p = 0\.9"):
         choose_settings(config, has_gpu=True, installed=BOTH[1:])
+
+
+def test_a_node_takes_the_choices_of_rank_0_whatever_it_has_itself() -> None:
+    config = config_of("pools.judge.engine=echo")
+    of_rank_0, _ = choose_settings(config, has_gpu=True, installed=BOTH)
+
+    elsewhere = with_choices(config, settings_left_open(of_rank_0))
+
+    assert elsewhere == of_rank_0
+    assert settings_left_open(elsewhere) == {
+        "model.dtype": "bfloat16",
+        "pool.engine": "vllm",
+        "pools.judge.engine": "echo",
+    }
+    with pytest.raises(ConfigError, match=r"pool\.engine = 'sglang' and rollout\.top_p = 0\.9"):
+        with_choices(
+            config_of("rollout.top_p=0.9"),
+            settings_left_open(of_rank_0) | {"pool.engine": "sglang"},
+        )
 
 
 def test_what_a_config_serves_is_chosen_without_a_trainer() -> None:
