@@ -300,7 +300,7 @@ def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[Lo
             )
         if part == max(files):
             stop = ledger_frames.scan(_read(files[part]), files[part]).stop
-        elif not (stop := files[part].stat().st_size):
+        elif not (stop := _size_of(files[part])):
             raise LedgerError(
                 f"{files[part]} is empty: it was whole when its next part was begun; restore it "
                 "from a backup"
@@ -327,6 +327,13 @@ def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:
             f"{found.stop} are; restore it from a backup"
         )
     return found
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise LedgerError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:

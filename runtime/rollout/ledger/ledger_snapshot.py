@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,8 @@ import xxhash
 
 from umbra.runtime.disk import replacing, sync
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.ledger_history import BEGIN, History, Position
+from umbra.runtime.rollout.ledger.ledger_events import Restored
+from umbra.runtime.rollout.ledger.ledger_history import BEGIN, Entry, History, Position
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 
 logger = logging.getLogger(__name__)
@@ -74,28 +75,36 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
     Raises:
         LedgerError: the log is damaged or contradicts itself; the position is named.
     """
-    restores: Restores | None = None
     own = [] if restoring_step is None else [(history.end, restoring_step)]
-    for snapshot in [*snapshots_of(history), None]:
-        if snapshot is None:
-            start, state, earlier = BEGIN, LedgerState(), Restores()
-        elif restores is not None and not snapshot.fits(restores + own):
+    known: Restores | None = None  # before they are needed, returns in the log are not looked for
+    snapshots = [*snapshots_of(history), None]
+    while True:
+        snapshot = next(s for s in snapshots if s is None or s.fits((known or []) + own))
+        start = BEGIN if snapshot is None else snapshot.position
+        try:
+            state, earlier = (LedgerState(), []) if snapshot is None else _read(snapshot, history)
+        except (OSError, LedgerError) as error:
+            logger.warning("passing over a snapshot of the ledger: %s", error)
+            snapshots.remove(snapshot)
             continue
-        else:
-            start = snapshot.position
-            try:
-                state, earlier = _read(snapshot, history)
-            except (OSError, LedgerError) as error:
-                logger.warning("passing over a snapshot of the ledger: %s", error)
-                continue
-        if restores is None:
-            restores = earlier + history.restores(start)
-            if snapshot is not None and not snapshot.fits(restores + own):
-                continue
-        state.foresee([step for at, step in restores if at >= start], restoring_step)
-        state.apply_all(history.entries(start))
-        return LedgerContent(state, restores, snapshot)
-    raise AssertionError("the whole log always serves")
+        state.foresee([step for at, step in known or [] if at >= start], restoring_step)
+        found = Restores()
+        try:
+            state.apply_all(_noting(history.entries(start), found))
+        except LedgerError:
+            if known is not None or not (later := history.restores(start)):
+                raise
+            known = earlier + later  # they need samples that were let go
+            continue
+        return LedgerContent(state, earlier + found, snapshot)
+
+
+def _noting(entries: Iterable[Entry], found: Restores) -> Iterator[Entry]:
+    for entry in entries:
+        for event in entry.batch.events:
+            if isinstance(event, Restored):
+                found.append((entry.position, event.step))
+        yield entry
 
 
 def take_snapshot(history: History, checkpoints: Collection[int] | None) -> Snapshot:
@@ -147,7 +156,11 @@ def largest_snapshot_nbytes(folder: Path) -> int:
 
 
 def _all_in(folder: Path) -> Iterator[Snapshot]:
-    for path in list(folder.iterdir()):
+    try:
+        paths = list(folder.iterdir())
+    except OSError as error:
+        raise LedgerError(f"cannot list {folder}: {error.strerror}") from error
+    for path in paths:
         if match := _NAME.fullmatch(path.name):
             *position, steps_done = map(int, match.groups())
             yield Snapshot(Position(*position), steps_done, path)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.errors import ActorError
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.rollout.ledger.ledger_history import Position
 from umbra.runtime.rollout.ledger.ledger_snapshot import largest_snapshot_nbytes
@@ -83,5 +83,5 @@ class SnapshotTaker:
                 logger.warning("the process that takes a snapshot of the ledger %s", status)
             largest_nbytes = await asyncio.to_thread(largest_snapshot_nbytes, self._folder)
             self.tail_nbytes = max(self.tail_nbytes, 2 * largest_nbytes)
-        except (ActorError, OSError, TimeoutError) as error:
+        except (UmbraError, OSError, TimeoutError) as error:
             logger.warning("no snapshot of the ledger was taken: %r", error)
