@@ -384,19 +384,15 @@ class SglangCore(AdapterCore):
         """Makes every worker carry out an action on the model, and returns their reports."""
         with ReportFile() as file:
             payload = self._payload(details | {"action": action, "report": file.address})
-            await self._prepare_update()
-            success, message = await self.call(
-                self._frontend.update_weights_from_tensor(
-                    self.library.UpdateWeightsFromTensorReqInput(
-                        serialized_named_tensors=[payload] * self._settings.num_workers,
-                        load_format=WEIGHT_LOADER,
-                        flush_cache=False,  # cached prefixes are salted by their weights
-                    )
-                )
+            await self._begin_update(loads=action == "load")
+            update = self.library.UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[payload] * self._settings.num_workers,
+                load_format=WEIGHT_LOADER,
+                flush_cache=False,  # cached prefixes are salted by their weights
             )
+            result = await self.call(self._frontend.update_weights_from_tensor(update))
             await self._end_update()
-            if not success:
-                raise EngineError(f"SGLang failed: {message}")
+            _check_done(result)
             reports = file.read()
         for rank, report in enumerate(reports):
             if "error" in report:
@@ -411,16 +407,28 @@ class SglangCore(AdapterCore):
         payload: bytes = serializer.serialize([(pack_order(order), nothing)])
         return payload
 
-    async def _prepare_update(self) -> None:
-        """Announces an update, which SGLang requires from 0.5.23 on."""
+    async def _begin_update(self, *, loads: bool) -> None:
+        """Announces an update, which SGLang requires from 0.5.23 on.
+
+        SGLang then gives weights the layout of files, and at the end that of its kernels. Orders
+        that load none may come while a batch still reads the weights: to SGLang they are updates of
+        a draft model, and there is none.
+        """
         if self.library.BeginWeightUpdateReqInput is not None:
-            request = self.library.BeginWeightUpdateReqInput()
-            await self.call(self._frontend.begin_weight_update(request))
+            selector = "target" if loads else "draft"
+            request = self.library.BeginWeightUpdateReqInput(selector=selector)
+            _check_done(await self.call(self._frontend.begin_weight_update(request)))
 
     async def _end_update(self) -> None:
         if self.library.EndWeightUpdateReqInput is not None:
             request = self.library.EndWeightUpdateReqInput()
-            await self.call(self._frontend.end_weight_update(request))
+            _check_done(await self.call(self._frontend.end_weight_update(request)))
+
+
+def _check_done(result: tuple[bool, str]) -> None:
+    success, message = result
+    if not success:
+        raise EngineError(f"SGLang failed: {message}")
 
 
 def _job_folder() -> Path | None:

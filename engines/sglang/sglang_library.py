@@ -6,7 +6,8 @@ SGLang is a heavy import and absent where types are checked, so its objects are 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, fields
+import inspect
+from dataclasses import dataclass
 from typing import Any, Self
 
 from umbra.engines.shell.library_import import load_library
@@ -71,5 +72,5 @@ class SglangLibrary:
         )
 
     def option_names(self) -> list[str]:
-        """The options of ServerArgs."""
-        return [field.name for field in fields(self.ServerArgs)]
+        """The options of ServerArgs, which is a dataclass in 0.5.17 and none in 0.5.23."""
+        return list(inspect.signature(self.ServerArgs).parameters)

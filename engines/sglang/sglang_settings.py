@@ -18,6 +18,7 @@ _TOKENS: Final = "engines take and give tokens"
 _WEIGHTS: Final = "umbra transfers the weights"
 _ONE_MODEL: Final = "an engine is one model, and pool.count gives more engines"
 _NODES: Final = "an engine is on several nodes if it needs more GPUs than a node has"
+_TCP: Final = "with data parallelism inside an engine, schedulers take messages by tcp"
 _OTHER_STORE: Final = "keys and values are found there by the tokens alone, whatever the weights"
 
 OPTIONS: Final = EngineOptions(
@@ -50,7 +51,8 @@ OPTIONS: Final = EngineOptions(
         "watchdog_timeout": "pool.stall_limit_s limits the time without a token",
         "dp_size": _ONE_MODEL,
         "dwdp_size": _ONE_MODEL,
-        "enable_dp_attention": "it needs dp_size, and its schedulers take messages by tcp",
+        "enable_dp_attention": _TCP,
+        "attn_dp_size": _TCP,
         "pp_size": "loading weights is tested with tensor parallelism (tp_size) only",
         "nnodes": _NODES,
         "node_rank": _NODES,
@@ -62,6 +64,8 @@ OPTIONS: Final = EngineOptions(
         "enable_flexkv": _OTHER_STORE,
         "hicache_storage_backend": _OTHER_STORE,
         "radix_cache_backend": _OTHER_STORE,
+        "enable_unified_cache_external_linker": _OTHER_STORE,
+        "enable_watermark": "logprobs would not be those of the distribution sampled from",
         "weight_cache_mode": "an update would write to the weights that other engines share",
     },
 )

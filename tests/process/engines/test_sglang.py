@@ -21,7 +21,7 @@ from conformance_suite import *  # noqa: F403 - the tests
 from engine_runs import Collector, run_async, running
 from local_sync import publish
 from model_factory import make_model
-from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
+from sglang_stand_in import LATER_VERSION, Frontend, stand_in_core, stand_in_modules
 from torch import Tensor
 
 from umbra.engines.sglang import sglang_worker
@@ -37,7 +37,7 @@ from umbra.runtime.session import Session
 
 @pytest.fixture(scope="module")
 def stand_in() -> Generator[None]:
-    with stand_in_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE):
+    with stand_in_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE, LATER_VERSION):
         yield
 
 

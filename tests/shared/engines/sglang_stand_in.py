@@ -3,6 +3,7 @@
 It keeps what was read in SGLang 0.5.17: lists that grow, answers that come a step late (the next
 batch is begun before the last one is looked at), pauses that leave a step half way, aborts by
 the beginning of a name, and schedulers that end where they are asked for what they cannot do.
+As 0.5.23 it also has updates that must be announced, and weights in another layout between them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from engine_runs import shared_loop
@@ -33,11 +34,13 @@ from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.sglang.sglang_settings import SglangSettings
 
 VERSION = "0.5.17"
+LATER_VERSION = "0.5.23"
 STEP_S = 0.0005
 
 
-@dataclasses.dataclass
-class ServerArgs:
+class ServerArgs(NamedTuple):
+    """No dataclass, as in 0.5.23."""
+
     model_path: str
     dtype: str = "auto"
     device: str = "cuda"
@@ -120,8 +123,11 @@ class _Request:
 class Frontend:
     """TokenizerManager and, in its `handle_loop`, one scheduler."""
 
-    def __init__(self, args: ServerArgs, model: StandInModel, vocab_size: int) -> None:
+    def __init__(
+        self, args: ServerArgs, model: StandInModel, vocab_size: int, *, has_sessions: bool
+    ) -> None:
         self.args = args
+        self._has_sessions = has_sessions
         self.model = model
         self.model_config = SimpleNamespace(vocab_size=vocab_size, hf_eos_token_id=None)
         self.event_loop: Any = None
@@ -132,6 +138,8 @@ class Frontend:
         self.released: set[str] = set()
         self.num_wakes = 0
         self.num_messages = 0  # from the scheduler, each of one request
+        self._session: str | None = None  # of a weight update: whose weights
+        self._is_computing = False  # on the GPU, though the scheduler is paused
         self.load_snapshot_reader = SimpleNamespace(path=_load_snapshot())
         self.send_to_scheduler = Socket()
         self._stepped = asyncio.Event()
@@ -216,6 +224,7 @@ class Frontend:
     async def pause_generation(self, asked: Any) -> None:
         assert asked.mode == "in_place"
         self.is_pause = self._engine_paused = True
+        self._is_computing = bool(self._in_flight)
 
     async def continue_generation(self, asked: Any) -> None:
         self.is_pause = self._engine_paused = False
@@ -232,9 +241,31 @@ class Frontend:
                 await self.wait_for_step()
         return SimpleNamespace(success=True)
 
-    async def update_weights_from_tensor(self, asked: Any) -> tuple[bool, str]:
-        assert asked.load_format in (self.args.custom_weight_loader or [])
+    async def begin_weight_update(self, asked: Any) -> tuple[bool, str]:
+        assert self._session is None
+        self._check_lock()
+        self._session = asked.selector
+        if self._session != "draft":
+            assert not self._is_computing, "a batch reads the weights"
+            assert "weights" not in self.released, "an illegal memory access"
+            self.model.is_packed = False
+        return True, "Success"
+
+    async def end_weight_update(self, asked: Any) -> tuple[bool, str]:
+        assert self._session is not None
+        self._check_lock()
+        self._session = None
+        self.model.is_packed = True
+        return True, "Success"
+
+    def _check_lock(self) -> None:
         assert self.is_pause or not self.rid_to_state, "it would wait for all requests"
+
+    async def update_weights_from_tensor(self, asked: Any) -> tuple[bool, str]:
+        if self._has_sessions and self._session is None:
+            return False, "update_weights_from_tensor must run between begin and end"
+        assert asked.load_format in (self.args.custom_weight_loader or [])
+        self._check_lock()
         assert not asked.flush_cache
         module, _, name = asked.load_format.rpartition(".")
         loader = getattr(importlib.import_module(module), name)
@@ -243,6 +274,7 @@ class Frontend:
             await asyncio.get_running_loop().run_in_executor(
                 scheduler, loader, self.model, named_tensors
             )
+        self._is_computing = False
         return True, "Success"
 
     async def release_memory_occupation(self, asked: Any) -> None:
@@ -262,11 +294,13 @@ class StandInModel(nn.Module):
 
     Attributes:
         made_of_weights: no parameter and no buffer, as w_kc in SGLang's models of latent attention.
+        is_packed: the weights have the layout of kernels, not that of files.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, is_packed: bool) -> None:
         super().__init__()
         self.inner = inner
+        self.is_packed = is_packed
         self.made_of_weights = self.make()
 
     def make(self) -> Tensor:
@@ -278,6 +312,7 @@ class StandInModel(nn.Module):
         return self.inner.named_parameters(*args, **kwargs)
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        assert not self.is_packed
         parameters = dict(self.named_parameters())
         for name, tensor in weights:
             if name in parameters:
@@ -329,9 +364,11 @@ class LoRAManager:
 
 
 @contextmanager
-def stand_in_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> Generator[None]:
+def stand_in_modules(
+    make_model: Callable[[], nn.Module], vocab_size: int, version: str = VERSION
+) -> Generator[None]:
     """`import sglang` finds the stand-in."""
-    modules = make_modules(make_model, vocab_size)
+    modules = make_modules(make_model, vocab_size, version)
     sys.modules.update(modules)
     yield
     for name in modules:
@@ -358,8 +395,11 @@ def stand_in_core(folder: Path, **changes: Any) -> Generator[SglangCore]:
             runner.run(core.stop())
 
 
-def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[str, ModuleType]:
+def make_modules(
+    make_model: Callable[[], nn.Module], vocab_size: int, version: str = VERSION
+) -> dict[str, ModuleType]:
     """Modules for `sys.modules`."""
+    has_sessions = version == LATER_VERSION
 
     class Engine:
         def __init__(self, **kwargs: Any) -> None:
@@ -373,9 +413,11 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
             if self.server_args.node_rank > 0:
                 assert os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0", "it would block"
                 return
-            model = StandInModel(make_model())
+            model = StandInModel(make_model(), is_packed=has_sessions)
             self.lora_manager = LoRAManager(model, self.server_args)
-            self.tokenizer_manager = Frontend(self.server_args, model, vocab_size)
+            self.tokenizer_manager = Frontend(
+                self.server_args, model, vocab_size, has_sessions=has_sessions
+            )
             self.port_args = SimpleNamespace(tokenizer_ipc_name="ipc:///nowhere/at-all")
 
         def get_all_child_pids(self) -> list[int]:
@@ -386,8 +428,9 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
 
     names = ("Generate", "PauseGeneration", "ContinueGeneration", "UpdateWeightsFromTensor")
     names += ("ReleaseMemoryOccupation", "ResumeMemoryOccupation")
+    names += ("BeginWeightUpdate", "EndWeightUpdate") if has_sessions else ()
     contents: dict[str, dict[str, Any]] = {
-        "sglang": {"__version__": VERSION},
+        "sglang": {"__version__": version},
         "sglang.srt": {},
         "sglang.srt.entrypoints": {},
         "sglang.srt.entrypoints.engine": {"Engine": Engine},

@@ -115,6 +115,7 @@ def test_a_chosen_kv_cache_includes_what_sglang_keeps_free(tmp_path: Path) -> No
         ("base_gpu_id", "set pool.gpus instead"),
         ("dp_size", "is set by umbra: .*pool.count"),
         ("enable_dp_attention", "is set by umbra: .*by tcp"),
+        ("attn_dp_size", "is set by umbra: .*by tcp"),
         ("dist_init_addr", "is set by umbra: an engine is on several nodes if"),
         ("node_rank", "is set by umbra: an engine is on several nodes if"),
         ("mem_fraction_statik", "did you mean mem_fraction_static"),
@@ -123,6 +124,8 @@ def test_a_chosen_kv_cache_includes_what_sglang_keeps_free(tmp_path: Path) -> No
         ("enable_flexkv", "is set by umbra: .*by the tokens alone"),
         ("hicache_storage_backend", "is set by umbra: .*by the tokens alone"),
         ("radix_cache_backend", "is set by umbra: .*by the tokens alone"),
+        ("enable_unified_cache_external_linker", "is set by umbra: .*by the tokens alone"),
+        ("enable_watermark", "is set by umbra: logprobs"),
         ("weight_cache_mode", "is set by umbra: .*that other engines share"),
     ],
 )
