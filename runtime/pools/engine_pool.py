@@ -20,7 +20,7 @@ from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.cluster.placement import engine_idx
 from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
-from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
+from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -176,16 +176,24 @@ class EnginePool:
             self._leaders[name].kill(f"its follower {name} has ended, whose log has the reason")
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the state of every engine, then each change (`PoolEngine.describe`)."""
+        """Yields the state of every engine, then each change (`PoolEngine.describe`).
+
+        Raises:
+            ConnectionLost: the watcher was too slow, and changes are lost to it.
+        """
         changes: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_MAX_UNREAD_CHANGES)
         self._watchers.add(changes)
         try:
             for state in self.states():
                 yield state
-            while True:
+            while changes in self._watchers:  # it is removed when it is full
                 yield await changes.get()
         finally:
             self._watchers.discard(changes)
+        raise ConnectionLost(
+            f"{_MAX_UNREAD_CHANGES} changes of pool {self.spec.name!r} were not read: the watcher "
+            "does not keep up with its engines"
+        )
 
     def catch_up(self) -> dict[str, Any]:
         """See `lifecycle.catch_up`; no engine while a sync is in progress."""

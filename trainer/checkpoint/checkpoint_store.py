@@ -45,6 +45,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     IF_DAMAGED,
     STATE_FILE,
     TrainerState,
+    checkpoint_step,
     complete_checkpoints,
     describe_cause,
     is_complete,
@@ -137,8 +138,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints."""
-        names = [path.name.removeprefix("step-") for path in complete_checkpoints(self.folder)]
-        return [int(name) for name in names if name.isdecimal()]
+        return [checkpoint_step(path) for path in complete_checkpoints(self.folder)]
 
     def _locate(self) -> Path:
         return self.folder if self._run_dir is None else self._run_dir.path / self.folder.name
@@ -173,7 +173,11 @@ class CheckpointStore:
             complete(target, {name: d for of_rank in digests for name, d in of_rank.items()})
             sync(self.folder)
             # Later ones belong to a discarded history: they do not count, and stay.
-            found = [path for path in complete_checkpoints(self.folder) if path <= target]
+            found = [
+                path
+                for path in complete_checkpoints(self.folder)
+                if checkpoint_step(path) <= state.step
+            ]
             best = best_checkpoint(self.folder)
             for path in found[: -self._keep]:
                 if path != best:

@@ -44,9 +44,16 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / COMPLETE).exists()
 
 
+def checkpoint_step(checkpoint: Path) -> int:
+    """The number of steps in the name of a run's checkpoint, `step-N`; -1 in another name."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest step first."""
-    return sorted(path for path in folder.glob("step-*") if is_complete(path))
+    found = [path for path in folder.glob("step-*") if checkpoint_step(path) >= 0]
+    return sorted(filter(is_complete, found), key=checkpoint_step)
 
 
 def read_trainer_state(path: Path) -> TrainerState:

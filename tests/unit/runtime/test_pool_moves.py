@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from local_images import LocalImages
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
+from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_engine import PoolEngine
@@ -26,6 +28,10 @@ class LongDrain(PoolEngine):
         self.reasons: list[str] = []
 
     @property
+    def name(self) -> str:
+        return "policy-0"
+
+    @property
     def incarnation(self) -> int:
         return 1
 
@@ -35,6 +41,9 @@ class LongDrain(PoolEngine):
 
     def kill(self, reason: str) -> None:
         self.reasons.append(reason)
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": "policy-0"}
 
 
 async def drain(engine: LongDrain, timeout_s: float) -> None:
@@ -55,3 +64,29 @@ def test_an_engine_may_drain_as_long_as_who_asks_for_it_allows(
     asyncio.run(drain(engine, timeout_s=30.0))
 
     assert engine.reasons == []
+
+
+def test_a_watcher_that_falls_behind_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "_MAX_UNREAD_CHANGES", 3)
+
+    async def body() -> None:
+        spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
+        engine = LongDrain()
+        async with Client("node") as client, asyncio.TaskGroup() as tasks, asyncio.timeout(10.0):
+            fds = FdServer("")
+            pool = EnginePool(spec, client, print, print, tasks, fds, LocalImages(fds))
+            pool.engines["policy-0"] = engine
+            changed = pool._on_engine_change  # pyright: ignore[reportPrivateUsage]
+            slow, prompt = pool.watch(), pool.watch()
+            for watcher in (slow, prompt):
+                assert await anext(watcher) == {"engine": "policy-0"}
+            for _ in range(4):
+                changed(engine)
+                await anext(prompt)
+
+            with pytest.raises(ConnectionLost, match="3 changes of pool 'policy' were not read"):
+                await anext(slow)
+            changed(engine)
+            assert await anext(prompt) == {"engine": "policy-0"}
+
+    asyncio.run(body())

@@ -31,7 +31,7 @@ from umbra.trainer.checkpoint.run_dir import (
     process_age_s,
     record_settings,
 )
-from umbra.trainer.checkpoint.trainer_state import TrainerState
+from umbra.trainer.checkpoint.trainer_state import TrainerState, read_trainer_state
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -743,6 +743,23 @@ def write_checkpoint(run_dir: Path, *, step: int, version: int) -> Path:
     (path / "trainer.json").write_text(json.dumps(asdict(state)))
     (path / "COMPLETE").touch()
     return path
+
+
+def test_checkpoints_are_in_the_order_of_their_steps_and_others_do_not_count(
+    tmp_path: Path,
+) -> None:
+    steps = [1_000_000, 999_995, 20, 10_000_000]
+    for step in steps:
+        write_checkpoint(tmp_path, step=step, version=step)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-20000000-copy").mkdir()
+    (folder / "step-20000000-copy" / "COMPLETE").touch()
+
+    found = complete_checkpoints(folder)
+
+    assert [read_trainer_state(path).step for path in found] == sorted(steps)
+    newest = begin_run(RunSection(dir=tmp_path, resume="auto"), incarnation=1)
+    assert newest == folder / "step-10000000"
 
 
 def test_a_runs_own_checkpoint_is_known_however_its_path_is_written(
