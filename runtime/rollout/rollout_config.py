@@ -107,7 +107,6 @@ class RolloutSettings(Settings):
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
-            stop=self.stop,
         )
 
 
@@ -210,5 +209,4 @@ class RolloutConfig(Settings):
             top_p=self.eval_top_p,
             top_k=self.eval_top_k,
             stop_token_ids=self.settings.stop_token_ids,
-            stop=self.settings.stop,
         )

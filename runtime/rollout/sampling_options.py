@@ -15,18 +15,16 @@ class SamplingOptions:
         temperature: 0 is greedy.
         top_p, top_k: the part of the distribution that is sampled from; 1 and 0: all of it.
         stop_token_ids: a generation ends after any of these.
-        stop: texts that end it: the token that completes one is the last.
     """
 
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()
 
     def request_fields(self) -> dict[str, Any]:
         """Their part of the engine protocol's request. An engine that lacks top-p and top-k sees
-        them only where they are used. The dispatcher looks for stop texts."""
+        them only where they are used."""
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "stop_token_ids": self.stop_token_ids,

@@ -164,6 +164,11 @@ class ModelTokenizer:
             file.write(json.dumps(asdict(self.state)).encode())
 
     @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return 1 + max(self._backend.get_vocab().values(), default=-1)
+
+    @property
     def max_token_nbytes(self) -> int:
         """The most bytes of UTF-8 text that one token stands for.
 
@@ -274,7 +279,7 @@ class ModelTokenizer:
 
     def _check_vocabulary(self, folder: Path) -> None:
         vocab_size = read_model_config(folder).get("vocab_size")
-        highest = max(self._backend.get_vocab().values(), default=-1)
+        highest = self.vocab_size - 1
         if isinstance(vocab_size, int) and highest >= vocab_size:
             raise DataError(
                 f"model.path: the tokenizer in {folder} has token id {highest}, but the model "

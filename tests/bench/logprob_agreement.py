@@ -50,6 +50,7 @@ from whole_model import load_whole_model
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
+from umbra.runtime.engine_api.kept_tokens import Truncation
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.config.trainer_config import ModelSection
@@ -102,17 +103,26 @@ def save_model(folder: Path, kind: str, dtype: torch.dtype) -> None:
 class Scorer:
     """The trainer's side: one rank, without an optimizer."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, mesh: DeviceMesh, truncation: Truncation
+    ) -> None:
         prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
         self.trainer = Policy(
             prepared.model,
             mesh,
             is_packed=prepared.is_packed,
             compute_dtype=dtype,
+            truncation=truncation,
             weights=prepared.weights,
         )
         model, _ = load_whole_model(ModelSection(path=folder, attention="padded"), dtype)
-        self.yardstick = Policy(model.float(), mesh, is_packed=False, compute_dtype=torch.float32)
+        self.yardstick = Policy(
+            model.float(),
+            mesh,
+            is_packed=False,
+            compute_dtype=torch.float32,
+            truncation=truncation,
+        )
         self._device = torch.device(mesh.device_type)
 
     def score(self, policy: Policy, batch: RankBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -153,6 +163,8 @@ def make_requests(vocab_size: int, temperature: float, given: argparse.Namespace
             "max_new_tokens": given.new_tokens,
             "temperature": temperature,
             "stop_token_ids": stops,
+            "top_p": given.top_p,
+            "top_k": given.top_k,
         }
         for i in range(given.sequences)
     ]
@@ -267,7 +279,11 @@ async def run(folder: Path, given: argparse.Namespace) -> None:
         running = tasks.create_task(engine.run())
         row = facts(given)
         start_s = time.perf_counter() - began
-        scorer = Scorer(folder, getattr(torch, given.dtype), init_device_mesh(given.device, (1,)))
+        mesh, truncation = (
+            init_device_mesh(given.device, (1,)),
+            Truncation(given.top_p, given.top_k),
+        )
+        scorer = Scorer(folder, getattr(torch, given.dtype), mesh, truncation)
         for temperature in given.temperatures:
             began = time.perf_counter()
             async with asyncio.timeout(given.timeout_s):
@@ -293,6 +309,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=120.0, help="of a row's generation")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
     given = parser.parse_args()

@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +29,7 @@ from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.token_store import Runs, TokenStore
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory, TrajectoryState
 from umbra.runtime.rollout.dispatch.turn import Turn
-from umbra.runtime.text.stop_finder import StopFinder
+from umbra.runtime.text.stop_texts import StopTexts
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class Dispatcher:
             `on_error` of its own.
         recorder: receives what was appended to recorded trajectories (`uid` not -1).
         on_work: called whenever it may have changed whether anything is left to generate.
-        decode: the text of tokens, in which stop texts are looked for; None where no turn has any.
         clock: seconds; used to measure the speed and the idle time of engines.
 
     Attributes:
         idleness: learns here which engines hold requests, and from the fleet their states.
+        stop_texts: end all turns; set before the first one.
         num_generated: tokens that engines generated for trajectories, also for held-out ones.
         counters: failures so far. "lost_tokens" counts tokens that engines made and no sample has:
             late ones, missing ones, those behind a gap, and those that agent loops discarded. It
@@ -106,7 +106,6 @@ class Dispatcher:
         recorder: TokenRecorder,
         clock: Callable[[], float] = time.monotonic,
         on_work: Callable[[bool], None] = lambda has_work: None,
-        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._on_work = on_work
         self._router = router
@@ -114,7 +113,6 @@ class Dispatcher:
         self._on_failure = on_failure
         self._store = TokenStore()
         self._clock = clock
-        self._decode = decode
         self.idleness = EngineIdleness(clock)
         # Bounded by what the manager admits; a dictionary, so that any of them can be removed.
         self._waiting: OrderedDict[Turn, None] = OrderedDict()
@@ -126,6 +124,7 @@ class Dispatcher:
         self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
+        self.stop_texts: StopTexts | None = None
         self.num_generated = 0
         self.counters = dict.fromkeys(_COUNTERS, 0)
         # The counters at the last `take_metrics`.
@@ -140,10 +139,9 @@ class Dispatcher:
 
     def submit(self, turn: Turn) -> None:
         """Queues a turn, or ends it at once if it may not generate another token."""
-        if turn.sampling.stop:
-            assert self._decode is not None
-            turn.stop_finder = StopFinder(self._decode, turn.sampling.stop)
-            turn.num_until_stop(turn.trajectory.tokens[turn.start :])  # an earlier manager's
+        if self.stop_texts is not None:  # there are tokens if an earlier manager had the turn
+            made = turn.trajectory.tokens[turn.start :]
+            turn.is_stopped = self.stop_texts.num_until_stop(made[:0], made) > 0
         outcome = turn.outcome()
         if outcome:
             turn.on_end(turn, outcome)
@@ -259,7 +257,6 @@ class Dispatcher:
             trajectory.uid,
             length=trajectory.completion_len,
             capacity=turn.num_tokens_left(),
-            one_by_one=turn.stop_finder is not None,
         )
         trajectory.begin_attempt(self._store, turn.row)
         trajectory.last_engine = engine
@@ -300,7 +297,8 @@ class Dispatcher:
         if inflight is None:
             return
         self._router.measure(engine, len(batch.tokens), self._clock())
-        applied = self._store.apply(self._numbers[engine], batch)
+        singly = self._may_stop(batch)
+        applied = self._store.apply(self._numbers[engine], batch, singly)
         self.counters["late_runs"] += applied.num_late
         self.counters["lost_tokens"] += applied.num_late_tokens
         if applied.runs is not None:
@@ -352,14 +350,28 @@ class Dispatcher:
             if missing < 0:
                 self.counters["repeats"] += 1
                 start = min(stop, start - missing)
-            num_tokens = turn.num_until_stop(
-                batch.tokens[start : min(stop, start + turn.num_tokens_left())]
-            )
-            new = slice(start, start + num_tokens)
-            if turn.is_stopped:
+            new = slice(start, min(stop, start + turn.num_tokens_left()))
+            if num_tokens := self._num_until_stop(turn, batch.tokens[new]):
+                turn.is_stopped = True
+                new = slice(start, start + num_tokens)
                 self.counters["lost_tokens"] += stop - new.stop
             self._append(engine, turn, batch.tokens[new], batch.logprobs[new], batch.versions[run])
         return lost
+
+    def _may_stop(self, batch: DeltaBatch) -> NDArray[np.bool_] | None:
+        """[S] which runs have a token that could complete a stop text; None if there are no such
+        texts."""
+        if self.stop_texts is None:
+            return None
+        counts = np.zeros(len(batch.tokens) + 1, np.int64)
+        np.cumsum(self.stop_texts.may_complete(batch.tokens), out=counts[1:])
+        return counts[batch.bounds[1:]] > counts[batch.bounds[:-1]]
+
+    def _num_until_stop(self, turn: Turn, tokens: NDArray[np.int32]) -> int:
+        """How many of the tokens, which are new in the turn, end with a stop text; 0: none does."""
+        if self.stop_texts is None:
+            return 0
+        return self.stop_texts.num_until_stop(turn.trajectory.tokens[turn.start :], tokens)
 
     def _append(
         self,

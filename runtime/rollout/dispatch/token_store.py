@@ -72,9 +72,8 @@ class Applied(NamedTuple):
 
     Attributes:
         runs: what was appended; None if nothing was.
-        irregular: indices of the runs that do not simply extend their rows, or whose rows take runs
-            one by one. The caller applies them
-            one by one, in order.
+        irregular: indices of the runs that do not simply extend their rows, and of those that
+            `singly` names. The caller applies them one by one, in order.
         num_late: runs of requests that this engine does not hold.
         num_late_tokens: tokens in late runs.
     """
@@ -103,27 +102,16 @@ class TokenStore:
         self._starts = np.zeros(_FIRST_ROWS, np.int64)
         self._versions = np.zeros(_FIRST_ROWS, np.int64)
         self._cursors = np.zeros(_FIRST_ROWS, np.int64)
-        self._one_by_one = np.zeros(_FIRST_ROWS, np.bool_)
         self._marks = np.zeros(_FIRST_ROWS, np.int64)  # scratch of `_extends_row`
         self._free = list(range(_FIRST_ROWS - 1, 0, -1))
         self._earlier: dict[int, list[Segment]] = {}
 
-    def open(
-        self,
-        request_id: int,
-        owner: int,
-        uid: int,
-        *,
-        length: int,
-        capacity: int,
-        one_by_one: bool = False,
-    ) -> int:
+    def open(self, request_id: int, owner: int, uid: int, *, length: int, capacity: int) -> int:
         """Takes a row for an attempt on a trajectory of `length` tokens, which may add `capacity`.
 
         Args:
             request_id: greater than all earlier ones.
             owner: number of the engine, at least 0; runs of other engines do not count.
-            one_by_one: leaves all its runs to the caller, see `Applied.irregular`.
         """
         if not self._free:
             self._grow()
@@ -135,7 +123,6 @@ class TokenStore:
         self._starts[row] = length
         self._versions[row] = _NO_VERSION
         self._cursors[row] = EMPTY
-        self._one_by_one[row] = one_by_one
         self._requests.put(request_id, row)
         return row
 
@@ -182,11 +169,17 @@ class TokenStore:
         offsets = np.asarray([0, len(tokens)], np.int64)
         self._write(np.asarray([row], np.int64), offsets, tokens, logprobs)
 
-    def apply(self, owner: int, batch: DeltaBatch) -> Applied:
-        """Appends those runs of a batch that simply extend their rows."""
+    def apply(
+        self, owner: int, batch: DeltaBatch, singly: NDArray[np.bool_] | None = None
+    ) -> Applied:
+        """Appends those runs of a batch that simply extend their rows.
+
+        Args:
+            singly: [S] the runs that are left to the caller in any case.
+        """
         rows = self._requests.find(batch.ids)
         mine = self._owners[rows] == owner
-        extends = mine & self._extends_row(rows, batch)
+        extends = mine & self._extends_row(rows, batch, singly)
         num_late = len(rows) - int(np.count_nonzero(mine))
         late = (num_late, int(np.diff(batch.bounds)[~mine].sum()) if num_late else 0)
         if extends.all():
@@ -209,15 +202,17 @@ class TokenStore:
         )
         return Applied(runs, irregular, *late)
 
-    def _extends_row(self, rows: NDArray[np.int64], batch: DeltaBatch) -> NDArray[np.bool_]:
-        """[S] whether a run has tokens, begins where its row ends, fits, is of its version, and the
-        row takes runs with others."""
+    def _extends_row(
+        self, rows: NDArray[np.int64], batch: DeltaBatch, singly: NDArray[np.bool_] | None
+    ) -> NDArray[np.bool_]:
+        """[S] whether a run has tokens, begins where its row ends, fits, and is of its version."""
         lengths, versions = self._lengths[rows], self._versions[rows]
         counts = np.diff(batch.bounds)
         extends: NDArray[np.bool_] = (counts > 0) & (batch.positions == lengths)
         extends &= lengths + counts <= self._limits[rows]
         extends &= (versions == batch.versions) | (versions == _NO_VERSION)
-        extends &= ~self._one_by_one[rows]
+        if singly is not None:
+            extends &= ~singly
         # A request with several runs in the batch has them appended one by one, in order.
         numbers = np.arange(len(rows))
         self._marks[rows] = numbers
@@ -248,7 +243,6 @@ class TokenStore:
         self._starts = np.concatenate([self._starts, more])
         self._versions = np.concatenate([self._versions, more])
         self._cursors = np.concatenate([self._cursors, more])
-        self._one_by_one = np.concatenate([self._one_by_one, more.astype(np.bool_)])
         self._marks = np.concatenate([self._marks, more])
         self._free += range(2 * old - 1, old - 1, -1)
 

@@ -6,15 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.sampling_options import SamplingOptions
-from umbra.runtime.text.stop_finder import StopFinder
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,8 +22,7 @@ class Turn:
         group: its engine may have the prompt cached; None if the prompt is not shared.
         start: completion length when the generation began.
         limit: completion length that it must not exceed.
-        stop_finder: of `sampling.stop`, once the dispatcher has the turn; None without any.
-        is_stopped: the tokens contain one of these texts.
+        is_stopped: its tokens contain one of the dispatcher's stop texts.
         on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
         lora: name of the pool's adapter to generate with; "" for the model as it is.
         on_error: called instead of `on_end`, with an error that no other engine would heal. With
@@ -49,7 +44,6 @@ class Turn:
     on_end: Callable[[Turn, str], None]
     on_error: Callable[[UmbraError], None] | None = None
     lora: str = ""
-    stop_finder: StopFinder | None = None
     is_stopped: bool = False
     request_id: int = 0
     charged: int = 0
@@ -75,14 +69,6 @@ class Turn:
         ):
             return "stop"
         return "" if self.num_tokens_left() > 0 else "length"
-
-    def num_until_stop(self, tokens: NDArray[np.int32]) -> int:
-        """How many of the new tokens count: all, up to the one that completes a stop text."""
-        if self.stop_finder is None:
-            return len(tokens)
-        num_tokens = self.stop_finder.num_until_stop(tokens.tolist())
-        self.is_stopped = num_tokens > 0
-        return num_tokens or len(tokens)
 
     @property
     def unspent(self) -> int:

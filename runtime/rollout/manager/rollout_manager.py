@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -40,6 +39,7 @@ from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
+from umbra.runtime.text.stop_texts import StopTexts
 from umbra.runtime.tracing.spans import gauge
 
 logger = logging.getLogger(__name__)
@@ -68,10 +68,7 @@ class RolloutManager:
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
         self._pool_load = PoolLoad(context.supervisor, dispatch.pool)
-        self._tokenizer: ModelTokenizer | None = None  # where there are stop texts
-        self._dispatcher = Dispatcher(
-            router, self._fail, self._recorder, on_work=self._on_work, decode=self._decode
-        )
+        self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(self._dispatcher, self._recorder, dispatch.vocab_size)
         concurrency = {"score": self._config.score_concurrency}
         if settings.agent:
@@ -276,10 +273,8 @@ class RolloutManager:
 
     async def _recover(self, restored: Restored | None, position: str) -> dict[str, int]:
         """Restores the ledger's state, in place of the work in progress."""
-        if self._config.settings.stop and self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(
-                ModelTokenizer.open, self._config.tokenizer_path
-            )
+        if self._config.settings.stop and self._dispatcher.stop_texts is None:
+            self._dispatcher.stop_texts = await asyncio.to_thread(self._open_stop_texts)
         self._rendezvous.restore(None)
         self._flow.abandon()
         recovered = Recovered()
@@ -351,11 +346,11 @@ class RolloutManager:
             },
         }
 
-    # -- events --------------------------------------------------------------------------
+    def _open_stop_texts(self) -> StopTexts:
+        tokenizer = ModelTokenizer.open(self._config.tokenizer_path)
+        return StopTexts(tokenizer.decode_all, self._config.settings.stop, tokenizer.vocab_size)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode_all(tokens)
+    # -- events --------------------------------------------------------------------------
 
     def _on_work(self, has_work: bool) -> None:
         self._pool_load.observe(has_work)

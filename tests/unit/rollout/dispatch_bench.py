@@ -15,6 +15,7 @@ from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.text.stop_texts import StopTexts
 
 A, B = EngineId("a", 1), EngineId("b", 1)
 STOP = 0
@@ -70,7 +71,6 @@ class Bench:
         recorder: TokenRecorder | None = None,
         stop: Sequence[str] = (),
     ) -> None:
-        self._stop = stop
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
         self.now = 0.0
@@ -81,8 +81,11 @@ class Bench:
             recorder or Recorder(None, self.failures.append),
             clock=lambda: self.now,
             on_work=self.told.append,
-            decode=lambda tokens: "".join(chr(97 + token) for token in tokens),
         )
+        if stop:
+            self.dispatcher.stop_texts = StopTexts(
+                lambda tokens: "".join(chr(97 + token) for token in tokens), stop, 26
+            )
         self.inboxes: dict[EngineId, Inbox] = {}
 
     def serve(self, engine: EngineId) -> Inbox:
@@ -114,7 +117,7 @@ class Bench:
             group=None,
             start=0,
             limit=budget,
-            sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP], stop=self._stop),
+            sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP]),
             on_end=on_end,
         )
         self.dispatcher.submit(turn)

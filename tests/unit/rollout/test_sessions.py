@@ -26,17 +26,16 @@ class Loop:
     The token at completion position i is 10 + i, whoever generates it.
     """
 
-    def __init__(self, vocab_size: int = 0) -> None:
-        self.bench = Bench()
+    def __init__(self, vocab_size: int = 0, stop: Sequence[str] = ()) -> None:
+        self.bench = Bench(stop=stop)
         self.inbox = self.bench.serve(A)
         recorder = Recorder(None, self.bench.failures.append)
         self.sessions = AgentSessions(self.bench.dispatcher, recorder, vocab_size)
         self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
 
-    def open(self, stop: Sequence[str] = ()) -> int:
-        sampling = SamplingOptions(temperature=1.0, stop=stop)
-        return self.sessions.open(self.trajectory, self.group, sampling)
+    def open(self) -> int:
+        return self.sessions.open(self.trajectory, self.group, SamplingOptions(temperature=1.0))
 
     async def begin(
         self, session: int, context: Sequence[int] = PROMPT.tolist()
@@ -126,8 +125,8 @@ def test_a_loop_generates_one_thing_at_a_time() -> None:
 
 def test_a_stop_text_ends_a_turn_and_does_not_count_where_it_was_given() -> None:
     async def run() -> None:
-        loop = Loop()
-        session = loop.open(stop=["mn"])  # the texts of tokens 12 and 13
+        loop = Loop(stop=["mn"])
+        session = loop.open()  # the texts of tokens 12 and 13
         first = await loop.begin(session)
         loop.stream(0, 5)
         assert (await first)["tokens"].tolist() == [10, 11, 12, 13]
