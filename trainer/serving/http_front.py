@@ -41,6 +41,9 @@ would refuse what an evaluation harness sends at once."""
 _BODY_S: Final = 60.0
 """Time for a body to arrive. Less refuses clients with slow networks; more lets clients that stop
 in the middle hold the memory of others."""
+_IDLE_S: Final = 120.0
+"""Time for the head of a request, from the connection or the last answer. Less than a proxy keeps
+idle connections, often 60 s, fails requests; more lets silent clients hold descriptors."""
 _ABORT_S: Final = 10.0
 """Time for the answers in progress to end with an error when the server ends. A thousand take a
 second or two on an idle machine. With `_SHUTDOWN_S` it is below the actor's grace."""
@@ -101,6 +104,7 @@ class HttpFront:
                 app,
                 handler_cancellation=True,
                 shutdown_timeout=_SHUTDOWN_S,
+                keepalive_timeout=_IDLE_S,
                 access_log=None,
                 auto_decompress=False,  # it would block the event loop, with GiB from a few MiB
             )
