@@ -176,6 +176,8 @@ def _results(
         "model": model,
         "samples_per_prompt": config.eval.samples,
         "temperature": config.eval.temperature,
+        "top_p": config.eval.top_p,
+        "top_k": config.eval.top_k,
         "seconds": outcome["gen_s"],
         **{name: outcome[name] for name in (*kept, "truncated_share")},
         "samples": [asdict(EvalSample.decode(decode, sample)) for sample in outcome["samples"]],

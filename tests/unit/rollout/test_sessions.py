@@ -18,6 +18,7 @@ from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 PROMPT = np.asarray([1, 2, 3], np.int32)
+AT_ONE = SamplingOptions(temperature=1.0)
 
 
 class Loop:
@@ -34,8 +35,8 @@ class Loop:
         self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
 
-    def open(self) -> int:
-        return self.sessions.open(self.trajectory, self.group, SamplingOptions(temperature=1.0))
+    def open(self, sampling: SamplingOptions = AT_ONE) -> int:
+        return self.sessions.open(self.trajectory, self.group, sampling)
 
     async def begin(
         self, session: int, context: Sequence[int] = PROMPT.tolist()
@@ -119,6 +120,27 @@ def test_a_loop_generates_one_thing_at_a_time() -> None:
                 loop.sessions.generate(session, PROMPT, 5),
                 loop.sessions.generate(session, PROMPT, 5),
             )
+
+    asyncio.run(run())
+
+
+def test_all_generations_of_a_loop_are_sampled_as_its_run_is() -> None:
+    async def run() -> None:
+        loop = Loop()
+        sampling = SamplingOptions(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=[30])
+        session = loop.open(sampling)
+        turn = await loop.begin(session)
+        side = asyncio.get_running_loop().create_task(
+            loop.sessions.generate(session, PROMPT, 5, "adapter")
+        )
+        await asyncio.sleep(0)
+
+        for request in loop.inbox.requests:
+            assert sampling.request_fields().items() <= request.items()
+        assert [request.get("lora") for request in loop.inbox.requests] == [None, "adapter"]
+        for task in (turn, side):
+            task.cancel()
+        await asyncio.gather(turn, side, return_exceptions=True)
 
     asyncio.run(run())
 
