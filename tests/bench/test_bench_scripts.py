@@ -14,6 +14,7 @@ from typing import Any
 
 import delta_bench
 import ledger_bench
+import manager_loop
 import pytest
 import rpc
 import startup
@@ -361,3 +362,9 @@ def test_a_small_ledger_benchmark_gives_every_number(
     assert all(facts[name] > 0 for name in facts.keys() - blocked)
     assert facts["nbytes_per_trajectory"] > 256 * 8
     assert not list(tmp_path.iterdir())
+
+
+def test_a_small_benchmark_of_the_managers_loop_gives_every_number() -> None:
+    assert manager_loop.run_plan(2, 8) > 0
+    assert manager_loop.run_sync(2, 4) > 0
+    assert manager_loop.run_cancel(16) > 0

@@ -10,6 +10,7 @@ one is far more than a micro-batch's fair share; every rank gets the rewards of 
 from __future__ import annotations
 
 import heapq
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,32 +62,41 @@ def plan_batch(
         raise ValueError("an empty batch cannot be planned")
     cap = max_tokens_per_micro_batch
     if not cap:
-        return _deal(_pack(groups, world_size * num_micro_batches, 0), world_size)
+        return _deal(_pack(groups, world_size * num_micro_batches, 0, {}), world_size)
     least = sum(min(length, cap) for group in groups for length in group.lengths)
     num_bins = world_size * max(1, least // (cap * world_size))
-    bins = _pack(groups, num_bins, cap)
+    pieces: dict[int, list[_Piece]] = {}
+    bins = _pack(groups, num_bins, cap, pieces)
     if len(bins) > num_bins:
         # Those that came last are nearly empty. With as many from the start, all are about equal.
         num_bins = -(-len(bins) // world_size) * world_size
-        equal = _pack(groups, num_bins, cap)
+        equal = _pack(groups, num_bins, cap, pieces)
         bins = equal if len(equal) <= num_bins else bins
     return _deal(bins, world_size)
 
 
-def _pack(groups: Sequence[GroupShape], num_bins: int, cap: int) -> list[_Piece]:
-    """Bins of about equal cost; more than `num_bins` where a cap demands it."""
+def _pack(
+    groups: Sequence[GroupShape], num_bins: int, cap: int, pieces: dict[int, list[_Piece]]
+) -> list[_Piece]:
+    """Bins of about equal cost; more than `num_bins` where a cap demands it.
+
+    Args:
+        pieces: of all groups, by the limit of each piece; those of a new limit are added.
+    """
     total = sum(group.prompt_len + sum(group.lengths) for group in groups)
     limit = int(_SPLIT_RATIO * total / num_bins)
-    pieces: list[_Piece] = []
-    first = 0  # index of a group's first sample in the global batch
-    for group in groups:
-        is_full = 0 < cap <= limit
-        for cost, members in _split(group, cap if is_full else limit, is_even=not is_full):
-            pieces.append(_Piece(cost, [first + sample for sample in members]))
-        first += len(group.lengths)
-    packed = _spread([piece.cost for piece in pieces], num_bins, cap or sys.maxsize)
+    is_full = 0 < cap <= limit
+    limit = cap if is_full else limit
+    if limit not in pieces:
+        starts = itertools.accumulate((len(group.lengths) for group in groups), initial=0)
+        pieces[limit] = [
+            _Piece(cost, [first + sample for sample in members])
+            for group, first in zip(groups, starts, strict=False)
+            for cost, members in _split(group, limit, is_even=not is_full)
+        ]
+    packed = _spread([piece.cost for piece in pieces[limit]], num_bins, cap or sys.maxsize)
     return [
-        _Piece(cost, [sample for idx in members for sample in pieces[idx].samples])
+        _Piece(cost, [sample for idx in members for sample in pieces[limit][idx].samples])
         for cost, members in packed
     ]
 
@@ -107,17 +117,19 @@ def _spread(costs: Sequence[int], num_bins: int, capacity: int) -> list[_Piece]:
     stay empty are left out.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    fill = [(0, 0, idx) for idx in range(num_bins)]  # cost, items, bin
+    # A heap of cost * stride + bin: comparing integers takes half as long as comparing tuples.
+    stride = num_bins + len(costs)
+    fill = list(range(num_bins))
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        cost, size, idx = fill[0]
-        cost += costs[item]
-        if cost > capacity and size:
-            heapq.heappush(fill, (costs[item], 1, len(bins)))
+        lightest, cost = fill[0], costs[item]
+        bin_items = bins[lightest % stride]
+        if lightest // stride + cost > capacity and bin_items:
+            heapq.heappush(fill, cost * stride + len(bins))
             bins.append([item])
         else:
-            heapq.heapreplace(fill, (cost, size + 1, idx))
-            bins[idx].append(item)
-    return [_Piece(cost, bins[idx]) for cost, size, idx in fill if size]
+            heapq.heapreplace(fill, lightest + cost * stride)
+            bin_items.append(item)
+    return [_Piece(key // stride, bins[key % stride]) for key in fill if bins[key % stride]]
 
 
 def _deal(bins: list[_Piece], world_size: int) -> list[RankPlan]:

@@ -404,8 +404,8 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="token cap exceeded",
         path="runtime/rollout/buffer/batch_plan.py",
-        old="if cost > capacity and size:",
-        new="if cost > _SPLIT_RATIO * capacity and size:",
+        old="+ cost > capacity and bin_items:",
+        new="+ cost > _SPLIT_RATIO * capacity and bin_items:",
         command=_pytest(
             "unit/rollout/test_batching.py::test_one_micro_batch_more_rather_than_a_little_beyond_"
             "the_token_cap"
