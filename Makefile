@@ -59,7 +59,7 @@ chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and sto
 fuzz: $(VENV)/.train ## Send and read ten million malformed messages; FUZZ="--seed N --frames N" (a quarter of an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz/fuzz.py --run-dir $(RUNS)/fuzz $(FUZZ)
 
-mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (four minutes)
+mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (five minutes)
 	$(BIN)/python tests/faults/mutants/mutants.py
 
 kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)

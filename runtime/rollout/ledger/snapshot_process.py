@@ -29,7 +29,7 @@ def main(folder: str, position: str, steps: str) -> int:
         take_snapshot(history.until(stop), checkpoints)
         LedgerIndex(Path(folder)).write()
     except (LedgerError, OSError) as error:
-        print(f"no snapshot of the ledger at {position}: {error}", file=sys.stderr)
+        print(f"no snapshot, or no index, of the ledger at {position}: {error}", file=sys.stderr)
         return 1
     return 0
 

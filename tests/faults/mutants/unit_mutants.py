@@ -34,9 +34,8 @@ _LEDGER: Final = _pytest(
     "and_cuts_newer_tokens",
     "unit/ledger/test_ledger_state.py::test_the_impossible_is_refused_and_changes_nothing",
 )
-_SNAPSHOTS: Final = _pytest(
-    "unit/ledger/test_ledger_snapshots.py", "unit/ledger/test_ledger_state.py"
-)
+_SNAPSHOTS: Final = _pytest("unit/ledger/test_ledger_snapshots.py")
+_STATES: Final = _pytest("unit/ledger/test_ledger_state.py")
 _STORY: Final = _pytest(
     "unit/rollout/test_recorded_history.py::test_what_is_recorded_is_what_is_there[0]"
 )
@@ -350,15 +349,15 @@ _SNAPSHOT_MUTANTS: Final[Sequence[Mutant]] = (
         path=_STATE,
         old='"num_groups", "_last_order_idx")',
         new='"num_groups")',
-        command=_SNAPSHOTS,
-        says=r"FAILED .*test_ledger_(state|snapshots)",
+        command=_STATES,
+        says=r"FAILED .*test_ledger_state",
     ),
     Mutant(
         name="tokens joined over an interruption by others",
         path="runtime/rollout/ledger/token_runs.py",
         old='order = np.argsort(uids, kind="stable")',
         new="order = np.argsort(-np.arange(len(uids)) + 10**9 * uids)",
-        command=_SNAPSHOTS,
+        command=_STATES,
         says=r"FAILED .*test_ledger_state",
     ),
     Mutant(
@@ -366,7 +365,7 @@ _SNAPSHOT_MUTANTS: Final[Sequence[Mutant]] = (
         path="runtime/rollout/ledger/token_runs.py",
         old="and bool((self._lengths[slots] == event.starts).all())",
         new="and bool((self._lengths[slots] <= event.starts).all())",
-        command=_SNAPSHOTS,
+        command=_STATES,
         says=r"FAILED .*test_the_impossible_is_refused",
     ),
 )
