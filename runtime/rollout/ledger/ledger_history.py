@@ -4,10 +4,10 @@
                            000001-0001.log
                            000002-0000.log     incarnation 2 of the manager
 
-The first frame of a file is a header; the others are compressed by zlib. The header of part 0 lists
-every file of earlier incarnations with its valid length at that time. Bytes that an older
-incarnation wrote later (its process was stopped and continued) are not part of the history. The
-newest incarnation with a header decides.
+The first frame of a file is a header; the others are compressed by zlib. The header lists every
+earlier file with its valid length at that time. Bytes that an older incarnation wrote later (its
+process was stopped and continued) are not part of the history. The newest file with a header
+decides; the oldest ones may have been removed (`ledger_retention.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Header:
     """The first frame of a file.
 
     Attributes:
-        earlier: (incarnation, part, stop) of all files of earlier incarnations; only in part 0.
+        earlier: (incarnation, part, stop) of all earlier files.
     """
 
     job_id: str
@@ -225,6 +225,11 @@ def managers_of(run_dir: Path) -> list[str]:
     return [name for name in found if files_of(ledger_folder(run_dir, name))]
 
 
+def kept_path(log: Path) -> Path:
+    """The path of what stays of a part whose log is removed, besides its index."""
+    return log.with_suffix(".kept")
+
+
 def part_name(incarnation: int, part: int) -> str:
     return f"{incarnation:06}-{part:04}.log"
 
@@ -254,14 +259,13 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
     for incarnation in sorted(files, reverse=True):
         if before_incarnation is not None and incarnation >= before_incarnation:
             continue
-        own = _parts_of(incarnation, files[incarnation], folder)
-        if own:
-            header = header_of(own[0].path)
-            earlier = [
-                LogPart(folder / part_name(of_incarnation, part), of_incarnation, part, stop)
-                for of_incarnation, part, stop in header.earlier
-            ]
-            return History(folder, (*earlier, *own))
+        for part in sorted(files[incarnation], reverse=True):
+            path = files[incarnation][part]
+            if stop := ledger_frames.scan(_read(path), path).stop:
+                parts = [*header_of(path).earlier, (incarnation, part, stop)]
+                return History(
+                    folder, tuple(LogPart(folder / part_name(*p[:2]), *p) for p in parts)
+                )
     return History(folder, ())
 
 
@@ -286,35 +290,12 @@ def extend_history(history: History) -> History | None:
     return History(history.folder, tuple(parts))
 
 
-def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
-    """The files of the newest incarnation; empty if its first header was not written.
-
-    A part was synced as a whole before the next one began, so only the last one is read.
-    """
-    parts: list[LogPart] = []
-    for part in range(max(files) + 1):
-        if part not in files:
-            raise LedgerError(
-                f"{folder / part_name(incarnation, part)} is missing, but a later part of "
-                f"incarnation {incarnation} exists: restore it from a backup"
-            )
-        if part == max(files):
-            stop = ledger_frames.scan(_read(files[part]), files[part]).stop
-        elif not (stop := _size_of(files[part])):
-            raise LedgerError(
-                f"{files[part]} is empty: it was whole when its next part was begun; restore it "
-                "from a backup"
-            )
-        parts.append(LogPart(files[part], incarnation, part, stop))
-    return parts if parts[0].stop else []
-
-
 def header_of(path: Path) -> Header:
     """The header of a file. Raises LedgerError if it is damaged."""
     try:
         payload = ledger_frames.read_first(path)
     except OSError as error:
-        raise LedgerError(f"cannot read {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
     return Header.from_wire(b"" if payload is None else payload, path)
 
 
@@ -329,17 +310,19 @@ def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:
     return found
 
 
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise LedgerError(f"cannot read {path}: {error.strerror}") from error
-
-
 def _read(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(start)
             return file.read(nbytes)
     except OSError as error:
-        raise LedgerError(f"cannot read {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> LedgerError:
+    if isinstance(error, FileNotFoundError) and kept_path(path).exists():
+        return LedgerError(
+            f"{path} was removed, because rollout.ledger_gb limits the ledger and no checkpoint "
+            "needed it: resume from a checkpoint, or begin a new run in another run.dir"
+        )
+    return LedgerError(f"cannot read {path}: {error.strerror}")

@@ -78,6 +78,7 @@ class LedgerLog:
         self._part_nbytes = part_nbytes
         self._clock = clock
         self._part = 0
+        self._earlier: list[tuple[int, int, int]] = []  # parts, as in headers
         self._offset = 0
         self._descriptor = -1
         self._folder_fd = -1
@@ -104,7 +105,8 @@ class LedgerLog:
         try:
             log.history = read_history(folder, before_incarnation=incarnation)
             _sync_last_incarnation(log.history)
-            log._write_header([part[1:] for part in log.history.parts])
+            log._earlier += [part[1:] for part in log.history.parts]
+            log._write_header()
         except BaseException:
             log.close()
             raise
@@ -153,17 +155,18 @@ class LedgerLog:
     def _begin_part(self) -> None:
         descriptor = _create(part_name(self.incarnation, self._part + 1), self._folder_fd)
         os.close(self._descriptor)
+        self._earlier.append((self.incarnation, self._part, self._offset))
         self._descriptor, self._part, self._offset = descriptor, self._part + 1, 0
-        self._write_header([])
+        self._write_header()
         os.fsync(self._folder_fd)
 
-    def _write_header(self, earlier: Sequence[tuple[int, int, int]]) -> None:
+    def _write_header(self) -> None:
         header = Header(
             job_id=self._job_id,
             incarnation=self.incarnation,
             part=self._part,
             time_s=self._clock(),
-            earlier=tuple(earlier),
+            earlier=tuple(self._earlier),
         )
         try:
             self._write_frame(header.to_wire())
