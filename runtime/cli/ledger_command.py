@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
-from umbra.runtime.cli.sample_texts import read_texts, text_of
+from umbra.runtime.cli.sample_texts import NO_LONGER_KEPT, read_texts, text_of
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of
@@ -114,6 +114,7 @@ def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
     return row.facts() | {
         "segments": [run._asdict() for run in row.runs()],
         "history": index.story(row),
+        "digest": index.digest(row),
     }
 
 
@@ -215,7 +216,7 @@ def _sample_text(facts: Mapping[str, Any]) -> str:
     lines.append("history")
     lines += _columns(
         [(_time(row["time_s"]), row["event"], row["detail"]) for row in facts["history"]]
-    )
+    ) or [f"  {NO_LONGER_KEPT}; digest of the tokens: {facts['digest']}"]
     return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ Row = dict[str, Any]
 
 _PROMPTS: Final = "prompts.msgpack"
 _REMEDY: Final = "give the directory of the run's model (umbra samples --model DIR)"
+NO_LONGER_KEPT: Final = "no longer kept, see rollout.ledger_gb"
 _MARGIN: Final = "  | "
 """Begins each line of a sample's text, so that no text can look like a line of this command."""
 
@@ -46,11 +47,11 @@ def read_texts(
     tokenizer = open_tokenizer(run_dir, model)
     prompts = _find_prompts(run_dir, {row.group.prompt_id for row in rows})
     contents = index.contents(rows)
-    return [
-        row.facts()
-        | decode_content(tokenizer, prompts.get(row.group.prompt_id), contents[row.uid], row.runs())
-        for row in rows
-    ]
+    samples: list[Row] = []
+    for row in rows:
+        prompt, content = prompts.get(row.group.prompt_id), contents.get(row.uid)
+        samples.append(row.facts() | decode_content(tokenizer, prompt, content, row.runs()))
+    return samples
 
 
 def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
@@ -64,14 +65,17 @@ def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
 def decode_content(
     tokenizer: ModelTokenizer,
     prompt: Prompt | None,
-    content: SampleContent,
+    content: SampleContent | None,
     segments: Sequence[Segment],
 ) -> Row:
     """A sample's text as plain data: prompt, turns, and what its agent loop recorded.
 
     Args:
         prompt: of the data set; None if the file of prompts does not have it.
+        content: None if the ledger no longer has it.
     """
+    is_kept = content is not None
+    content = content or SampleContent()
     tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens
     history = LoopHistory.of_records(content.recorded)
     text = SampleText.decode(
@@ -83,6 +87,7 @@ def decode_content(
     )
     return {
         "prompt": None if tokens is None else text.prompt,
+        "is_kept": is_kept,
         "is_prompt_of_loop": content.prompt is not None,
         "turns": [asdict(turn) for turn in text.turns],
         "recorded": _plain(history.once),
@@ -116,7 +121,7 @@ def text_of(sample: Mapping[str, Any]) -> str:
         end = _one_line(f", {turn['finish_reason']}" * bool(turn["finish_reason"]))
         lines += [f"{source}, {num_tokens}{end}", *_quoted(turn["text"])]
     if not sample["turns"]:
-        lines.append("no tokens")
+        lines.append("no tokens" if sample["is_kept"] else NO_LONGER_KEPT)
     for key, value in sample["recorded"].items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines += [_one_line(f"recorded {key}"), *_quoted(text)]

@@ -87,7 +87,7 @@ class _PromptTexts:
         self._idx_by_id = {self._prompts[idx].prompt_id: idx for idx in range(len(self._prompts))}
 
     def decode(self, ledger: LedgerIndex, row: SampleRow) -> dict[str, Any]:
-        content = ledger.contents([row])[row.uid]
+        content = ledger.contents([row]).get(row.uid)
         idx = self._idx_by_id.get(row.group.prompt_id)
         prompt = None if idx is None else self._prompts[idx]
         return decode_content(self._tokenizer, prompt, content, row.runs())

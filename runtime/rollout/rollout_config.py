@@ -50,6 +50,10 @@ class RolloutSettings(Settings):
         max_failed_share: Largest share of the last 200 prompts (fewer early on) that may be dropped
             because user code failed. Exceeding it ends the run; with 0.05, the first failure among
             fewer than 20 prompts does. 1 allows any number.
+        ledger_gb: Size of the newest part of the ledger's log, in 10^9 bytes, that keeps all
+            tokens. Older samples that no checkpoint needs are reduced to their facts, and to the
+            texts of the best and the worst of each step. Larger values take more disk; with lower
+            ones, texts are lost earlier.
         workers: Processes that run rewards and agent loops, on each node with ranks. More help
             where user code computes.
         agent: "module:function" of an agent loop. Without one, each completion is one generation.
@@ -80,6 +84,7 @@ class RolloutSettings(Settings):
     over_sampling: Annotated[float, Bounds(ge=1)] = 1.0
     drop_zero_variance_groups: bool = False
     max_failed_share: Annotated[float, Bounds(ge=0, le=1)] = 0.05
+    ledger_gb: Annotated[float, Bounds(gt=0)] = 8.0
     workers: Positive = 1
     agent: FunctionName | None = None
     agent_concurrency: Positive | None = None

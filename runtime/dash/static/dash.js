@@ -366,6 +366,7 @@ async function showSample(sampleId) {
       ...sample.turns.flatMap((turn) => part(
         [turn.versions.length ? `policy, version ${turn.versions.join(", ")}` : "given", count(turn.stop - turn.start, "token"),
           turn.finish_reason].filter(Boolean).join(", "), turn.text, turn.versions.length ? "policy" : "given")),
+      ...(sample.is_kept ? [] : part("completion", "no longer kept, see rollout.ledger_gb", "given")),
       ...Object.entries(sample.recorded).flatMap(([key, value]) =>
         part(`recorded ${key}`, typeof value === "string" ? value : JSON.stringify(value), "given")));
   } catch (error) {

@@ -55,6 +55,7 @@ class PartFacts:
         nbytes: how much of the part was read.
         life: None unless the part begins one.
         uids, steps, rewards: the lowest and the highest of the rows that ended; empty without any.
+        first: byte at which the first of these rows begins.
         num_dropped: of these rows.
         groups: hashes of their groups' ids, 4 bytes each.
         restores, evaluations: as of `SampleTable`.
@@ -67,6 +68,7 @@ class PartFacts:
     uids: list[int]
     steps: list[int]
     rewards: list[float]
+    first: int
     num_dropped: int
     groups: bytes
     restores: list[int]
@@ -124,6 +126,7 @@ class IndexPart:
             uids=_range(row.uid for row in rows),
             steps=_range(row.step for row in rows if row.step is not None),
             rewards=_range(rewards),
+            first=min((row.begin for row in rows), default=begin),
             num_dropped=sum(row.state is SampleState.DROPPED for row in rows),
             groups=b"".join({_hash(row.group.group_id) for row in rows}),
             restores=list(table.restores),

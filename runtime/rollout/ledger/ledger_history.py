@@ -296,13 +296,16 @@ def header_of(path: Path) -> Header:
         payload = ledger_frames.read_first(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return Header.from_wire(b"" if payload is None else payload, path)
+    if payload is None:
+        raise LedgerError(f"{path} is damaged at byte 0: restore it from a backup")
+    return Header.from_wire(payload, path)
 
 
 def _scan(part: LogPart, start: int = 0) -> ledger_frames.Scan:
     """The frames of a part from `start` on; all its valid bytes must be good frames."""
     found = ledger_frames.scan(_read(part.path, start, part.stop - start), part.path, start)
     if found.stop != part.stop:
+        header_of(part.path)  # of another part, if files were renamed
         raise LedgerError(
             f"{part.path} is damaged: {part.stop} bytes of it were good, and now only "
             f"{found.stop} are; restore it from a backup"

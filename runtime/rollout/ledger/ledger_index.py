@@ -29,7 +29,15 @@ from umbra.runtime.rollout.ledger.ledger_history import (
     Position,
     extend_history,
     header_of,
+    kept_path,
     read_history,
+)
+from umbra.runtime.rollout.ledger.ledger_retention import (
+    KeptSamples,
+    digest_of,
+    read_kept,
+    remove_logs,
+    write_kept,
 )
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
@@ -63,7 +71,9 @@ class LedgerIndex:
         self._limits: list[float] = []  # of each, the step from which on its rows do not count
         self._table = SampleTable()
         self._read_to = (0, 0)  # part and byte at which the table is
+        self._num_removed = 0  # parts whose log was removed
         self._rows: dict[int, list[SampleRow]] = {}
+        self._kept_part = (-1, KeptSamples({}, {}))  # the last that was read, by number
 
     def refresh(self) -> None:
         """Reads what was written since."""
@@ -73,6 +83,10 @@ class LedgerIndex:
             self._begin_again()
         self._history = history
         self._begins = [0, *accumulate(part.stop for part in history.parts)]
+        while self._num_removed < len(complete):
+            if history.parts[self._num_removed].path.exists():
+                break
+            self._num_removed += 1
         for number in range(len(self._parts), len(history.parts)):
             self._read_part(number, is_complete=number < len(complete))
         self._limits = self._limits_before(len(self._parts), self._table.restores)
@@ -214,9 +228,12 @@ class LedgerIndex:
         return chosen, num_samples
 
     def contents(self, rows: Sequence[SampleRow]) -> dict[int, SampleContent]:
-        """The tokens and recorded values of samples, by uid."""
+        """The tokens and recorded values of samples, by uid, of those that are kept."""
         found: dict[int, SampleContent] = {}
         wanted = sorted(rows, key=lambda row: row.begin)
+        while wanted and wanted[0].begin < self._begins[self._num_removed]:
+            row = wanted.pop(0)
+            found |= {uid: c for uid, c in self._kept(row).contents.items() if uid == row.uid}
         while wanted:  # samples that were generated side by side are read together
             begin, end, together = wanted[0].begin, 0, dict[int, int]()
             while wanted and (not end or wanted[0].begin < end):
@@ -228,9 +245,43 @@ class LedgerIndex:
         return found
 
     def story(self, row: SampleRow) -> list[dict[str, Any]]:
-        """What happened to a sample, oldest first."""
+        """What happened to a sample, oldest first; empty if that is no longer kept."""
+        if row.begin < self._begins[self._num_removed]:
+            return []
         end = self._begins[-1] if row.end is None else row.end
         return story_of(row.uid, self._batches(row.begin, end), self._table.versions)
+
+    def digest(self, row: SampleRow) -> str | None:
+        """The digest of a sample's tokens if these are no longer in the log; None also if the
+        sample was trained again after they had left it."""
+        if row.begin >= self._begins[self._num_removed]:
+            return None
+        digest = self._kept(row).digests.get(row.uid)
+        return None if digest is None else digest.hex()
+
+    def remove_oldest(self, keep_nbytes: float, needed: Position) -> None:
+        """Removes logs of the oldest parts, and keeps what `ledger_retention` says.
+
+        Args:
+            keep_nbytes: size of the newest parts, which stay.
+            needed: in the first part that a start of the manager may read.
+
+        Raises:
+            OSError: a file cannot be written or removed.
+        """
+        begins = self._begins
+        numbers = [(part.log.incarnation, part.log.part) for part in self._parts]
+        of_needed = sum(number < needed[:2] for number in numbers)
+        limit = min([begins[-1] - keep_nbytes, *(row.begin for row in self._table.live.values())])
+        num_removed = min(bisect_right(begins, limit) - 1, of_needed)
+        if num_removed <= self._num_removed:
+            return
+        for number, part in enumerate(self._parts):
+            log, is_due = part.log.path, part.facts.first < begins[num_removed]
+            if (number < num_removed or is_due) and not kept_path(log).exists():
+                write_kept(log, self._to_keep(number))
+        remove_logs(part.log.path for part in self._parts[:num_removed])
+        self._num_removed = num_removed
 
     # -- private -------------------------------------------------------------------------
 
@@ -356,6 +407,29 @@ class LedgerIndex:
         number = min(bisect_right(self._begins, at), len(self._history.parts)) - 1
         _, incarnation, part, _ = self._history.parts[number]
         return Position(incarnation, part, at - self._begins[number])
+
+    def _to_keep(self, number: int) -> KeptSamples:
+        steps: dict[int | None, list[SampleRow]] = {}
+        for row in self._valid_rows(number):
+            steps.setdefault(row.step, []).append(row)
+        kept = KeptSamples({}, {})
+        for rows in steps.values():  # one at a time, because all tokens of a part are many
+            contents = self.contents(rows)
+            kept.digests.update({uid: digest_of(c.tokens) for uid, c in contents.items()})
+            scored = [row for row in rows if row.reward is not None]
+            for row in {*_by_reward(scored, -1.0)[:1], *_by_reward(scored, 1.0)[:1]}:
+                kept.contents[row.uid] = contents[row.uid]
+        return kept
+
+    def _kept(self, row: SampleRow) -> KeptSamples:
+        """What is kept of the part in which a sample ended, whose log was removed."""
+        number = -1 if row.end is None else bisect_right(self._begins, row.end - 1) - 1
+        log = self._history.parts[number].path
+        if number < 0 or (number >= self._num_removed and not kept_path(log).exists()):
+            return KeptSamples({}, {})  # it came back after its first frames were removed
+        if self._kept_part[0] != number:
+            self._kept_part = number, read_kept(log)
+        return self._kept_part[1]
 
 
 def _by_reward(rows: Iterable[SampleRow], sign: float) -> list[SampleRow]:

@@ -144,6 +144,16 @@ def take_snapshot(history: History, checkpoints: Collection[int] | None) -> Snap
     return taken
 
 
+def first_needed(history: History, checkpoints: Collection[int] | None) -> Position:
+    """Where a start of the manager may begin to read, from one of these checkpoints or none."""
+    found = snapshots_of(history)
+    if checkpoints is None or any(
+        all(snapshot.steps_done > step for snapshot in found) for step in checkpoints
+    ):
+        return BEGIN
+    return min((snapshot.position for snapshot in found), default=BEGIN)
+
+
 def snapshots_of(history: History) -> list[Snapshot]:
     """The snapshots that the history covers, newest first."""
     found = [snapshot for snapshot in _all_in(history.folder) if history.covers(snapshot.position)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -63,14 +64,20 @@ class Recorder:
     Args:
         folder: of this manager's ledger; None records nothing.
         on_failure: called once when the ledger can no longer be written.
+        keep_nbytes: size of the newest part of the ledger's log that keeps everything.
     """
 
-    def __init__(self, folder: Path | None, on_failure: Callable[[UmbraError], None]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        on_failure: Callable[[UmbraError], None],
+        keep_nbytes: float = math.inf,
+    ) -> None:
         self._folder = folder
         self._on_failure = on_failure
         self._stack = contextlib.AsyncExitStack()
         self._writer: LedgerWriter | None = None
-        self._snapshots = None if folder is None else SnapshotTaker(folder)
+        self._snapshots = None if folder is None else SnapshotTaker(folder, keep_nbytes)
         self._ticket: Ticket | None = None
         self._next_uid = 0
         self._versions: set[int] = set()

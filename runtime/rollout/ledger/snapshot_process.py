@@ -1,8 +1,9 @@
-"""Takes one snapshot of a ledger, in a process of its own: `python -m ... FOLDER POSITION STEPS`.
+"""Takes one snapshot of a ledger, in a process of its own: `python -m ... FOLDER POSITION STEPS
+KEEP_NBYTES`.
 
 STEPS are those of the checkpoints, such as `20,40`, or `unknown`. The process does what a manager
 does when it starts, while the manager that began it does not wait. It also writes the index, so
-that readers need not.
+that readers need not, and removes the log's oldest parts (`ledger_retention.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.ledger_snapshot import take_snapshot
+from umbra.runtime.rollout.ledger.ledger_snapshot import first_needed, take_snapshot
 
 
-def main(folder: str, position: str, steps: str) -> int:
+def main(folder: str, position: str, steps: str, keep_nbytes: str) -> int:
     os.nice(10)
     try:
         history, stop = read_history(Path(folder)), Position.parse(position)
@@ -27,7 +28,9 @@ def main(folder: str, position: str, steps: str) -> int:
             None if steps == "unknown" else [int(step) for step in steps.split(",") if step]
         )
         take_snapshot(history.until(stop), checkpoints)
-        LedgerIndex(Path(folder)).write()
+        index = LedgerIndex(Path(folder))
+        index.write()
+        index.remove_oldest(float(keep_nbytes), first_needed(history, checkpoints))
     except (LedgerError, OSError) as error:
         print(f"no snapshot, or no index, of the ledger at {position}: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -26,6 +27,9 @@ class SnapshotTaker:
     A snapshot that fails costs the next start time, and is logged; the next one is tried when as
     much was written again.
 
+    Args:
+        keep_nbytes: size of the newest part of the log, which stays whatever else is removed.
+
     Attributes:
         tail_nbytes: size of the log behind the last snapshot at which the next one is due; at least
             twice that of the snapshots. A manager that starts reads it in a second. Less takes more
@@ -37,9 +41,10 @@ class SnapshotTaker:
     tail_nbytes = 24 * 1024 * 1024
     tail_steps = 200
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keep_nbytes: float = math.inf) -> None:
         self.checkpoints: Collection[int] | None = None
         self._folder = folder
+        self._keep_nbytes = keep_nbytes
         self._taken = (0, 0)  # bytes of the log and steps at the last snapshot
         self._now = (0, 0)
         self._position: Position | None = None
@@ -75,7 +80,15 @@ class SnapshotTaker:
     async def _take(self) -> None:
         known = self.checkpoints
         steps = "unknown" if known is None else ",".join(map(str, known))
-        argv = [sys.executable, "-m", _PROGRAM, str(self._folder), str(self._position), steps]
+        argv = [
+            sys.executable,
+            "-m",
+            _PROGRAM,
+            str(self._folder),
+            str(self._position),
+            steps,
+            str(self._keep_nbytes),
+        ]
         try:
             async with ChildProcess.spawn("snapshot", argv) as child, asyncio.timeout(_TIMEOUT_S):
                 status = await child.wait()

@@ -66,7 +66,7 @@ class RolloutManager:
         self._operator_messages = OperatorMessages(context)
         router = Router(dispatch.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
-        self._recorder = Recorder(folder, self._fail)
+        self._recorder = Recorder(folder, self._fail, settings.ledger_gb * 1e9)
         self._pool_load = PoolLoad(context.supervisor, dispatch.pool)
         self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(self._dispatcher, self._recorder, dispatch.vocab_size)

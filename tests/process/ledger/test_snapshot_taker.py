@@ -10,9 +10,11 @@ import pytest
 from ledger_replay import replay
 from ledger_samples import life_of_a_group, wire_of
 
+from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.index_part import IndexPart
-from umbra.runtime.rollout.ledger.ledger_events import Event, Recorded, Version
+from umbra.runtime.rollout.ledger.ledger_events import Checkpoint, Event, Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
@@ -53,6 +55,30 @@ def test_one_is_taken_when_the_tail_is_long_and_an_index_with_it(tmp_path: Path)
     *earlier, last = history.parts
     index = IndexPart.read(last, sum(part.stop for part in earlier))
     assert last.stop - index.facts.nbytes < 1000
+
+
+def test_what_leaves_the_window_is_removed_once_snapshots_are_past_it(tmp_path: Path) -> None:
+    for step in range(4):
+        taker = SnapshotTaker(tmp_path, keep_nbytes=300)
+        taker.tail_nbytes, taker.checkpoints = 1, [step]
+        events: list[Event] = [
+            Version(step, step),
+            *life_of_a_group(2 * step, f"p{step}", step, step),
+        ]
+        asyncio.run(append(tmp_path, taker, events, [Checkpoint(step, step)]))
+
+    history = read_history(tmp_path)
+
+    assert not history.parts[0].path.exists()
+    assert all(part.path.exists() for part in history.parts[-2:])
+    oldest = min(snapshot.position for snapshot in snapshots_of(history))
+    assert history.header_at(oldest)
+    assert read_content(history).state.next_uid == 8
+    index = LedgerIndex(tmp_path)
+    assert [row.uid for row in index.newest(None)[0]] == [*range(7, -1, -1)]
+    assert index.digest(index.of_step(0)[0]) is not None
+    with pytest.raises(LedgerError, match=r"was removed, because rollout\.ledger_gb limits"):
+        read_content(history, 0)
 
 
 def test_one_that_fails_is_logged_and_the_next_one_is_tried(

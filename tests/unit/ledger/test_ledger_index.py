@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
-from ledger_samples import admitted, life_of_a_group, write_events
+from ledger_samples import admitted, life_of_a_group, runs_of, write_events
 from test_ledger_state import Ledgers
 
 from umbra.runtime.errors import LedgerError
@@ -21,14 +22,18 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Dropped,
     Evaluated,
     Event,
+    Finished,
     Leased,
     Restored,
+    Scored,
+    Started,
     Version,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_retention import digest_of
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
 
@@ -278,3 +283,74 @@ def test_the_next_reader_begins_where_the_last_one_wrote(folder: Path) -> None:
         path.unlink()
     assert told(LedgerIndex(folder)) == told(index)
     assert index.table.steps_done == 4
+
+
+def test_what_leaves_the_window_is_reduced_and_still_accounted_for(folder: Path) -> None:
+    index = LedgerIndex(folder)
+    everything = told(index)
+    contents = index.contents(index.newest(None)[0])
+    logs = sorted(folder.glob("*.log"))
+
+    index.remove_oldest(0, Position(1, 4, 0))
+
+    gone = [path for path in logs if not path.exists()]
+    assert gone == logs[:4]
+    for reader in (index, LedgerIndex(folder)):
+        found = told(reader)
+        for name in ("num_samples", "steps", "of", "counts", "totals", "evaluations", "lives"):
+            assert found[name] == everything[name]
+        first = reader.of_step(0)
+        assert reader.story(first[0]) == []
+        assert [reader.digest(row) for row in first] == [
+            digest_of(contents[row.uid].tokens).hex() for row in first
+        ]
+        kept = reader.contents(first)  # both are kept: the best and the worst
+        assert {uid: c.tokens for uid, c in kept.items()} == {0: [1, 2, 3], 1: [4, 5]}
+    with pytest.raises(
+        LedgerError, match=r"000001-0000.log was removed, because rollout.ledger_gb"
+    ):
+        list(read_history(folder).entries())
+
+
+def test_of_a_step_that_left_the_window_the_best_and_the_worst_stay(tmp_path: Path) -> None:
+    uids_of_group = uids_of(*range(6))
+    with LedgerLog.open(tmp_path, "job", part_nbytes=1) as log:
+        write_events(
+            log,
+            [Version(0, 0), admitted(0, "a", 6), Started(uids_of_group)],
+            [runs_of(*[(uid, 0, 0, [uid, uid]) for uid in range(6)])],
+            [Finished(uids_of_group, ["stop"] * 6)],
+            [Scored(uids_of_group, np.asarray([0.5, 0.1, 0.9, 0.2, 0.3, 0.4]))],
+            [Leased(0, uids_of_group), Version(1, 1)],
+            [Version(2, 1)],
+        )
+    index = LedgerIndex(tmp_path)
+    assert len(index.contents(index.of_step(0))) == 6
+
+    index.remove_oldest(0, Position(9, 0, 0))
+    index = LedgerIndex(tmp_path)
+
+    rows = index.of_step(0)
+    assert {uid: content.tokens for uid, content in index.contents(rows).items()} == {
+        1: [1, 1],
+        2: [2, 2],
+    }
+    assert [index.digest(row) for row in rows] == [digest_of([u, u]).hex() for u in uids(rows)]
+
+
+@pytest.mark.parametrize("needed", ["window", "snapshot", "sample"])
+def test_nothing_is_removed_that_something_needs(tmp_path: Path, needed: str) -> None:
+    with LedgerLog.open(tmp_path, "job", part_nbytes=1) as log:
+        events = life_of_a_group(0, "a", 0, 0)
+        later = [Version(1, 1)] if needed != "sample" else []
+        write_events(log, [Version(0, 0)], *[[event] for event in events], later, [])
+    logs = sorted(tmp_path.glob("*.log"))
+    keep_nbytes = sum(path.stat().st_size for path in logs[2:]) if needed == "window" else 0
+    index = LedgerIndex(tmp_path)
+
+    index.remove_oldest(keep_nbytes, Position(1, 3 if needed == "snapshot" else 99, 0))
+
+    num_removed = {"window": 2, "snapshot": 3, "sample": 2}[needed]
+    assert [path.exists() for path in logs] == [False] * num_removed + [True] * (
+        len(logs) - num_removed
+    )

@@ -23,9 +23,10 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Version,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.ledger_history import History, read_history
+from umbra.runtime.rollout.ledger.ledger_history import BEGIN, History, read_history
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.ledger.ledger_snapshot import (
+    first_needed,
     read_content,
     snapshots_of,
     take_snapshot,
@@ -286,3 +287,17 @@ def test_a_crash_between_any_two_writes_leaves_a_state_that_is_right(tmp_path: P
         found = [snapshot.steps_done for snapshot in snapshots_of(read_history(folder))]
         assert found in ([10, 9], [10, 6])
     assert 4 <= number <= 8
+
+
+def test_a_checkpoint_that_no_snapshot_serves_needs_the_log_from_its_beginning(
+    tmp_path: Path,
+) -> None:
+    with LedgerLog.open(tmp_path, "job") as log:
+        write_events(log, *[[Version(step, step)] for step in range(3)], [Checkpoint(2, 2)])
+    history = read_history(tmp_path)
+    snapshot = take_snapshot(history, [2])
+
+    assert first_needed(history, [2, 3]) == snapshot.position
+    assert first_needed(history, []) == snapshot.position
+    assert first_needed(history, [1, 2]) == BEGIN
+    assert first_needed(history, None) == BEGIN
