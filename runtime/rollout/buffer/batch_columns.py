@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,9 +24,10 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
         group_offsets: [groups + 1] int32, the start of each of these groups in `group_rewards`.
         reward_indices: [N] int32, the index of each of the rank's samples in `group_rewards`.
     """
-    flat = [(group.group_id, sample) for group in groups for sample in group.trajectories]
-    mine = [flat[idx] for idx in plan.samples]
-    samples = [sample for _, sample in mine]
+    starts = [0, *itertools.accumulate(len(group.trajectories) for group in groups)]
+    owners = [bisect.bisect(starts, sample) - 1 for sample in plan.samples]
+    indices = [sample - starts[owner] for sample, owner in zip(plan.samples, owners, strict=True)]
+    samples = [groups[owner].trajectories[idx] for owner, idx in zip(owners, indices, strict=True)]
     offsets = np.zeros(len(samples) + 1, np.int32)
     np.cumsum([len(sample) for sample in samples], out=offsets[1:])
     tokens = np.empty(offsets[-1], np.int32)
@@ -45,26 +48,26 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
         "logprobs": logprobs,
         "versions": versions,
         "rewards": np.asarray([_reward(s) for s in samples], np.float32),
-        **_group_columns(groups, plan.samples),
-        "group_ids": [group_id for group_id, _ in mine],
+        **_group_columns(groups, owners, indices),
+        "group_ids": [groups[owner].group_id for owner in owners],
         "sample_ids": [sample.sample_id for sample in samples],
         "finish_reasons": [sample.finish_reason for sample in samples],
         "micro_batches": plan.micro_batches,
     }
 
 
-def _group_columns(groups: Sequence[Group], samples: Sequence[int]) -> dict[str, Any]:
-    sizes = np.asarray([len(group.trajectories) for group in groups])
-    starts = np.cumsum(sizes) - sizes  # of each group, in the global batch
-    owners = np.repeat(np.arange(len(groups)), sizes)[samples]
-    used, positions = np.unique(owners, return_inverse=True)
-    whole = [groups[int(idx)].rewards for idx in used]
+def _group_columns(
+    groups: Sequence[Group], owners: Sequence[int], indices: Sequence[int]
+) -> dict[str, Any]:
+    """Columns of samples that are number `indices` of the groups `owners`."""
+    used, positions = np.unique(np.asarray(owners, np.int64), return_inverse=True)
+    whole = [groups[int(owner)].rewards for owner in used]
     offsets = np.zeros(len(whole) + 1, np.int32)
-    np.cumsum(sizes[used], out=offsets[1:])
+    np.cumsum([len(rewards) for rewards in whole], out=offsets[1:])
     return {
         "group_rewards": np.concatenate([np.zeros(0, np.float32), *whole]),
         "group_offsets": offsets,
-        "reward_indices": (offsets[positions] + samples - starts[owners]).astype(np.int32),
+        "reward_indices": (offsets[positions] + np.asarray(indices, np.int64)).astype(np.int32),
     }
 
 

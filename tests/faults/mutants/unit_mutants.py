@@ -392,8 +392,8 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="rewards of another sample",
         path="runtime/rollout/buffer/batch_columns.py",
-        old="(offsets[positions] + samples - starts[owners])",
-        new="np.arange(len(samples))",
+        old="(offsets[positions] + np.asarray(indices, np.int64))",
+        new="np.arange(len(indices))",
         command=_pytest(
             "unit/rollout/test_batch.py::test_a_sample_brings_the_rewards_of_its_whole_group_"
             "also_where_ranks_share_it"
