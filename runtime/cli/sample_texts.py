@@ -82,7 +82,7 @@ def decode_content(
         tokenizer.decode_all,
         [] if tokens is None else tokens.tolist(),
         content.tokens,
-        segments,
+        segments if is_kept else [],
         [turn for turn in history.turns if turn.stop <= len(content.tokens)],
     )
     return {

@@ -30,7 +30,8 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     encode_batches,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
+from umbra.runtime.rollout.ledger.ledger_history import Position, ledger_folder
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
@@ -271,6 +272,36 @@ def test_the_tokenizer_may_be_elsewhere_than_recorded(
         capsys.readouterr().err
     )
     assert shown_ids(capsys, run_dir, "--best", "1", "--model", f"{tmp_path}/moved") == ["e0/b/0"]
+
+
+def test_texts_that_left_the_ledger_are_said_to_be_no_longer_kept(
+    run_of: Callable[[Sequence[Event]], str],
+    tokenizer: ModelTokenizer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uids = uids_of(0, 1, 2)
+    run_dir = run_of(
+        [
+            Version(0, 0),
+            admitted(0, "a", 3),
+            Started(uids),
+            runs_of(*[(uid, 0, 0, tokenizer.encode("x")) for uid in uids.tolist()]),
+            Finished(uids, ["stop"] * 3),
+            Scored(uids, np.asarray([1.0, 0.5, 0.0])),
+            Leased(0, uids),
+            Version(1, 1),
+        ]
+    )
+    folder = ledger_folder(Path(run_dir), "rollouts")
+    LedgerLog.open(folder, "job").close()
+    LedgerIndex(folder).remove_oldest(0, Position(2, 0, 0))
+
+    kept, gone = show(capsys, "samples", run_dir, "e0/a/0", "e0/a/1").split("\n\n")
+
+    assert "policy, version 0, 1 token\n  | x" in kept
+    assert gone.endswith("prompt\n  | 2+2=\nno longer kept, see rollout.ledger_gb\n")
+    text = show(capsys, "ledger", run_dir, "--sample", "e0/a/0")
+    assert "history\n  no longer kept, see rollout.ledger_gb; digest of the tokens: " in text
 
 
 @pytest.mark.parametrize(
