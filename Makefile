@@ -26,7 +26,7 @@ RECIPE := launch/recipes/arithmetic
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart smollm2 docs captures drill kills chaos fuzz mutants test test-vllm test-cluster check format lint bench bench-trl install lock clean
+.PHONY: help quickstart smollm2 docs captures drill kills chaos fuzz mutants soak test test-vllm test-cluster check format lint bench bench-trl install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -58,6 +58,9 @@ chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and sto
 
 fuzz: $(VENV)/.train ## Send and read ten million malformed messages; FUZZ="--seed N --frames N" (a quarter of an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz/fuzz.py --run-dir $(RUNS)/fuzz $(FUZZ)
+
+soak: $(VENV)/.train ## Write, kill, resume and read a run of 20,000 steps; SOAK="--steps N --ledger-gb N" (hours, and 30 GB of disk)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/soak.py $(SOAK)
 
 mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (five minutes)
 	$(BIN)/python tests/faults/mutants/mutants.py

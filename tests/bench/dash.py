@@ -16,22 +16,15 @@ samples of a step and for the text of one. Printed as JSON:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import http.client
 import json
 import math
 import os
 import random
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +33,8 @@ import numpy as np
 import torch
 from bench_hardware import describe_hardware
 from bench_options import positive
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from bench_run_files import metrics_of_a_step, write_run_files
+from dash_client import TIMEOUT_S, ask, serving
 
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -49,18 +42,13 @@ from umbra.runtime.process.child_process import resident_nbytes
 from umbra.runtime.rollout.ledger.ledger_events import Event, Leased, Version, encode_batches
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.text.model_tokenizer import ModelTokenizer, TokenizerState, tokenizer_path
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 STEP_SAMPLES: Final = 1024
 NUM_ROWS: Final = 2000
-NUM_METRICS: Final = 45
 STEP_S: Final = 5.0
 POLL_S: Final = 2.0
-TIMEOUT_S: Final = 300.0
-PROGRAM: Final = "import sys; from umbra.runtime.cli.umbra_command import main; sys.exit(main())"
 
 
 class GrowingRun:
@@ -73,32 +61,8 @@ class GrowingRun:
         self._num_samples = 0
         self._log = LedgerLog.open(ledger_folder(run_dir, "bench"), "bench")
         self._write(Version(0, 0))
-        words = {f"w{idx} ": idx for idx in range(ledger_bench.TICK_SAMPLES * 256)}
-        tokenizer: Any = Tokenizer(WordLevel(words, unk_token="w0 "))
-        state = TokenizerState(
-            model_path=".",
-            trust_remote_code=False,
-            tokenizer=tokenizer.to_str(),
-            splits_special_tokens=False,
-            chat_template="",
-            special_tokens={},
-            eos_token_id=None,
-            pad_token_id=None,
-            end_token_ids=[],
-            special_token_ids=[],
-        )
-        ModelTokenizer.of_state(state).save(tokenizer_path(run_dir))
-        settings = {"model": {"path": "."}, "train": {"steps": 10**6}, "run": {"name": "bench"}}
-        (run_dir / "settings.json").write_text(
-            json.dumps({"folder": str(run_dir), "settings": settings})
-        )
-        record: dict[str, Any] = {
-            "prompt": "w1 w2",
-            "tokens": np.asarray([1, 2], "<i4").tobytes(),
-            "row": {},
-        }
         ids = (f"prompt{uid}" for uid in range(0, 10**6, 8))
-        write_prompts(run_dir / "prompts.msgpack", [{**record, "id": name} for name in ids])
+        write_run_files(run_dir, ids, num_words=ledger_bench.TICK_SAMPLES * 256)
 
     def add_samples(self) -> None:
         """A step's samples, from admission to the lease."""
@@ -113,8 +77,7 @@ class GrowingRun:
     def add_row(self) -> None:
         """A step's metrics."""
         self._num_rows += 1
-        row = {f"rollout/metric_{idx}": random.random() for idx in range(NUM_METRICS)}
-        row |= {"step": self._num_rows, "time": time.time(), "time/step_s": STEP_S}
+        row = metrics_of_a_step(self._num_rows) | {"time": time.time(), "time/step_s": STEP_S}
         with self._metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -128,33 +91,6 @@ class GrowingRun:
 
     def close(self) -> None:
         self._log.close()
-
-
-@contextlib.contextmanager
-def serving(run_dir: Path) -> Generator[tuple[int, str]]:
-    """Pid and address of `umbra dash`."""
-    command = [sys.executable, "-c", PROGRAM, "dash", str(run_dir), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        found = re.search(r"http://(\S+)/", process.stdout.readline())
-        assert found is not None
-        try:
-            yield process.pid, found[1]
-        finally:
-            process.send_signal(signal.SIGINT)
-
-
-def ask(address: str, path: str) -> tuple[float, Any]:
-    """Seconds until the whole answer is there, and the answer."""
-    connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
-    began = time.perf_counter()
-    connection.request("GET", path)
-    response = connection.getresponse()
-    body = response.read()
-    took_s = time.perf_counter() - began
-    assert response.status == 200, body
-    connection.close()
-    return took_s, json.loads(body)
 
 
 def cpu_s(pid: int) -> float:

@@ -368,3 +368,25 @@ def test_a_small_benchmark_of_the_managers_loop_gives_every_number() -> None:
     assert manager_loop.run_plan(2, 8) > 0
     assert manager_loop.run_sync(2, 4) > 0
     assert manager_loop.run_cancel(16) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_small_soak_kills_resumes_and_reads_a_run_and_leaves_nothing(tmp_path: Path) -> None:
+    options = ("--steps", "8", "--samples", "16", "--tokens", "16", "--folder", str(tmp_path))
+
+    done = run_script(tmp_path, "soak.py", *options, "--json")
+
+    assert done.returncode in (0, 1), done.stderr  # so short a run says nothing about growth
+    found = json.loads(done.stdout)
+    assert bool(done.returncode) == bool(found["missed"])
+    assert not any("samples of trained steps" in line for line in found["missed"])
+    first, last = found["4 steps"], found["8 steps"]
+    for name in ("manager_back", "ledger", "samples", "dash", "plot", "top"):
+        assert min(first[f"{name}_s"], last[f"{name}_s"]) > 0
+        assert 10 < first[f"{name}_mb"] < 500
+    assert first["manager_back_groups"] == 2  # of the step in which the manager was killed
+    assert last["resume_steps_back"] == 2
+    assert last["resume_groups"] >= 2 * 2
+    assert set(found["at most"]) <= first.keys() | last.keys()
+    assert not list(tmp_path.iterdir())
