@@ -31,7 +31,7 @@ from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 _PROMPT = Prompt("p", "", np.ones(16, np.int32), {})
-_SAMPLING = SamplingOptions(temperature=1.0, stop_token_ids=[0], stop=())
+_SAMPLING = SamplingOptions(temperature=1.0, stop_token_ids=[0])
 
 
 class _Inbox:
