@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -235,6 +236,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.samples % 8 or arguments.steps < 8:
         parser.error("--samples must be a multiple of 8, and --steps at least 8")
+    # Raises, so that the run directory is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     hardware = describe_hardware()
     with tempfile.TemporaryDirectory(prefix="umbra-soak-", dir=arguments.folder) as run_dir:
         facts, num_missing = Soak(Path(run_dir), arguments).run()

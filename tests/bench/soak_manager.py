@@ -120,7 +120,7 @@ class SoakManager:
             tokens, logprobs = self._table[at], self._logprobs[at]
             starts = np.full(num, start)
             self._recorder.on_tokens(uids, starts, offsets, versions, tokens, logprobs)
-            if self._step == self._last_step and start >= self._tokens // 2:
+            if self._step == self._last_step and start + length >= self._tokens / 2:
                 await self._recorder.durable()
                 os.kill(os.getpid(), signal.SIGKILL)
             await asyncio.sleep(0)  # an engine's next batch of deltas
