@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -53,7 +54,8 @@ class PartFacts:
     Attributes:
         begin: size of all earlier parts.
         nbytes: how much of the part was read.
-        life: None unless the part begins one.
+        life: as in the header of the log, which distinguishes it from one that had its name before;
+            None without a header.
         uids, steps, rewards: the lowest and the highest of the rows that ended; empty without any.
         first: byte at which the first of these rows begins.
         num_dropped: of these rows.
@@ -146,8 +148,14 @@ class IndexPart:
             draft.write_bytes(data)
             draft.replace(path)
         except OSError:
+            with suppress(OSError):
+                draft.unlink()  # a disk that is full has a part of it
             return cls(log, facts, data)
         return cls(log, facts)
+
+    @property
+    def is_on_disk(self) -> bool:
+        return not self._held
 
     def rows(self) -> list[SampleRow]:
         """The samples that ended in this part. Raises BadIndexError."""

@@ -272,7 +272,8 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
 def extend_history(history: History) -> History | None:
     """The ledger as it is now, for which only what was written since is read.
 
-    None if it has a new incarnation or no header yet: `read_history` must read it from scratch.
+    None if it has a new incarnation or no header yet, or the last part was removed: `read_history`
+    must read it from scratch.
 
     Raises:
         LedgerError: as `read_history`.
@@ -282,6 +283,8 @@ def extend_history(history: History) -> History | None:
     if not history.parts or newest != history.end.incarnation:
         return None
     *parts, last = history.parts
+    if last.part not in files[newest]:
+        return None
     for number in range(last.part, max(files[newest]) + 1):
         path = history.folder / part_name(newest, number)
         start = last.stop if number == last.part else 0

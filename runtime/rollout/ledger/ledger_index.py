@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,6 @@ from umbra.runtime.rollout.ledger.index_part import BadIndexError, IndexPart, Li
 from umbra.runtime.rollout.ledger.ledger_events import Batch, Restored
 from umbra.runtime.rollout.ledger.ledger_history import (
     History,
-    LogPart,
     Position,
     extend_history,
     header_of,
@@ -72,6 +71,7 @@ class LedgerIndex:
         self._table = SampleTable()
         self._read_to = (0, 0)  # part and byte at which the table is
         self._num_removed = 0  # parts whose log was removed
+        self._lives: dict[int, Life] = {}  # by part, of headers as before the log was read
         self._rows: dict[int, list[SampleRow]] = {}
         self._kept_part = (-1, KeptSamples({}, {}))  # the last that was read, by number
 
@@ -79,7 +79,15 @@ class LedgerIndex:
         """Reads what was written since."""
         history = extend_history(self._history) or read_history(self._folder)
         complete = history.parts[:-1]
-        if [part.log for part in self._parts] != list(complete[: len(self._parts)]):
+        number, nbytes = self._read_to
+        is_lost = (
+            bool(nbytes)
+            and any(  # a manager wrote late, or a part was removed
+                log.stop < nbytes or not log.path.exists()
+                for log in history.parts[number : number + 1]
+            )
+        )
+        if is_lost or [part.log for part in self._parts] != list(complete[: len(self._parts)]):
             self._begin_again()
         self._history = history
         self._begins = [0, *accumulate(part.stop for part in history.parts)]
@@ -110,8 +118,9 @@ class LedgerIndex:
 
     def lives(self) -> list[Life]:
         """Each incarnation of the manager."""
-        lives = [part.facts.life for part in self._parts]
-        lives += [_life_of(log) for log in self._history.parts[-1:]]
+        lives = [part.facts.life for part in self._parts if not part.log.part]
+        if self._history.parts and not self._history.parts[-1].part:
+            lives.append(self._lives.get(len(self._history.parts) - 1))
         return [life for life in lives if life is not None]
 
     def evaluations(self) -> list[EvaluationRow]:
@@ -273,7 +282,8 @@ class LedgerIndex:
         numbers = [(part.log.incarnation, part.log.part) for part in self._parts]
         of_needed = sum(number < needed[:2] for number in numbers)
         limit = min([begins[-1] - keep_nbytes, *(row.begin for row in self._table.live.values())])
-        num_removed = min(bisect_right(begins, limit) - 1, of_needed)
+        num_indexed = sum(1 for _ in takewhile(lambda part: part.is_on_disk, self._parts))
+        num_removed = min(bisect_right(begins, limit) - 1, of_needed, num_indexed)
         if num_removed <= self._num_removed:
             return
         for number, part in enumerate(self._parts):
@@ -288,9 +298,15 @@ class LedgerIndex:
     def _read_part(self, number: int, *, is_complete: bool) -> None:
         """Reads one more part: its index, and what the log has beyond that."""
         log, begin = self._history.parts[number], self._begins[number]
+        is_removed = number < self._num_removed
+        if number not in self._lives and log.stop and not is_removed:
+            header = header_of(log.path)
+            self._lives[number] = Life(header.incarnation, header.job_id, header.time_s)
         if self._read_to[0] < number or not self._read_to[1]:
             with suppress(BadIndexError):
                 part = IndexPart.read(log, begin)
+                if part.facts.life != self._lives.get(number) and not is_removed:
+                    raise BadIndexError
                 if is_complete and part.facts.nbytes == log.stop:
                     self._parts.append(part)
                     return
@@ -337,7 +353,7 @@ class LedgerIndex:
 
     def _write_part(self, table: SampleTable, number: int, nbytes: int) -> IndexPart:
         log = self._history.parts[number]
-        return IndexPart.write(log, self._begins[number], nbytes, _life_of(log), table)
+        return IndexPart.write(log, self._begins[number], nbytes, self._lives.get(number), table)
 
     def _trained(self, step: int, number: int, restores: Iterable[int]) -> Iterator[SampleRow]:
         """The rows before a part that were trained in `step` or later, after these restores."""
@@ -451,10 +467,3 @@ def _is_before(chosen: Sequence[SampleRow], sign: float, reward: float, newest: 
     last = sign * (chosen[-1].reward or 0.0)
     are_first = len({row.group.group_id for row in chosen}) == len(chosen)
     return last < reward or (last == reward and -chosen[-1].uid < newest and are_first)
-
-
-def _life_of(log: LogPart) -> Life | None:
-    if log.part or not log.stop:
-        return None
-    header = header_of(log.path)
-    return Life(header.incarnation, header.job_id, header.time_s)

@@ -4,8 +4,10 @@ wrong."""
 from __future__ import annotations
 
 import random
+import resource
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from ledger_samples import admitted, life_of_a_group, runs_of, write_events
 from test_ledger_state import Ledgers
 
 from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger import ledger_frames
 from umbra.runtime.rollout.ledger.index_part import IndexPart
 from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
@@ -177,9 +180,11 @@ def told(index: LedgerIndex) -> dict[str, Any]:
 def test_what_the_index_has_is_not_read_from_the_log(folder: Path) -> None:
     everything = told(LedgerIndex(folder))
     for path in sorted(folder.glob("*.log"))[:-1]:
-        nbytes = path.stat().st_size
-        header = path.read_bytes()[: nbytes // 3] if path.name.endswith("-0000.log") else b""
-        path.write_bytes(header + bytes(nbytes - len(header)))  # nothing else is left of it
+        payload = ledger_frames.read_first(path)
+        assert payload is not None
+        nbytes, header_nbytes = path.stat().st_size, ledger_frames.HEAD_NBYTES + len(payload)
+        header = path.read_bytes()[:header_nbytes]
+        path.write_bytes(header + bytes(nbytes - header_nbytes))  # nothing else is left of it
 
     index = LedgerIndex(folder)
 
@@ -268,6 +273,65 @@ def test_an_index_of_bytes_that_a_later_incarnation_does_not_count_is_not_used(
     assert index.table.steps_done == 3
 
 
+def test_a_reader_goes_back_behind_bytes_that_a_later_incarnation_does_not_count(
+    tmp_path: Path,
+) -> None:
+    old = LedgerLog.open(tmp_path, "job")
+    write_events(old, [Version(0, 0)])
+    with LedgerLog.open(tmp_path, "job") as log:
+        write_events(log, [Version(1, 0)])
+    with pytest.raises(LedgerError, match="has begun"):
+        write_events(old, [Version(666, 1)])
+    old.close()
+    successor = tmp_path / "000002-0000.log"
+    successor.rename(tmp_path / "kept")  # as while its header was not written yet
+    index = LedgerIndex(tmp_path)
+    assert max(index.table.versions) == 666
+    (tmp_path / "kept").rename(successor)
+
+    index.refresh()
+
+    assert index.table.versions == {0: 0, 1: 0}
+    assert told(index) == told(LedgerIndex(tmp_path))
+
+
+@contextmanager
+def full_disk() -> Generator[None]:
+    """A write fails in the middle of any file that is longer than a frame's head."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_index_that_does_not_fit_on_the_disk_leaves_no_file(folder: Path) -> None:
+    everything = told(LedgerIndex(folder))
+    for path in folder.glob("*.index"):
+        path.unlink()
+    with full_disk():
+        assert told(LedgerIndex(folder)) == everything
+
+    assert {path.suffix for path in folder.iterdir()} == {".log"}
+
+
+def test_an_index_of_a_ledger_that_was_replaced_is_not_used(tmp_path: Path) -> None:
+    """As a reader or a snapshot process of the old run writes it, while a new run begins."""
+    for name, first, last, time_s in (("old", 7, 8, 1.0), ("new", 0, 9, 2.0)):
+        with LedgerLog.open(tmp_path / name, "job", clock=lambda at=time_s: at) as log:
+            write_events(log, *[[Version(v, 0)] for v in range(first, last)])
+    LedgerIndex(tmp_path / "old").write()
+    (late,) = (tmp_path / "old").glob("*.index")
+    everything = told(LedgerIndex(tmp_path / "new"))
+    late.rename(tmp_path / "new" / late.name)
+
+    index = LedgerIndex(tmp_path / "new")
+
+    assert index.table.versions == dict.fromkeys(range(9), 0)
+    assert told(index) == everything
+
+
 def test_the_next_reader_begins_where_the_last_one_wrote(folder: Path) -> None:
     with LedgerLog.open(folder, "job-3") as log:
         (*_, end) = write_events(log, *[[Version(v, 3)] for v in range(40, 90)])
@@ -310,6 +374,39 @@ def test_what_leaves_the_window_is_reduced_and_still_accounted_for(folder: Path)
         LedgerError, match=r"000001-0000.log was removed, because rollout.ledger_gb"
     ):
         list(read_history(folder).entries())
+
+
+def test_a_reader_that_slept_goes_on_when_the_part_that_it_was_in_has_left(tmp_path: Path) -> None:
+    with LedgerLog.open(tmp_path, "job", part_nbytes=2000) as log:
+        write_events(log, [Version(0, 0)], life_of_a_group(0, "a", 0, 0))
+        index = LedgerIndex(tmp_path)
+        for step in range(1, 30):
+            write_events(log, life_of_a_group(2 * step, str(step), step, 0), [Version(step, step)])
+        LedgerIndex(tmp_path).remove_oldest(0, Position(9, 0, 0))
+        assert not (tmp_path / "000001-0000.log").exists()
+
+        index.refresh()
+
+    assert told(index)["counts"] == told(LedgerIndex(tmp_path))["counts"]
+    assert uids(index.of_step(0)) == [1, 0]
+
+
+def test_no_log_is_removed_whose_index_is_not_on_the_disk(tmp_path: Path) -> None:
+    with LedgerLog.open(tmp_path, "job", part_nbytes=2000) as log:
+        write_events(log, [Version(0, 0)], life_of_a_group(0, "a", 0, 0))
+        LedgerIndex(tmp_path).write()  # of the part's beginning
+        for step in range(1, 30):
+            write_events(log, life_of_a_group(2 * step, str(step), step, 0), [Version(step, step)])
+    with full_disk():
+        index = LedgerIndex(tmp_path)
+
+    index.remove_oldest(0, Position(9, 0, 0))
+
+    assert (tmp_path / "000001-0000.log").exists()
+    everything = told(index)
+    LedgerIndex(tmp_path).remove_oldest(0, Position(9, 0, 0))
+    assert not (tmp_path / "000001-0000.log").exists()
+    assert told(LedgerIndex(tmp_path))["of"] == everything["of"]
 
 
 def test_of_a_step_that_left_the_window_the_best_and_the_worst_stay(tmp_path: Path) -> None:
