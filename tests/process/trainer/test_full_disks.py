@@ -100,7 +100,7 @@ def test_an_export_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_
     assert (disk / "export" / "model.safetensors").stat().st_size == nbytes
 
 
-def write_until_full(log: MetricsLogger, disk: Path) -> None:
+def write_until_full(log: MetricsLogger | MetricsLog, disk: Path) -> None:
     log.write(1, ROW)
     leave_room(disk / "junk", 0)
     for step in range(2, 1000):

@@ -116,11 +116,10 @@ def test_what_packed_attention_does_not_do_is_refused(option: str) -> None:
     packed = micro_batch.inputs
     assert isinstance(packed, PackedInputs)
     heads = torch.randn(1, 2, 10, 8)
+    options: dict[str, Any] = {"packed": packed, option: 1}
 
     with pytest.raises(ConfigError, match=f"passes {option} to its attention"):
-        packed_attention(
-            torch.nn.Identity(), heads, heads, heads, None, packed=packed, **{option: 1}
-        )
+        packed_attention(torch.nn.Identity(), heads, heads, heads, None, **options)
 
 
 def test_advantages_and_lengths_follow_their_samples_into_packing_order() -> None:
