@@ -175,6 +175,8 @@ def test_names_that_recipes_of_others_use_are_answered(trainer: str) -> None:
         ("trainer.total_epochs=3", "'trainer.total_epochs' of verl: use 'train.epochs'"),
         ("trainer.model.lora.rank=8", f"'trainer.model.lora.rank' of prime-rl: {ABSENT}"),
         ("train.peft_config=x", f"'peft_config' of TRL: {ABSENT}"),
+        ("generation_kwargs.min_p=0.1", f"'generation_kwargs.min_p' of TRL: {ABSENT}"),
+        ('generation_kwargs.stop=["x"]', "'generation_kwargs.stop' of TRL: use 'rollout.stop'"),
         (
             "actor.ppo_mini_batch_size=64",
             "'actor.ppo_mini_batch_size' of verl: not in umbra; nearest is "
