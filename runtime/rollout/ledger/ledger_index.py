@@ -338,6 +338,11 @@ class LedgerIndex:
 
     def _read_log(self, table: SampleTable, number: int, start: int) -> None:
         log, begin = self._history.parts[number], self._begins[number]
+        if number < self._num_removed:
+            raise LedgerError(
+                f"{log.path.with_suffix('.index')} is missing or damaged, and {log.path.name}, "
+                "from which it was made, was removed: restore one of them from a backup"
+            )
         where = log.incarnation, log.part
         frames = self._history.frames(Position(*where, start), Position(*where, log.stop))
         for position, stop, payload in frames:
@@ -434,7 +439,8 @@ class LedgerIndex:
             kept.digests.update({uid: digest_of(c.tokens) for uid, c in contents.items()})
             scored = [row for row in rows if row.reward is not None]
             for row in {*_by_reward(scored, -1.0)[:1], *_by_reward(scored, 1.0)[:1]}:
-                kept.contents[row.uid] = contents[row.uid]
+                if row.uid in contents:  # it is not if its first frames had left the log before
+                    kept.contents[row.uid] = contents[row.uid]
         return kept
 
     def _kept(self, row: SampleRow) -> KeptSamples:

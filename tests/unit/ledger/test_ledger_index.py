@@ -409,6 +409,18 @@ def test_no_log_is_removed_whose_index_is_not_on_the_disk(tmp_path: Path) -> Non
     assert told(LedgerIndex(tmp_path))["of"] == everything["of"]
 
 
+@pytest.mark.parametrize("harm", [Path.unlink, cut, empty, flip])
+def test_an_index_that_is_damaged_when_its_log_has_left_is_named(
+    folder: Path, harm: Callable[[Path], None]
+) -> None:
+    LedgerIndex(folder).remove_oldest(0, Position(1, 4, 0))
+    for number in range(4):
+        harm(folder / f"000001-000{number}.index")
+
+    with pytest.raises(LedgerError, match=r"000001-000\d.index is missing or damaged, and 000001-"):
+        told(LedgerIndex(folder))
+
+
 def test_of_a_step_that_left_the_window_the_best_and_the_worst_stay(tmp_path: Path) -> None:
     uids_of_group = uids_of(*range(6))
     with LedgerLog.open(tmp_path, "job", part_nbytes=1) as log:
@@ -433,6 +445,28 @@ def test_of_a_step_that_left_the_window_the_best_and_the_worst_stay(tmp_path: Pa
         2: [2, 2],
     }
     assert [index.digest(row) for row in rows] == [digest_of([u, u]).hex() for u in uids(rows)]
+
+
+def test_samples_that_are_trained_again_after_they_had_left_the_log_leave_it_once_more(
+    tmp_path: Path,
+) -> None:
+    """As if a snapshot had their tokens when the job went back to a checkpoint."""
+    with LedgerLog.open(tmp_path, "job", part_nbytes=1) as log:
+        group = life_of_a_group(0, "a", 0, 0)
+        write_events(log, [Version(0, 0)], group, *[[Version(v, 1)] for v in (1, 2)])
+    LedgerIndex(tmp_path).remove_oldest(0, Position(9, 0, 0))
+    with LedgerLog.open(tmp_path, "job", part_nbytes=1) as log:
+        write_events(log, [Restored(0, 0, False), Leased(0, uids_of(0, 1))])
+        write_events(log, *[[Version(v, 1)] for v in (3, 4, 5)])
+    logs = sorted(tmp_path.glob("*.log"))
+
+    LedgerIndex(tmp_path).remove_oldest(0, Position(9, 0, 0))
+
+    assert sorted(tmp_path.glob("*.log")) == logs[-1:]
+    index = LedgerIndex(tmp_path)
+    assert [str(row.state) for row in index.of_step(0)] == ["trained", "trained"]
+    assert [index.digest(row) for row in index.of_step(0)] == [None, None]
+    assert index.contents(index.of_step(0)) == {}
 
 
 @pytest.mark.parametrize("needed", ["window", "snapshot", "sample"])
