@@ -91,10 +91,7 @@ class LedgerIndex:
             self._begin_again()
         self._history = history
         self._begins = [0, *accumulate(part.stop for part in history.parts)]
-        while self._num_removed < len(complete):
-            if history.parts[self._num_removed].path.exists():
-                break
-            self._num_removed += 1
+        self._has_left(0)
         for number in range(len(self._parts), len(history.parts)):
             self._read_part(number, is_complete=number < len(complete))
         self._limits = self._limits_before(len(self._parts), self._table.restores)
@@ -240,7 +237,7 @@ class LedgerIndex:
         """The tokens and recorded values of samples, by uid, of those that are kept."""
         found: dict[int, SampleContent] = {}
         wanted = sorted(rows, key=lambda row: row.begin)
-        while wanted and wanted[0].begin < self._begins[self._num_removed]:
+        while wanted and self._has_left(wanted[0].begin):
             row = wanted.pop(0)
             found |= {uid: c for uid, c in self._kept(row).contents.items() if uid == row.uid}
         while wanted:  # samples that were generated side by side are read together
@@ -255,7 +252,7 @@ class LedgerIndex:
 
     def story(self, row: SampleRow) -> list[dict[str, Any]]:
         """What happened to a sample, oldest first; empty if that is no longer kept."""
-        if row.begin < self._begins[self._num_removed]:
+        if self._has_left(row.begin):
             return []
         end = self._begins[-1] if row.end is None else row.end
         return story_of(row.uid, self._batches(row.begin, end), self._table.versions)
@@ -263,7 +260,7 @@ class LedgerIndex:
     def digest(self, row: SampleRow) -> str | None:
         """The digest of a sample's tokens if these are no longer in the log; None also if the
         sample was trained again after they had left it."""
-        if row.begin >= self._begins[self._num_removed]:
+        if not self._has_left(row.begin):
             return None
         digest = self._kept(row).digests.get(row.uid)
         return None if digest is None else digest.hex()
@@ -294,6 +291,14 @@ class LedgerIndex:
         self._num_removed = num_removed
 
     # -- private -------------------------------------------------------------------------
+
+    def _has_left(self, at: int) -> bool:
+        """Whether the log at a byte was removed; logs are removed while readers read."""
+        while self._num_removed < len(self._history.parts) - 1:
+            if self._history.parts[self._num_removed].path.exists():
+                break
+            self._num_removed += 1
+        return at < self._begins[self._num_removed]
 
     def _read_part(self, number: int, *, is_complete: bool) -> None:
         """Reads one more part: its index, and what the log has beyond that."""
