@@ -43,8 +43,10 @@ from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.auxiliary_pools import auxiliary_pool_spec
-from umbra.trainer.checkpoint.run_dir import check_run_dir
+from umbra.trainer.checkpoint.file_digests import check_format
+from umbra.trainer.checkpoint.run_dir import RunDir, check_run_dir
 from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data, prepare_prompts
@@ -267,8 +269,15 @@ class NodeChecks:
         return ", ".join(["metrics.jsonl", *logger_names(self._config.run.loggers)])
 
     def _run_directory(self) -> str:
-        check_run_dir(self._config.run, self._environment.incarnation)
-        return str(self._config.run.dir.absolute())
+        run = self._config.run
+        check_run_dir(run, self._environment.incarnation)
+        if run.resume == "auto":
+            for newest in complete_checkpoints(RunDir(run.dir).checkpoints)[-1:]:
+                check_format(newest)
+        elif run.resume != "never":
+            check_format(Path(run.resume))
+            read_trainer_state(Path(run.resume))
+        return str(run.dir.absolute())
 
     def _run_lock(self) -> str:
         with RunLock(self._config.run.dir):

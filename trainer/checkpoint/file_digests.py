@@ -74,6 +74,25 @@ def complete(checkpoint: Path, digests: Mapping[str, str]) -> None:
     write_json(checkpoint / COMPLETE, {_FORMAT: FORMAT, _DIGESTS: dict(sorted(found.items()))})
 
 
+def check_format(checkpoint: Path) -> None:
+    """Raises ConfigError if another version of umbra wrote it, in another format."""
+    try:
+        found = _record(checkpoint).get(_FORMAT, FORMAT)
+    except (OSError, ValueError, AttributeError):
+        return  # damage, which an older checkpoint may heal
+    if found != FORMAT:
+        raise ConfigError(
+            f"the checkpoint {checkpoint} has format {found}, and this version of umbra reads "
+            f"format {FORMAT}: use the version that wrote it, to resume it or to export its "
+            f"model for a new run, or {NEW_RUN}"
+        )
+
+
+def _record(checkpoint: Path) -> dict[str, Any]:
+    text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
+    return json.loads(text) if text else {_FORMAT: 0}
+
+
 def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str:
     """The first file that is not as it was written, and how; "" if all are.
 
@@ -81,20 +100,13 @@ def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str:
         part, num_parts: reads one of so many equal parts of the files.
 
     Raises:
-        ConfigError: another version of umbra wrote it, in another format.
+        ConfigError: see `check_format`.
     """
+    check_format(checkpoint)
     try:
-        text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
-        recorded: Any = json.loads(text) if text else {_FORMAT: 0}
-        if (found := recorded.get(_FORMAT, FORMAT)) != FORMAT:
-            raise ConfigError(
-                f"the checkpoint {checkpoint} has format {found}, and this version of umbra reads "
-                f"format {FORMAT}: use the version that wrote it, to resume it or to export its "
-                f"model for a new run, or {NEW_RUN}"
-            )
-        digests: dict[str, str] = dict(recorded[_DIGESTS])
+        digests: dict[str, str] = dict(_record(checkpoint)[_DIGESTS])
         names = sorted(digests)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{COMPLETE} does not have the digests of its files ({type(error).__name__})"
     for name in names[part::num_parts]:
         try:

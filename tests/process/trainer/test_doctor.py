@@ -40,6 +40,8 @@ def config(tmp_path: Path, umbra_tiny_model_dir: Path, monkeypatch: pytest.Monke
     Path("rewards.py").write_text(_REWARDS)
     Path("other.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 2)
     Path("cut.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+')
+    Path("checkpoints/step-7").mkdir(parents=True)
+    Path("checkpoints/step-7/COMPLETE").touch()  # of an earlier version
     path = Path("config.toml")
     path.write_text(
         f"""
@@ -98,6 +100,8 @@ def test_all_is_well(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("first reward", "reward.function=rewards:raises", "raised ZeroDivisionError"),
         ("first reward", "reward.function=rewards:exits", "killed by SIGKILL"),
         ("run directory", "run.dir=train.jsonl/run", "is a file, not a folder"),
+        ("run directory", "run.resume=none", "checkpoint none does not exist"),
+        ("run directory", "run.resume=checkpoints/step-7", "step-7 has format 0, and this version"),
         ("engine policy", "pool.engine_args={vocab=42}", "pool.engine_args.vocab: "),
         ("context", "rollout.max_new_tokens=9999", "leaves no room for a prompt"),
         ("GPUs", "train.device=cuda", "this node shows no GPU"),
@@ -180,6 +184,15 @@ def test_a_run_directory_in_use_is_reported(
 
     assert status == 1
     assert "is in use by process" in verdicts(capsys.readouterr().out)["run lock"]
+
+
+def test_the_newest_checkpoint_of_a_run_to_resume_is_looked_at(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["doctor", str(config), "run.dir=.", "run.resume=auto"])
+
+    assert status == 1
+    assert "step-7 has format 0" in verdicts(capsys.readouterr().out)["run directory"]
 
 
 @pytest.mark.parametrize("setting", ["", "data.train=none.jsonl"])
