@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -265,12 +266,15 @@ class LedgerIndex:
         digest = self._kept(row).digests.get(row.uid)
         return None if digest is None else digest.hex()
 
-    def remove_oldest(self, keep_nbytes: float, needed: Position) -> None:
+    def remove_oldest(
+        self, keep_nbytes: float, needed: Position, max_parts: int = sys.maxsize
+    ) -> None:
         """Removes logs of the oldest parts, and keeps what `ledger_retention` says.
 
         Args:
             keep_nbytes: size of the newest parts, which stay.
             needed: in the first part that a start of the manager may read.
+            max_parts: the most logs that are removed.
 
         Raises:
             OSError: a file cannot be written or removed.
@@ -281,6 +285,7 @@ class LedgerIndex:
         limit = min([begins[-1] - keep_nbytes, *(row.begin for row in self._table.live.values())])
         num_indexed = sum(1 for _ in takewhile(lambda part: part.is_on_disk, self._parts))
         num_removed = min(bisect_right(begins, limit) - 1, of_needed, num_indexed)
+        num_removed = min(num_removed, self._num_removed + max_parts)
         if num_removed <= self._num_removed:
             return
         for number, part in enumerate(self._parts):

@@ -11,15 +11,19 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Final
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_snapshot import first_needed, take_snapshot
 
+_MAX_PARTS: Final = 2
+"""Logs that are removed after each snapshot, of which several are taken for each log that is
+written: the next snapshot waits for the removal."""
+
 
 def main(folder: str, position: str, steps: str, keep_nbytes: str) -> int:
-    os.nice(10)
     try:
         history, stop = read_history(Path(folder)), Position.parse(position)
         if not history.covers(stop):
@@ -28,9 +32,11 @@ def main(folder: str, position: str, steps: str, keep_nbytes: str) -> int:
             None if steps == "unknown" else [int(step) for step in steps.split(",") if step]
         )
         take_snapshot(history.until(stop), checkpoints)
+        os.nice(10)  # readers can wait, and the manager's successor cannot
         index = LedgerIndex(Path(folder))
         index.write()
-        index.remove_oldest(float(keep_nbytes), first_needed(history, checkpoints))
+        needed = first_needed(history, checkpoints)
+        index.remove_oldest(float(keep_nbytes), needed, _MAX_PARTS)
     except (LedgerError, OSError) as error:
         print(f"no snapshot, or no index, of the ledger at {position}: {error}", file=sys.stderr)
         return 1

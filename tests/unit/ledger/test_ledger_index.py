@@ -448,6 +448,18 @@ def test_of_a_step_that_left_the_window_the_best_and_the_worst_stay(tmp_path: Pa
     assert [index.digest(row) for row in rows] == [digest_of([u, u]).hex() for u in uids(rows)]
 
 
+def test_a_few_logs_leave_at_a_time(tmp_path: Path) -> None:
+    with LedgerLog.open(tmp_path, "job", part_nbytes=1) as log:
+        write_events(log, [Version(0, 0)], life_of_a_group(0, "a", 0, 0), [Version(1, 1)])
+        write_events(log, *[[Version(v, 1)] for v in (2, 3)])
+    logs = sorted(tmp_path.glob("*.log"))
+
+    for num_removed in (2, 4):
+        LedgerIndex(tmp_path).remove_oldest(0, Position(9, 0, 0), max_parts=2)
+
+        assert sorted(tmp_path.glob("*.log")) == logs[num_removed:]
+
+
 def test_samples_that_are_trained_again_after_they_had_left_the_log_leave_it_once_more(
     tmp_path: Path,
 ) -> None:
