@@ -30,6 +30,10 @@ _GROUP_SIZE: Final = 8
 TICK_SAMPLES: Final = 64  # that advance together, as in a batch of deltas
 _NUM_TOKENS: Final = 256
 _NUM_RUNS: Final = 5
+_DRAWS: Final = np.random.default_rng(0)
+_TOKEN_IDS: Final = _DRAWS.integers(0, 50_000, TICK_SAMPLES * _NUM_TOKENS, dtype=np.int32)
+_LOGPROBS: Final = -_DRAWS.exponential(1.0, TICK_SAMPLES * _NUM_TOKENS).astype(np.float32)
+# Random, because the ledger compresses them.
 _PACE_PER_S: Final = 5_000  # more than a node's engines finish
 _PACED_S = 3.0
 _TICKER_S: Final = 0.001
@@ -122,8 +126,8 @@ def trajectories(first_uid: int) -> list[list[Event]]:
                 np.full(TICK_SAMPLES, start, np.int64),
                 np.arange(TICK_SAMPLES + 1, dtype=np.int64) * (stop - start),
                 np.zeros(TICK_SAMPLES, np.int64),
-                np.arange(TICK_SAMPLES * (stop - start), dtype=np.int32),
-                np.zeros(TICK_SAMPLES * (stop - start), np.float32),
+                _TOKEN_IDS[TICK_SAMPLES * start : TICK_SAMPLES * stop],
+                _LOGPROBS[TICK_SAMPLES * start : TICK_SAMPLES * stop],
             )
         ]
         for start, stop in pairwise(bounds)

@@ -82,7 +82,7 @@ def test_a_stop_answers_every_one_of_many_waiting_clients(folder: Path) -> None:
     slow = ("pool.engine_args.vocab_size=1_000_000", "pool.engine_args.tokens_per_s=1")
     body = json.dumps({"prompt": "1", "max_tokens": 4000, "logprobs": 0}).encode()
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     )
 
