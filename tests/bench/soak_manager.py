@@ -157,16 +157,17 @@ async def main() -> None:
         step, version, position = json.loads(restored)
         checkpoint = Restored(step, version, keep_newer=False)
     folder = ledger_folder(Path(run_dir), "rollouts")
-    async with Recorder(folder, fail, float(ledger_gb) * 1e9) as recorder:
+    async with (
+        Recorder(folder, fail, float(ledger_gb) * 1e9) as recorder,
+        asyncio.TaskGroup() as tasks,
+    ):
         manager = SoakManager(recorder, [int(size) for size in sizes])
         num_groups = await manager.recover(checkpoint, position)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
         write_line(groups=num_groups, peak_mb=peak_mb, cpu_s=time.process_time())
-        snapshots = recorder._snapshots  # pyright: ignore[reportPrivateUsage]
-        assert snapshots is not None
+        tasks.create_task(recorder.run())
         while True:
             await manager.write_step()
-            await snapshots.take_if_due()  # a real step takes longer than its share of a snapshot
 
 
 if __name__ == "__main__":

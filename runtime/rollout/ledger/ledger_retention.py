@@ -89,7 +89,10 @@ def read_kept(log: Path) -> KeptSamples:
 
 def remove_logs(logs: Iterable[Path]) -> None:
     """Removes the oldest logs, of which all else was written. Raises OSError."""
-    for log in logs:
-        if log.exists():
-            sync(log.with_suffix(".index"))
-            log.unlink()
+    present = [log for log in logs if log.exists()]
+    for log in present:
+        sync(log.with_suffix(".index"))
+    for folder in {log.parent for log in present}:
+        sync(folder)  # the names of what stays come to the disk before a log leaves it
+    for log in present:
+        log.unlink()

@@ -77,7 +77,9 @@ class Recorder:
         self._on_failure = on_failure
         self._stack = contextlib.AsyncExitStack()
         self._writer: LedgerWriter | None = None
-        self._snapshots = None if folder is None else SnapshotTaker(folder, keep_nbytes)
+        self._snapshots: SnapshotTaker | None = None
+        if folder is not None:
+            self._snapshots = SnapshotTaker(folder, keep_nbytes, self._resume)
         self._ticket: Ticket | None = None
         self._next_uid = 0
         self._versions: set[int] = set()
@@ -157,8 +159,11 @@ class Recorder:
 
     @property
     def has_capacity(self) -> bool:
-        """False while the disk is too far behind for new groups."""
-        return self._writer is None or self._writer.has_capacity
+        """False while the disk, or the process that takes snapshots, is too far behind for new
+        groups."""
+        if self._writer is None or self._snapshots is None:
+            return True
+        return self._writer.has_capacity and not self._snapshots.is_behind
 
     def on_capacity(self, resume: Callable[[], None]) -> None:
         """Calls `resume` once, as soon as there is capacity; a later call replaces it."""
@@ -343,6 +348,9 @@ class Recorder:
         if self._writer is not None and self._snapshots is not None:
             writer = self._writer
             self._snapshots.observe(writer.position, writer.written_nbytes, self._step)
+        self._resume()
+
+    def _resume(self) -> None:
         if self.has_capacity and self._on_capacity is not None:
             resume, self._on_capacity = self._on_capacity, None
             resume()

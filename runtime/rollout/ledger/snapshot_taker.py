@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +19,19 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM: Final = "umbra.runtime.rollout.ledger.snapshot_process"
 _TIMEOUT_S: Final = 600.0
+_MAX_DUE: Final = 4
 
 
 class SnapshotTaker:
-    """Takes one snapshot at a time. The log may grow meanwhile; the next one has what was added.
+    """Takes one snapshot at a time. The log may grow meanwhile, and the next one has what was
+    added; `is_behind` says when the log has to wait.
 
     A snapshot that fails costs the next start time, and is logged; the next one is tried when as
     much was written again.
 
     Args:
         keep_nbytes: size of the newest part of the log, which stays whatever else is removed.
+        on_taken: called when `is_behind` may have ended.
 
     Attributes:
         tail_nbytes: size of the log behind the last snapshot at which the next one is due; at least
@@ -41,14 +44,27 @@ class SnapshotTaker:
     tail_nbytes = 24 * 1024 * 1024
     tail_steps = 200
 
-    def __init__(self, folder: Path, keep_nbytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_nbytes: float = math.inf,
+        on_taken: Callable[[], None] = lambda: None,
+    ) -> None:
         self.checkpoints: Collection[int] | None = None
         self._folder = folder
         self._keep_nbytes = keep_nbytes
+        self._on_taken = on_taken
+        self._is_taking = False
         self._taken = (0, 0)  # bytes of the log and steps at the last snapshot
         self._now = (0, 0)
         self._position: Position | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a snapshot takes so long that several more are due. A manager that starts would
+        read all that was written since."""
+        return self._is_taking and self._num_due() >= _MAX_DUE
 
     def begin(self, nbytes: int, steps_done: int) -> None:
         """Takes how much of the log is behind the last snapshot, and the steps that this has."""
@@ -57,7 +73,7 @@ class SnapshotTaker:
     def observe(self, position: Position, nbytes: int, steps_done: int) -> None:
         """Takes what is durable: the log up to `position`, `nbytes` since the process began."""
         self._position, self._now = position, (nbytes, steps_done)
-        if self._is_due():
+        if self._num_due() >= 1:
             self._changed.set()
 
     async def run(self) -> None:
@@ -69,13 +85,18 @@ class SnapshotTaker:
 
     async def take_if_due(self) -> None:
         """Returns when its process has ended."""
-        if self._is_due():
-            self._taken = self._now
-            await self._take()
+        if self._num_due() >= 1:
+            self._taken, self._is_taking = self._now, True
+            try:
+                await self._take()
+            finally:
+                self._is_taking = False
+            self._on_taken()
 
-    def _is_due(self) -> bool:
+    def _num_due(self) -> float:
+        """The log behind the last snapshot, as a multiple of that at which the next one is due."""
         nbytes, steps = (now - taken for now, taken in zip(self._now, self._taken, strict=True))
-        return nbytes >= self.tail_nbytes or steps >= self.tail_steps
+        return max(nbytes / self.tail_nbytes, steps / self.tail_steps)
 
     async def _take(self) -> None:
         known = self.checkpoints

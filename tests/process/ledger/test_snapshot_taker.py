@@ -10,7 +10,7 @@ import pytest
 from ledger_replay import replay
 from ledger_samples import life_of_a_group, wire_of
 
-from umbra.runtime.errors import LedgerError
+from umbra.runtime.errors import LedgerError, UmbraError
 from umbra.runtime.rollout.ledger.index_part import IndexPart
 from umbra.runtime.rollout.ledger.ledger_events import Checkpoint, Event, Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
@@ -18,6 +18,7 @@ from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
+from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.ledger.snapshot_taker import SnapshotTaker
 
 pytestmark = pytest.mark.process
@@ -55,6 +56,37 @@ def test_one_is_taken_when_the_tail_is_long_and_an_index_with_it(tmp_path: Path)
     *earlier, last = history.parts
     index = IndexPart.read(last, sum(part.stop for part in earlier))
     assert last.stop - index.facts.nbytes < 1000
+
+
+def fail(error: UmbraError) -> None:
+    raise error
+
+
+def test_new_groups_wait_for_a_snapshot_while_several_more_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SnapshotTaker, "tail_steps", 1)
+
+    async def scenario() -> None:
+        async with Recorder(tmp_path, fail) as recorder, asyncio.TaskGroup() as tasks:
+            await recorder.recover(None)
+            taking = tasks.create_task(recorder.run())
+            for step in (1, 4):
+                recorder.version(step, step)
+                await recorder.durable()
+                assert recorder.has_capacity
+                await asyncio.sleep(0)  # the first step is due, and its process begins
+            recorder.version(5, 5)
+            await recorder.durable()
+            assert not recorder.has_capacity
+            resumed = asyncio.Event()
+            recorder.on_capacity(resumed.set)
+            await asyncio.wait_for(resumed.wait(), 60.0)
+            assert recorder.has_capacity
+            assert snapshots_of(read_history(tmp_path))
+            taking.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_what_leaves_the_window_is_removed_once_snapshots_are_past_it(tmp_path: Path) -> None:
