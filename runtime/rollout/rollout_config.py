@@ -106,7 +106,7 @@ class RolloutSettings(Settings):
 
     @property
     def sampling(self) -> SamplingOptions:
-        """Of training rollouts."""
+        """The options of training rollouts."""
         return SamplingOptions(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -208,7 +208,7 @@ class RolloutConfig(Settings):
             raise ConfigError("worker_names is empty: nobody could compute rewards")
 
     def eval_sampling(self, temperature: float) -> SamplingOptions:
-        """Of evaluations, at the temperature that the ranks ask for."""
+        """The options of evaluations, at the temperature that the ranks ask for."""
         return SamplingOptions(
             temperature=temperature,
             top_p=self.eval_top_p,

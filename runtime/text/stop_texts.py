@@ -49,7 +49,7 @@ class StopTexts:
         )
 
     def may_complete(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of these tokens could complete a stop, whatever comes before them."""
+        """The tokens among these that could complete a stop, whatever comes before them."""
         return self._may_complete.take(tokens, mode="clip")  # ids beyond have no text
 
     def num_until_stop(self, before: NDArray[np.int32], tokens: NDArray[np.int32]) -> int:

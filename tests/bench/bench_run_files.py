@@ -1,4 +1,4 @@
-"""What a run directory has besides its ledger, for benchmarks of what reads it."""
+"""The files of a run directory besides its ledger, for benchmarks of what reads it."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Soak:
         return facts | self._dash(length)
 
     def _dash(self, length: int) -> Facts:
-        """What the page asks for first, and the samples of a step."""
+        """The first requests of the page, and the samples of a step."""
         began = time.perf_counter()
         with serving(self._run_dir) as (pid, address):
             for path in ("state", "metrics?from=0", "events?from=0", f"samples?step={length}"):

@@ -70,7 +70,7 @@ class SoakManager:
         return sum(map(len, (recovered.open, recovered.ready, *recovered.leases.values())))
 
     def _drop_unfinished(self, recovered: Recovered) -> None:
-        """Those of a killed manager's step, which is written from its beginning again."""
+        """The groups of a killed manager's step, which is written from its beginning again."""
         for group in [*recovered.open.values(), *recovered.ready.values()]:
             self._recorder.dropped(group, "the manager was killed")
 

@@ -68,7 +68,7 @@ def plan_batch(
     pieces: dict[int, list[_Piece]] = {}
     bins = _pack(groups, num_bins, cap, pieces)
     if len(bins) > num_bins:
-        # Those that came last are nearly empty. With as many from the start, all are about equal.
+        # The last bins are nearly empty. With as many from the start, all are about equal.
         num_bins = -(-len(bins) // world_size) * world_size
         equal = _pack(groups, num_bins, cap, pieces)
         bins = equal if len(equal) <= num_bins else bins

@@ -49,7 +49,7 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFacts:
-    """What the first frame has.
+    """Facts of a part, in the first frame.
 
     Attributes:
         begin: size of all earlier parts.

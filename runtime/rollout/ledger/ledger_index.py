@@ -1,4 +1,4 @@
-"""What a run's ledger has of its samples, for readers, without reading all of it.
+"""The samples of a run's ledger, for readers, without reading all of it.
 
 Each part of the ledger that is complete has an index beside it (`index_part.py`). The rollout
 manager writes them as it goes, and a reader writes those that are missing. A reader takes the table
@@ -252,7 +252,7 @@ class LedgerIndex:
         return found
 
     def story(self, row: SampleRow) -> list[dict[str, Any]]:
-        """What happened to a sample, oldest first; empty if that is no longer kept."""
+        """The history of a sample, oldest first; empty if that is no longer kept."""
         if self._has_left(row.begin):
             return []
         end = self._begins[-1] if row.end is None else row.end
@@ -283,16 +283,16 @@ class LedgerIndex:
         numbers = [(part.log.incarnation, part.log.part) for part in self._parts]
         of_needed = sum(number < needed[:2] for number in numbers)
         limit = min([begins[-1] - keep_nbytes, *(row.begin for row in self._table.live.values())])
-        num_indexed = sum(1 for _ in takewhile(lambda part: part.is_on_disk, self._parts))
-        num_removed = min(bisect_right(begins, limit) - 1, of_needed, num_indexed)
-        num_removed = min(num_removed, self._num_removed + max_parts)
-        if num_removed <= self._num_removed:
+        first = self._num_removed
+        num_due = min(bisect_right(begins, limit) - 1, of_needed, first + max_parts)
+        num_removed = first + sum(1 for _ in takewhile(self._is_indexed, range(first, num_due)))
+        if num_removed == first:
             return
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self._parts[first:], first):
             log, is_due = part.log.path, part.facts.first < begins[num_removed]
             if (number < num_removed or is_due) and not kept_path(log).exists():
                 write_kept(log, self._to_keep(number))
-        remove_logs(part.log.path for part in self._parts[:num_removed])
+        remove_logs(part.log.path for part in self._parts[first:num_removed])
         self._num_removed = num_removed
 
     # -- private -------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class LedgerIndex:
                         yield row
 
     def _limits_before(self, number: int, restores: Iterable[int]) -> list[float]:
-        """Of each part before this one, the lowest step that the job went back to later."""
+        """The lowest step that the job went back to later, for each part before this one."""
         limits: list[float] = []
         limit = min(restores, default=math.inf)
         for part in reversed(self._parts[:number]):
@@ -397,6 +397,11 @@ class LedgerIndex:
             self._rows[number] = self._load_rows(number)
         limit = self._limits[number]
         return [row for row in self._rows[number] if row.step is None or row.step < limit]
+
+    def _is_indexed(self, number: int) -> bool:
+        """Whether the index of a part is on the disk; one that is damaged is written again."""
+        self._load_rows(number)
+        return self._parts[number].is_on_disk
 
     def _load_rows(self, number: int) -> list[SampleRow]:
         try:
@@ -454,7 +459,7 @@ class LedgerIndex:
         return kept
 
     def _kept(self, row: SampleRow) -> KeptSamples:
-        """What is kept of the part in which a sample ended, whose log was removed."""
+        """The digests and texts of the part in which a sample ended, whose log was removed."""
         number = -1 if row.end is None else bisect_right(self._begins, row.end - 1) - 1
         log = self._history.parts[number].path
         if number < 0 or (number >= self._num_removed and not kept_path(log).exists()):

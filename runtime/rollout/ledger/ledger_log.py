@@ -40,8 +40,8 @@ _PART_NBYTES: Final = 32 * 1024 * 1024
 """Size at which a new part begins. Larger parts cost memory when read; smaller ones make many
 files."""
 _LEVEL: Final = 4
-"""Of zlib. Lower ones take 15 % less time for 10 % more bytes; higher ones twice the time for 3 %
-less."""
+"""zlib's level. Lower ones take 15 % less time for 10 % more bytes; higher ones twice the time for
+3 % less."""
 _MAX_TAKERS: Final = 16  # managers that may take over at the same moment
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE: Final = "; it was removed, or its file system is no longer mounted"

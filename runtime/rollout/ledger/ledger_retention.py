@@ -30,7 +30,7 @@ _LEVEL: Final = 4  # of zlib
 
 
 class KeptSamples(NamedTuple):
-    """What stays of the samples that ended in one part, by uid.
+    """The digests and texts that stay of the samples that ended in one part, by uid.
 
     Attributes:
         digests: XXH3-64 of the completion's tokens, as little-endian integers of 32 bits.

@@ -1,4 +1,4 @@
-"""What happened to one sample, in words, from the events of its time."""
+"""The history of one sample, in words, from the events of its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens top-k and top-p keep, in every dtype, with ties, and a few rows at a time."""
+"""The tokens that top-k and top-p keep, in every dtype, with ties, and a few rows at a time."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 

@@ -410,6 +410,20 @@ def test_no_log_is_removed_whose_index_is_not_on_the_disk(tmp_path: Path) -> Non
     assert told(LedgerIndex(tmp_path))["of"] == everything["of"]
 
 
+@pytest.mark.parametrize("harm", [cut, empty, flip])
+def test_an_index_that_is_damaged_is_written_again_before_its_log_leaves(
+    folder: Path, harm: Callable[[Path], None]
+) -> None:
+    everything = told(LedgerIndex(folder))["of"]
+    index = LedgerIndex(folder)
+    harm(folder / "000001-0001.index")
+
+    index.remove_oldest(0, Position(1, 4, 0))
+
+    assert not (folder / "000001-0001.log").exists()
+    assert told(LedgerIndex(folder))["of"] == everything
+
+
 @pytest.mark.parametrize("harm", [Path.unlink, cut, empty, flip])
 def test_an_index_that_is_damaged_when_its_log_has_left_is_named(
     folder: Path, harm: Callable[[Path], None]

@@ -57,7 +57,7 @@ def begin(folder: Path, num_steps: int) -> None:
 
 
 def check_state(folder: Path, restoring_step: int | None = None) -> None:
-    """What a manager reads is what the whole log has."""
+    """A manager reads the same as from the whole log."""
     history = read_history(folder)
     whole = replay(history.entries, restoring_step=restoring_step)
     content = read_content(history, restoring_step)

@@ -122,7 +122,7 @@ def _lognormal(num_groups: int, group_size: int, mean: int) -> list[GroupShape]:
     return [GroupShape(200, lengths) for lengths in own.astype(int).clip(1, 8 * mean).tolist()]
 
 
-# What a search that tried every number of micro-batches, and of pieces of a group, found.
+# The plans of a search that tried every number of micro-batches, and of pieces of a group.
 @pytest.mark.parametrize(
     ("num_groups", "group_size", "mean", "world_size", "cap", "num_micro_batches", "cost"),
     [
