@@ -21,30 +21,27 @@ def pool(mode: PoolMode, num_gpus: int = 1, count: int | None = None) -> PoolReq
     return PoolRequest(name=name, mode=mode, num_gpus=num_gpus, count=count, shares_with=host)
 
 
-@pytest.mark.parametrize(
-    ("title", "nodes", "pools"),
-    [
-        ("1 GPU, hybrid", [node(1, 1)], [pool("hybrid")]),
-        ("2 GPUs, hybrid", [node(2, 2)], [pool("hybrid")]),
-        ("2 GPUs, standalone, 1 for the trainer", [node(2, 1)], [pool("standalone")]),
-        ("8 GPUs, hybrid", [node(8, 8)], [pool("hybrid")]),
-        (
-            "8 GPUs, hybrid, engines of 2 GPUs, a judge of 4 GPUs",
-            [node(8, 8)],
-            [pool("hybrid", 2), pool("colocated", 4)],
-        ),
-        (
-            "8 GPUs, standalone, 2 for the trainer, engines of 2 GPUs",
-            [node(8, 2)],
-            [pool("standalone", 2)],
-        ),
-        (
-            "2 + 6 nodes of 8 GPUs, standalone, engines of 8 GPUs",
-            [node(8, 8)] * 2 + [node(8, 0)] * 6,
-            [pool("standalone", 8)],
-        ),
-    ],
-)
+LAYOUTS = [
+    ("2 GPUs, standalone, 1 for the trainer", [node(2, 1)], [pool("standalone")]),
+    (
+        "8 GPUs, hybrid, engines of 2 GPUs, a judge of 4 GPUs",
+        [node(8, 8)],
+        [pool("hybrid", 2), pool("colocated", 4)],
+    ),
+    (
+        "8 GPUs, standalone, 2 for the trainer, engines of 2 GPUs",
+        [node(8, 2)],
+        [pool("standalone", 2)],
+    ),
+    (
+        "2 + 6 nodes of 8 GPUs, standalone, engines of 8 GPUs",
+        [node(8, 8)] * 2 + [node(8, 0)] * 6,
+        [pool("standalone", 8)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("title", "nodes", "pools"), LAYOUTS)
 def test_a_layout_is_the_planners(title: str, nodes: list[Node], pools: list[PoolRequest]) -> None:
     shown = re.search(
         rf"^{re.escape(title)}:\n\n```\n(.*?)\n```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL
@@ -53,3 +50,9 @@ def test_a_layout_is_the_planners(title: str, nodes: list[Node], pools: list[Poo
 
     assert shown is not None, f"docs/engines.md has no layout {title!r}"
     assert shown[1] == table
+
+
+def test_every_layout_of_the_document_is_checked() -> None:
+    shown = re.findall(r"^GPUs  ranks  engines$|^node  GPUs", DOCUMENT.read_text(), re.MULTILINE)
+
+    assert len(shown) == len(LAYOUTS)
