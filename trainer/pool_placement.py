@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from umbra.runtime.cluster.placement import Node, Plan, PoolRequest, plan_placement
 from umbra.runtime.engine_api.engine_names import engine_kind
-from umbra.runtime.errors import ConfigError, SettingError
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_settings import (
     AuxiliaryPoolSettings,
     EnginePoolSettings,
     PoolSettings,
-    check_update_waves,
 )
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
@@ -35,7 +34,7 @@ def plan_pools(
         only: the only pool that will run, if not all do; it may use all GPUs.
 
     Raises:
-        ConfigError: a rank or an engine has no place, or the pool has fewer engines than waves.
+        ConfigError: a rank or an engine has no place.
     """
     pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
     requests = [
@@ -67,11 +66,6 @@ def plan_pools(
         if spread := {part.node for place in places if place.followers for part in place.parts}:
             addresses = [nodes[idx].address for idx in sorted(spread)]
             _check_spanning(_section(name, host), pools[name], addresses)
-    if not only:
-        try:
-            check_update_waves(config.pool.update_waves, config.pool.mode, len(plan.engines[host]))
-        except SettingError as error:
-            raise ConfigError(f"pool.{error}") from None
     return plan
 
 

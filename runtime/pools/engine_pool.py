@@ -74,7 +74,6 @@ class EnginePool:
                 full_sync_every=spec.full_sync_every,
                 pause_mode=spec.on_update,
                 require_engine=False,
-                update_waves=spec.update_waves,
                 transport=spec.transport,
                 staged_updates=spec.staged_updates,
             ),

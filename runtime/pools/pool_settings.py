@@ -33,20 +33,6 @@ def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
         raise ValueError("a LoRA adapter needs a name")
 
 
-def check_update_waves(update_waves: int, mode: str, count: int | Literal["auto"]) -> None:
-    """Raises SettingError where a pool cannot be updated in so many waves."""
-    if update_waves != 1 and mode != "standalone":
-        raise SettingError(
-            f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
-            "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
-        )
-    if count != "auto" and not 1 <= update_waves <= max(1, count):
-        raise SettingError(
-            f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
-            "or raise count"
-        )
-
-
 def check_full_sync_every(full_sync_every: int, transport: TransportSetting) -> None:
     """Raises SettingError for a pool whose weights never travel over the network."""
     if full_sync_every > 1 and transport not in ("auto", "nccl"):
@@ -160,10 +146,6 @@ class PoolSettings(EnginePoolSettings):
         on_update: What new weights do to completions in progress. "abort" continues them under the
             new weights from the tokens so far. "keep" does too, without computing their keys again.
             "drain" finishes them first, which takes as long as the longest.
-        update_waves: Parts in which a standalone pool is updated, at most `count`. 1 updates all
-            engines at once. With more, each part is updated while the others generate under the
-            older weights; the trainer waits for all of them. What "abort" interrupts continues on
-            the other engines, and is interrupted again when they are updated.
         staged_updates: Whether the engines of a standalone pool read new weights into spare memory
             while they generate, so that an update interrupts them for a copy within their GPU
             alone. It takes the memory of the weights once more on each of their GPUs. For engine
@@ -180,8 +162,8 @@ class PoolSettings(EnginePoolSettings):
             for bit: few at usual learning rates, so that updates wait less for a slow network.
             Higher values send less. From 2 on, each rank keeps a copy of its part of the weights in
             `model.dtype`, on its GPU. 1 always sends all.
-        sync_timeout_s: Limit for one weight update across all waves; the first also covers engine
-            start-up. An engine that makes no progress for most of it is replaced.
+        sync_timeout_s: Limit for one weight update; the first also covers engine start-up. An
+            engine that makes no progress for most of it is replaced.
         stall_limit_s: How long an engine that has requests may generate no token before it is
             killed and restarted. Set it above the longest time to a first token: a long prompt on a
             CPU may take minutes.
@@ -190,7 +172,6 @@ class PoolSettings(EnginePoolSettings):
     count: CountOrAuto = "auto"
     mode: Literal["hybrid", "standalone"] = "hybrid"
     on_update: OnUpdate = "abort"
-    update_waves: Positive = 1
     staged_updates: bool = False
     transport: TransportSetting = "auto"
     sync_bucket_mib: Positive = 2
@@ -200,7 +181,6 @@ class PoolSettings(EnginePoolSettings):
 
     def __post_init__(self) -> None:
         EnginePoolSettings.__post_init__(self)
-        check_update_waves(self.update_waves, self.mode, self.count)
         check_full_sync_every(self.full_sync_every, self.transport)
         if self.staged_updates:
             check_staged_updates(self.mode, self.engine, self.transport)

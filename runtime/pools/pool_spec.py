@@ -22,7 +22,6 @@ from umbra.runtime.pools.pool_settings import (
     OnUpdate,
     check_full_sync_every,
     check_staged_updates,
-    check_update_waves,
 )
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Count, Positive, Settings
@@ -50,8 +49,6 @@ class PoolSpec(Settings):
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
             keep (frozen, then continued) or drain (finished first).
-        update_waves: 1 updates all engines at once; more updates one part of them after the other,
-            while the others generate. For standalone engines, at most one wave for each.
         staged_updates: see `check_staged_updates`, and docs/configuration.md.
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines get it as an argument of the same name.
@@ -83,7 +80,6 @@ class PoolSpec(Settings):
     engine_followers: tuple[tuple[FollowerPlace, ...], ...] | None = None
     memory_limit_nbytes: int = 0
     on_update: OnUpdate = "abort"
-    update_waves: int = 1
     staged_updates: bool = False
     load_weights: bool = False
     lora_rank: int = 0
@@ -98,7 +94,6 @@ class PoolSpec(Settings):
     def __post_init__(self) -> None:
         try:
             Settings.__post_init__(self)
-            check_update_waves(self.update_waves, self.mode, self.count)
             check_full_sync_every(self.full_sync_every, self.transport)
             if self.staged_updates:
                 check_staged_updates(self.mode, self.engine, self.transport)

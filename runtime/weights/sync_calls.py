@@ -262,16 +262,17 @@ class SyncGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """The outcome of a sync, or of all waves of a rolling update.
+    """The outcome of a sync.
 
     Attributes:
         engines: name -> {"nbytes": bytes loaded, "load_s": seconds, waits included}.
         failed: name -> why this engine did not get the version; it is being replaced, or gets it
             with the next sync.
-        remaining: engines that serve an older version, and get this one in the next wave.
-        transport: by name; for a rolling update, the last wave's.
+        remaining: engines that left the sync and still serve an older version. The ranks publish
+            the version to them again.
+        transport: by name.
         network_nbytes: of weights, that ranks sent to other nodes.
-        prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.
+        prepare_s, transfer_s, verify_s, resume_s: seconds of each phase.
     """
 
     version: int
@@ -309,7 +310,7 @@ class SyncReport:
                 raise ProtocolError(f"not the supervisor's report of a sync: {brief(raw)}")
 
     def joined(self, later: SyncReport) -> SyncReport:
-        """Adds the report of the next wave."""
+        """Adds the report of the sync that reached the remaining engines."""
         return SyncReport(
             version=self.version,
             transport=later.transport,

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.engine_sync import OpenedSync, SyncEngine
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
@@ -40,7 +41,6 @@ from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder, Lin
 from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory
 from umbra.runtime.weights.transports.shared_memory.image_plan import ImagePlan
-from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ _ANSWER_SHARE: Final = 0.9
 # The lease ends this share before a rank's own deadline, so that the rank gets the reason.
 _ENDED_KEPT: Final = 8
 # Ended syncs whose outcome is kept for late callers.
+_ABLE_STATES: Final = frozenset(
+    {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS, EngineState.ASLEEP}
+)
+# Engines in other states take part in no sync.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +70,6 @@ class SyncSettings:
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False, it commits the version with a
             warning, and engines catch up with it later.
-        update_waves: number of syncs, one after the other, in which a new version reaches the pool,
-            each with a part of the engines; see `umbra.runtime.weights.update_waves`.
         transport: see `umbra.runtime.weights.transport_choice`.
         staged_updates: engines that read the ranks' memory first read it into spare memory, while
             they generate.
@@ -78,7 +80,6 @@ class SyncSettings:
     full_sync_every: int = 1
     pause_mode: str = "abort"
     require_engine: bool = True
-    update_waves: int = 1
     transport: TransportSetting = "auto"
     staged_updates: bool = False
 
@@ -117,7 +118,6 @@ class SyncCoordinator:
         self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
-        self._num_waves = 0  # committed syncs of `version`
         self._verified: dict[str, int] = {}  # by engine: last incarnation with verified checksums
         self._discarded: dict[str, int] = {}  # by engine: last incarnation that was killed
         self._current: SyncRun | None = None
@@ -256,7 +256,7 @@ class SyncCoordinator:
     async def open_sync(
         self, version: int, action: Open, plan: TransportPlan, timeout_s: float
     ) -> AsyncGenerator[OpenedSync]:
-        """Chooses the engines: the next wave of those that can take part and lack `version`.
+        """Chooses the engines: those that can take part and lack `version`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for a sync.
@@ -296,7 +296,6 @@ class SyncCoordinator:
             }
         is_first = version != self.version
         self._num_versions += is_first
-        self._num_waves = 1 if is_first else self._num_waves + 1
         self.version = version
         if engines:
             logger.info("pool %s: version %d is on %s", self.pool, version, ", ".join(engines))
@@ -309,8 +308,13 @@ class SyncCoordinator:
             )
 
     def remaining(self, version: int) -> list[str]:
-        """See `umbra.runtime.weights.update_waves.remaining`."""
-        return remaining(self._able_engines(), version)
+        """Engines that hold an older version, and serve it or may serve it again.
+
+        An engine without a version (PENDING_WEIGHTS) generates nothing, and waits for a catch-up
+        sync.
+        """
+        able = self._able_engines()
+        return [engine.name for engine in able if engine.lifecycle.version not in (None, version)]
 
     def on_discarded(self, engine: str, incarnation: int) -> None:
         """Excludes that incarnation of an engine from all later syncs."""
@@ -321,11 +325,9 @@ class SyncCoordinator:
     def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
         # Others may have become ready since the transport was chosen.
         chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
-        num_waves_left = self._settings.update_waves
         if version == self.version:
             chosen = [engine for engine in chosen if engine.lifecycle.version != version]
-            num_waves_left -= self._num_waves
-        return choose_wave(chosen, num_waves_left)
+        return chosen
 
     def _needs_checksums(self, version: int, engines: Sequence[SyncEngine]) -> bool:
         num_earlier, full_every = self._num_earlier(version), self._settings.full_sync_every
@@ -341,7 +343,7 @@ class SyncCoordinator:
         return self._num_versions - (version == self.version)
 
     def _able_engines(self) -> list[SyncEngine]:
-        able = able_engines(self._engines())
+        able = (engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES)
         return [e for e in able if self._discarded.get(e.name) != e.incarnation]
 
     async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:

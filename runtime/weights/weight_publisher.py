@@ -117,8 +117,8 @@ class WeightPublisher:
         """Transfers the tensors to the engines of `pool`; returns when they serve `version`.
 
         Collective: all ranks call it. If the pool already has `version`, only the engines that lack
-        it take part. If the pool is updated in waves, there is one sync for each wave. Any failure
-        here aborts the sync for every rank.
+        it take part. An engine that has to leave the sync and still serves an older version gets
+        another sync. Any failure here aborts the sync for every rank.
 
         Raises:
             WeightSyncError: no engine got the version, or a rank did not join or failed.
@@ -126,15 +126,15 @@ class WeightPublisher:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            report = self._publish_wave(pool, version, deadline)
+            report = self._sync(pool, version, deadline)
             while report.remaining:  # the same on every rank
-                report = report.joined(self._publish_wave(pool, version, deadline))
+                report = report.joined(self._sync(pool, version, deadline))
             return report
         finally:
             self._links.stop_listening()
             self._exports.leave()
 
-    def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
+    def _sync(self, pool: str, version: int, deadline: float) -> SyncReport:
         supervisor, rank = self._supervisor, self._rank
         grant = supervisor.sync_begin(
             SyncBegin(

@@ -12,9 +12,8 @@ Medians over the rounds, which take two minutes each on two cores; `delta_bench.
 - with completions of 64 tokens in place of 512, and as `short_...`: the same without the ledger
 - everything that `worker_bench` measures with 64 workers
 - `trajectories_per_s` of the ledger, and as `ledger_...` how long the loop was blocked
-- everything that `update_gap` measures with engines that abort and resume,
-  `update_gap_keep_ms` with engines that freeze and continue, and `update_silence_rolling_ms` with
-  one engine after the other
+- everything that `update_gap` measures with engines that abort and resume, and
+  `update_gap_keep_ms` with engines that freeze and continue
 
     python tests/bench/rollout.py [--rounds 2] [--trajectories 10000] [--seconds 3] [--json]
 """
@@ -89,8 +88,6 @@ def _round(num_trajectories: int, duration_s: float) -> dict[str, Any]:
     row |= update_gap.run(_NUM_UPDATES, "abort")
     kept = update_gap.run(_NUM_UPDATES, "keep")
     row["update_gap_keep_ms"] = kept["update_gap_ms"]
-    rolling = update_gap.run(_NUM_UPDATES, "abort", update_waves=2)
-    row["update_silence_rolling_ms"] = rolling["update_silence_ms"]
     return row
 
 

@@ -42,11 +42,11 @@ _MODEL: Final[dict[str, Any]] = {
 }
 
 
-def run(num_updates: int, on_update: OnUpdate, update_waves: int = 1) -> dict[str, float]:
+def run(num_updates: int, on_update: OnUpdate) -> dict[str, float]:
     """Updates two engines that generate for 32 trajectories; a supervisor, a manager, real syncs.
 
     Args:
-        on_update, update_waves: see `PoolSpec`.
+        on_update: see `PoolSpec`.
 
     Returns:
         Medians over the updates: `update_gap_ms` from the call of `publish` to the first token of
@@ -62,14 +62,14 @@ def run(num_updates: int, on_update: OnUpdate, update_waves: int = 1) -> dict[st
         with Session.from_torchrun(
             SessionConfig(run_dir=folder / "run"), on_note=lambda text: None
         ) as session:
-            rows += _updates(session, folder, num_updates, on_update, update_waves)
+            rows += _updates(session, folder, num_updates, on_update)
     facts = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     facts["update_gap_max_ms"] = max(row["update_gap_ms"] for row in rows)
     return facts
 
 
 def _updates(
-    session: Session, folder: Path, num_updates: int, on_update: OnUpdate, update_waves: int
+    session: Session, folder: Path, num_updates: int, on_update: OnUpdate
 ) -> list[dict[str, float]]:
     session.create_pool(
         PoolSpec(
@@ -78,7 +78,6 @@ def _updates(
             count=_NUM_ENGINES,
             mode="standalone",
             on_update=on_update,
-            update_waves=update_waves,
             kwargs={"model_path": str(folder), "max_context_len": _PROMPT_LEN + _COMPLETION_LEN},
             env={"OMP_NUM_THREADS": "1"},
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -217,23 +216,6 @@ def test_a_run_with_the_decoupled_loss_resumes_from_its_checkpoint(folder: Path)
     assert all(abs(row["train/importance_mean"] - 1) < 1e-3 for row in steps)
     assert all(abs(row["train/importance_max"] - 1) < 1e-3 for row in steps)
     assert all(row["train/importance_limited_share"] == 0 for row in steps)
-
-
-def test_a_pool_that_is_updated_in_waves_keeps_the_staleness_bound(folder: Path) -> None:
-    config = write_config(folder, engines=2)
-    stale = ["pool.mode=standalone", "rollout.max_staleness=1", "train.loss=decoupled"]
-
-    run(config, 2, *stale, "pool.update_waves=2", "train.steps=6")
-
-    steps = [row for row in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(0 <= row["rollout/staleness_max"] <= 1 for row in steps)
-    assert any(row["rollout/staleness_max"] == 1 for row in steps)
-    assert all(row["sync/failed_engines"] == 0 for row in steps)
-    log = (folder / "run/logs/supervisor.log").read_text()
-    updated = re.findall(r"version (\d+) is on (.+)", log)
-    assert updated[0][1] == "policy-0, policy-1", "the first, which nobody served before"
-    assert [engines for _, engines in updated[1:]] == ["policy-0", "policy-1"] * 6
 
 
 def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folder: Path) -> None:

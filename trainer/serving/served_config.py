@@ -54,7 +54,7 @@ def read_one_engine_config(
     Raises: as `read_serve_config` and `served_pools`.
     """
     pool = _find_pool(read_serve_config(source, overrides), name)
-    more = [f"{pool.section}.count=1", "pool.update_waves=1", "pool.staged_updates=false"]
+    more = [f"{pool.section}.count=1", "pool.staged_updates=false"]
     if engine:
         more.append(f"{pool.section}.engine={engine}")
     return read_serve_config(source, [*overrides, *more]), pool

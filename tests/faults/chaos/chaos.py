@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             updates=arguments.updates,
             group_size=arguments.group_size,
             on_update=arguments.on_update,
-            update_waves=arguments.update_waves,
         )
     except ConfigError as error:
         print(f"chaos: {error}", file=sys.stderr)
@@ -188,7 +187,6 @@ class ChaosRun:
             "tokens": account.num_tokens,
             "updates": self._num_updates,
             "on_update": self._plan.on_update,
-            "update_waves": self._plan.update_waves,
             **account.counts,
             "staleness_min": min(ages, default=None),
             "staleness_max": max(ages, default=None),
@@ -212,7 +210,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=20, help="one after each batch (default 20)")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--on-update", choices=("abort", "keep", "drain"), default="abort")
-    parser.add_argument("--update-waves", type=int, choices=range(1, 5), default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/chaos"))
     return parser
 

@@ -145,8 +145,7 @@ class Account:
                 count = int((versions == version).sum())
                 self._note("wrong_version", f"{sample_id}: no version {version}", count)
         self.num_resumed += len(different) > 1
-        # In a rolling update, a lost trajectory may resume on an engine with the older version.
-        if self._plan.update_waves == 1 and len(versions) and (np.diff(versions) < 0).any():
+        if len(versions) and (np.diff(versions) < 0).any():
             self._note("versions_going_back", f"{sample_id}: {different}")
 
     def _check_makers(

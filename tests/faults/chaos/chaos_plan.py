@@ -97,7 +97,6 @@ class ChaosPlan:
         num_updates: weight updates after the first weights: one after each batch.
         groups_per_batch, group_size: of each batch.
         on_update: what a weight update does to running generation.
-        update_waves: parts of the pool that are updated one after the other.
     """
 
     seed: int
@@ -106,7 +105,6 @@ class ChaosPlan:
     group_size: int
     num_faults: int
     on_update: OnUpdate = "abort"
-    update_waves: int = 1
     num_engines: int = 4
     num_ranks: int = 2
     max_staleness: int = 2

@@ -118,7 +118,6 @@ class ChaosWorld:
             hung_limit_s=HUNG_LIMIT_S,
             start_timeout_s=_START_TIMEOUT_S,
             on_update=plan.on_update,
-            update_waves=plan.update_waves,
             bucket_nbytes=_BUCKET_NBYTES,
         )
         self._session.create_pool(spec)

@@ -35,17 +35,15 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "group_size", "on_update", "update_waves"),
-    [(2, 8, "keep", 1), (3, 4, "drain", 1), (4, 4, "abort", 2)],
+    ("seed", "group_size", "on_update"), [(2, 8, "keep"), (3, 4, "drain"), (4, 4, "abort")]
 )
 def test_no_trajectory_is_lost_doubled_or_wrong(
-    tmp_path: Path, seed: int, group_size: int, on_update: str, update_waves: int
+    tmp_path: Path, seed: int, group_size: int, on_update: str
 ) -> None:
     done = run_chaos(
         tmp_path,
         *("--seed", str(seed), "--trajectories", "384", "--kills", "8", "--updates", "4"),
         *("--group-size", str(group_size), "--on-update", on_update),
-        *("--update-waves", str(update_waves)),
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

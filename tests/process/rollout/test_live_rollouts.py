@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.weights.sync_calls import SyncFilled
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process]
@@ -147,10 +149,13 @@ def test_a_pool_of_one_engine_that_is_killed_asks_the_ranks_for_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_update", ["abort", "keep", "drain"])
 def test_a_sync_in_mid_generation_only_changes_versions(
-    umbra_session: Session, tmp_path: Path
+    umbra_session: Session, tmp_path: Path, on_update: str
 ) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    live = LiveRollouts(
+        umbra_session, tmp_path, engine={"tokens_per_s": 60.0}, pool={"on_update": on_update}
+    )
     live.publish(1)
 
     with while_generating(live, 100, lambda: live.publish(2)):
@@ -160,10 +165,58 @@ def test_a_sync_in_mid_generation_only_changes_versions(
     assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
     versions = [sample["versions"] for sample in samples.values()]
     assert all(sorted(v) == v for v in versions)
-    assert any(set(v) == {1, 2} for v in versions)
-    assert batches[0]["metrics"]["interruptions"] > 0
+    assert any(set(v) == {1, 2} for v in versions) == (on_update != "drain")
+    assert (batches[0]["metrics"]["interruptions"] > 0) == (on_update == "abort")
     assert batches[0]["metrics"]["version_min"] == 1
     assert 0 < batches[0]["metrics"]["engine_idle_share"] < 0.9
+
+
+class FailsDuringDrain(SessionSync):
+    """A rank that fails when an engine has begun to drain."""
+
+    def __init__(self, live: LiveRollouts) -> None:
+        super().__init__(live.session)
+        self._live = live
+
+    def sync_filled(self, call: SyncFilled) -> None:
+        deadline = time.monotonic() + 10.0
+        while states(self._live) == [("SERVING", 1)]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raise RuntimeError("the rank fails")
+
+
+def states(live: LiveRollouts) -> list[tuple[str, int]]:
+    return [(row["state"], row["version"]) for row in live.session.pool("policy").states()]
+
+
+@pytest.mark.slow
+def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        engine={"tokens_per_s": 15.0},
+        num_engines=1,
+        pool={"on_update": "drain"},
+    )
+    live.publish(1)
+
+    def publish_in_vain() -> None:
+        publisher = WeightPublisher(FailsDuringDrain(live), 0, 1, {"w": torch.zeros(10)})
+        with pytest.raises(RuntimeError, match="the rank fails"):
+            publisher.publish("policy", 2, 20.0)
+        begun_at = time.monotonic()
+        while states(live) != [("SERVING", 1)]:
+            assert time.monotonic() < begun_at + 1.0
+
+    with while_generating(live, 100, publish_in_vain):
+        samples = merged(live.next_batch(0))
+
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
+    assert {version for s in samples.values() for version in s["versions"]} == {1}
+    assert live.processes()["policy-0"]["incarnation"] == 1
 
 
 @pytest.mark.slow

@@ -94,9 +94,7 @@ def test_the_trainer_takes_the_memory_from_a_judge_and_keeps_it(
     shared.check_never_both_awake()
 
 
-@pytest.mark.parametrize(
-    "policy", [{"mode": "hybrid"}, {"count": 2, "update_waves": 2}], ids=["hybrid", "waves"]
-)
+@pytest.mark.parametrize("policy", [{"mode": "hybrid"}, {"count": 2}], ids=["hybrid", "two"])
 def test_weights_that_arrive_in_the_judges_turn_end_it(
     umbra_session_factory: SessionFactory, policy: dict[str, Any]
 ) -> None:

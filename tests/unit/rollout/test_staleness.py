@@ -435,7 +435,7 @@ def test_whatever_happens_the_bound_holds(
             if world.running:  # while the ranks train, engines continue
                 world.generate(data.draw(st.sampled_from(list(world.running))))
         world.learn(world.step + 101, world.step + 1)
-        for _ in range(data.draw(st.integers(0, 4), "during a rolling update")):
+        for _ in range(data.draw(st.integers(0, 4), "during an update")):
             if world.running:
                 group_id = data.draw(st.sampled_from(list(world.running)))
                 world.generate(group_id, is_updated=data.draw(st.booleans(), "is updated"))

@@ -214,10 +214,6 @@ def test_a_start_again_makes_the_same_specifications(model_dir: Path) -> None:
             {"job": {"trainer_gpus_per_node": 1}},
             "trainer_gpus_per_node = 1, and torchrun started 2 ranks .* --nproc-per-node 1",
         ),
-        (
-            {"pool": {"update_waves": 2, "mode": "standalone", "gpus": [0]}},
-            "^pool.update_waves 2 is not possible with 1 engines",
-        ),
     ],
 )
 def test_a_layout_that_is_not_possible_is_an_error_in_words(

@@ -261,8 +261,8 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
         (["train.betas=[0.9, 1.5]"], "train.betas=[0.9, 1.5] (command line): train.betas.1: input"),
         (["trian.steps=3"], "trian.steps=3 (command line): trian is unknown"),
         (
-            ["pool.update_waves=2", "pool.count=3", "train.steps=3"],
-            "pool.update_waves=2 (command line): pool: update_waves 2 is for mode",
+            ["pool.staged_updates=true", "pool.count=3", "train.steps=3"],
+            "pool.staged_updates=true (command line): pool: staged_updates is for mode",
         ),
         (
             ["train.offload=all", "train.steps=3", "pool.mode=standalone"],
@@ -370,11 +370,6 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             "pool.engine=embeded",
             ["pool.engine", "'embedded', 'vllm', 'sglang', 'echo', 'faulty' or the 'module:Class'"],
         ),
-        ("pool.update_waves=0", ["pool.update_waves", "greater than or equal to 1"]),
-        (
-            "pool.update_waves=2",
-            ["pool: update_waves 2 is for mode 'standalone'", "set update_waves to 1, or mode to"],
-        ),
         ("pool.full_sync_every=0", ["pool.full_sync_every", "greater than or equal to 1"]),
         (
             "pool.staged_updates=true",
@@ -393,14 +388,6 @@ def test_a_wrong_setting_names_key_and_what_is_allowed(
 
     for text in said:
         assert text in str(raised.value)
-
-
-def test_there_are_no_more_update_waves_than_engines(config_file: Path) -> None:
-    standalone = ["pool.mode=standalone", "pool.count=4"]
-
-    assert load_config(config_file, [*standalone, "pool.update_waves=4"]).pool.update_waves == 4
-    with pytest.raises(ConfigError, match="not possible with 4 engines: use 1 to 4, or raise"):
-        load_config(config_file, [*standalone, "pool.update_waves=5"])
 
 
 def test_only_the_network_gives_reason_not_to_send_all_weights(config_file: Path) -> None:

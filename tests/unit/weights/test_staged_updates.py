@@ -23,7 +23,8 @@ from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.staged_copies import StagedCopies
 from umbra.engines.loading.weight_import import Regions, WeightImport
 from umbra.engines.loading.weight_source import BlockCopy, WeightSource
-from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.errors import ConfigError, WeightSyncError
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.weights.checksums.checksum import checksum_of
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
 
@@ -351,3 +352,20 @@ def test_the_ranks_memory_is_left_when_nothing_reads_it_any_more(
         runner.run(asyncio.to_thread(use, description))
         assert done == [*(["loaded"] if way == "load" else []), "waited", "left"]
         update.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mode": "hybrid"}, "set mode to 'standalone'"),
+        ({"engine": "sglang"}, "engine 'sglang' reads weights when it is paused"),
+        ({"transport": "memfd"}, "set transport to 'auto'"),
+    ],
+)
+def test_a_pool_that_cannot_stage_updates_is_an_error(
+    changes: dict[str, Any], problem: str
+) -> None:
+    settings: dict[str, Any] = {"mode": "standalone", "engine": "vllm", "staged_updates": True}
+    PoolSpec(name="pool", count=2, **settings)
+    with pytest.raises(ConfigError, match=f"pool 'pool': staged_updates .*{problem}"):
+        PoolSpec(name="pool", count=2, **(settings | changes))
