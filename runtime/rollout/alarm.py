@@ -1,5 +1,3 @@
-"""A deadline for a condition that comes and goes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -7,7 +5,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls back once its condition has held for `delay_s` without a break. One loop's."""
+    """Calls back once its condition has held for `delay_s` without a break."""
 
     def __init__(self, delay_s: float, on_expiry: Callable[[], None]) -> None:
         self._delay_s = delay_s
@@ -15,7 +13,7 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, holds: bool) -> None:
-        """Reports whether the condition holds now; the time runs from the first True on."""
+        """Takes the condition's present value."""
         if not holds and self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,5 +1,3 @@
-"""Sends lines to the operator, the person who runs the job, through the supervisor."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class OperatorMessages:
-    """Accepts lines of an actor at any time; `run()` sends them to the supervisor."""
+    """Accepts lines for the operator at any time; `run()` sends them to the supervisor."""
 
     def __init__(self, context: ActorContext) -> None:
         self._supervisor = context.supervisor
@@ -26,12 +24,11 @@ class OperatorMessages:
         self._lines.put_nowait(text)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             await self._send("note", await self._lines.get(), "note")
 
     async def record(self, text: str, kind: EventKind) -> None:
-        """Sends an event that is only written to events.jsonl, and returns when it has arrived."""
+        """Writes an event to events.jsonl only; returns once the supervisor has it."""
         await self._send("record", text, kind)
 
     async def _send(self, method: str, text: str, kind: EventKind) -> None:

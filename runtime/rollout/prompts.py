@@ -47,8 +47,7 @@ class Prompt:
     row: dict[str, Any]
 
     def to_score(self) -> dict[str, Any]:
-        """Text and row for a worker, which makes a row of its own for each completion by `to_row`:
-        a reward may change what it gets."""
+        """Text and packed row. Each completion gets its own row, since a reward may change it."""
         return {"text": self.text, "row": msgpack.packb(self.row)}
 
 
@@ -61,12 +60,8 @@ def to_row(packed: bytes) -> dict[str, Any]:
 def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]]) -> int:
     """Writes a prompt file, durably and all or nothing; returns the number of prompts.
 
-    Args:
-        records: maps {"id", "prompt", "tokens", "row"} as above.
-
-    Raises:
-        DataError: there are no prompts, one is empty, an id occurs twice, or a row value cannot be
-            encoded.
+    DataError if there are no prompts, one is empty, an id occurs twice, or a value
+    cannot be encoded.
     """
     target = Path(path)
     seen: set[str] = set()
@@ -151,8 +146,7 @@ def _describe(value: Any, error: Exception) -> str:
 class PromptSet:
     """Prompts of one file, by index. Owns a read-only mapping of the file.
 
-    Raises (on `open` and on access):
-        DataError: the file is missing, damaged, or has no prompts.
+    `open` and access raise DataError if the file is missing, damaged, or has no prompts.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: NDArray[np.int64]) -> None:
@@ -162,7 +156,6 @@ class PromptSet:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> PromptSet:
-        """Maps a prompt file and finds its records."""
         target = Path(path)
         try:
             with target.open("rb") as file:
@@ -185,11 +178,7 @@ class PromptSet:
         return Prompt(record["id"], record["prompt"], tokens, record["row"])
 
     def find(self, prompt_ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids that are in the file. Reads the file up to the last of them.
-
-        Raises:
-            DataError: as on access by index.
-        """
+        """The prompts with these ids that are in the file, which is read up to the last of them."""
         found: dict[str, Prompt] = {}
         for idx in range(len(self)):
             if len(found) == len(prompt_ids):

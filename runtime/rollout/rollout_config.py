@@ -1,5 +1,3 @@
-"""Settings of rollouts: what a user chooses, and what a rollout manager gets at its start."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -106,7 +104,6 @@ class RolloutSettings(Settings):
 
     @property
     def sampling(self) -> SamplingOptions:
-        """The options of training rollouts."""
         return SamplingOptions(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -122,15 +119,15 @@ class DispatchConfig(Settings):
     Attributes:
         pool: name of the engine pool. An engine's tokens have one reader, so a pool has one rollout
             manager or one generator.
-        max_context_len: longest prompt + completion in tokens, as the engines have it.
-        vocab_size: of the model: tokens outside it are refused; 0 leaves that to engines.
+        max_context_len: longest prompt + completion in tokens.
+        vocab_size: tokens outside it are refused; 0 leaves that to engines.
         max_inflight_per_engine: requests given to an engine at a time. Below the engine's
             `max_num_seqs` it idles; far above, an engine that joins late finds no work.
         engine_timeout_s: how long work may wait while no engine of the pool serves.
         delta_timeout_s: how long a serving engine that has work may stay silent.
         submit_timeout_s: deadline for an engine to accept requests.
-        shares_memory: the pool shares memory with others by time-slicing, so the supervisor has to
-            know whether there is work.
+        shares_memory: the pool has time slices, so the supervisor has to know
+            whether there is work.
     """
 
     pool: str
@@ -145,16 +142,16 @@ class DispatchConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Settings):
-    """What one rollout manager gets: the user's settings, and what the trainer knows.
+    """The settings of one rollout manager: the user's, and the trainer's additions.
 
     Attributes:
         settings: the user's, with the model's own end-of-text tokens among `stop_token_ids`.
         dispatch: to the pool that generates.
         prompts_path: prompt file of the training set, as `write_prompts` makes it.
-        tokenizer_path: see `ModelTokenizer.open`; used for stop texts only.
+        tokenizer_path: used for stop texts only.
         eval_path: prompt file of the held-out sets; "" where nothing is evaluated.
-        eval_sets: the sets in that file: names and numbers of prompts, in its order. An evaluation
-            scores each of them, besides all prompts together.
+        eval_sets: names and numbers of prompts of the sets in that file, in its order. An
+            evaluation scores each of them, besides all prompts together.
         eval_samples: completions of each held-out prompt.
         eval_max_new_tokens: their largest number of tokens; None for that of `settings`.
         eval_top_p, eval_top_k: see `SamplingOptions`.
@@ -162,20 +159,18 @@ class RolloutConfig(Settings):
         worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
         shuffle: False keeps the prompt file's order in every epoch.
-        num_micro_batches: micro-batches per rank; ignored where `max_tokens_per_micro_batch`
-            is set.
-        max_tokens_per_micro_batch: cap of a micro-batch's tokens, each distinct prompt counted
-            once; 0 means no cap. A sample longer than the cap gets one of its own.
-        ledger_path: folder of this manager's ledger, see `umbra.runtime.rollout.ledger`; "" keeps
-            nothing, and what a manager knows ends with its process.
-        pools_timeout_s: added to the deadlines of rewards and agent loops here, where they may
-            wait for auxiliary pools: the workers do not count that.
+        num_micro_batches: per rank; ignored where `max_tokens_per_micro_batch` is set.
+        max_tokens_per_micro_batch: each distinct prompt counts once; 0 means no cap. A sample
+            longer than the cap gets a micro-batch of its own.
+        ledger_path: folder of this manager's ledger; "" records nothing.
+        pools_timeout_s: added to the deadlines of rewards and agent loops here, since workers do
+            not count the wait for auxiliary pools.
         accuracy_threshold: in `evaluate`, a sample counts as right from this reward on.
         rank_timeout_s: how long ranks may be apart when they call `next_batch`.
         reward_timeout_s: deadline of one call of the reward function, from its beginning.
         score_concurrency: calls of the reward function in progress per rollout worker.
-        max_worker_deaths: how many deaths of rollout workers one piece of work may see. From the
-            second on it runs alone; the one after the last shows that it is the cause.
+        max_worker_deaths: deaths of rollout workers that one job may see. From the second on it
+            runs alone; the one after the last shows that it is the cause.
     """
 
     settings: RolloutSettings = field(default_factory=RolloutSettings)
@@ -208,7 +203,6 @@ class RolloutConfig(Settings):
             raise ConfigError("worker_names is empty: nobody could compute rewards")
 
     def eval_sampling(self, temperature: float) -> SamplingOptions:
-        """The options of evaluations, at the temperature that the ranks ask for."""
         return SamplingOptions(
             temperature=temperature,
             top_p=self.eval_top_p,

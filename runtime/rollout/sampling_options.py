@@ -1,5 +1,3 @@
-"""How the tokens of a generation are sampled, and what ends it."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,7 +7,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """The same for all turns of a sample.
+    """How the tokens of a generation are sampled, and what ends it; the same for all
+    turns of a sample.
 
     Attributes:
         temperature: 0 is greedy.
@@ -23,8 +22,7 @@ class SamplingOptions:
     stop_token_ids: Sequence[int] = ()
 
     def request_fields(self) -> dict[str, Any]:
-        """Their part of the engine protocol's request. An engine that lacks top-p and top-k sees
-        them only where they are used."""
+        """The request's fields, without top-p and top-k where they are not used."""
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "stop_token_ids": self.stop_token_ids,

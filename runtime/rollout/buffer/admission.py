@@ -1,5 +1,3 @@
-"""Turns prompts into groups of fresh trajectories."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -11,16 +9,14 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
-# Samples of an evaluation that share one call of the reward function. More means fewer calls and
-# less overlap with generation.
+# Samples of an evaluation in one call of the reward function. More: less overlap with generation.
 _EVAL_GROUP_SIZE: Final = 32
 
 
 class Admission:
-    """Makes groups. The order of the prompts depends on the seed alone.
+    """Turns prompts into groups of fresh trajectories, in an order that the seed alone decides.
 
-    Raises (on use):
-        DataError: a prompt fills the whole context.
+    Raises DataError for a prompt that fills the whole context.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -36,11 +32,10 @@ class Admission:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts of the training set."""
         return len(self._train)
 
     def training_group(self, order_idx: int) -> Group:
-        """The group at an index of the endless prompt order, epoch after epoch."""
+        """The group at an index of the endless prompt order."""
         epoch, idx = self._order.at(order_idx)
         prompt = self._train[idx]
         group_id = f"e{epoch}/{prompt.prompt_id}"
@@ -56,11 +51,7 @@ class Admission:
         return order_idx // len(self._train)
 
     def evaluation_groups(self) -> list[Group]:
-        """The samples of all held-out prompts, prompt after prompt.
-
-        Raises:
-            DataError: no held-out set was configured.
-        """
+        """The samples of all held-out prompts, prompt after prompt. DataError if there are none."""
         if self._eval is None:
             raise DataError("evaluation needs held-out prompts: rollout.eval_path is not set")
         num_each = self._config.eval_samples

@@ -19,7 +19,7 @@ from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
 def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
     """One rank's columns of the global batch `groups`.
 
-    A group may be split over ranks, so each of them gets the rewards of the whole group:
+    A group may be split over ranks, so each rank gets the rewards of all its groups whole:
         group_rewards: [sum G] float32, of every group that the rank has a sample of.
         group_offsets: [groups + 1] int32, the start of each of these groups in `group_rewards`.
         reward_indices: [N] int32, the index of each of the rank's samples in `group_rewards`.
@@ -59,7 +59,7 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
 def _group_columns(
     groups: Sequence[Group], owners: Sequence[int], indices: Sequence[int]
 ) -> dict[str, Any]:
-    """Columns of samples that are number `indices` of the groups `owners`."""
+    """Columns of the samples at `indices` of the groups `owners`."""
     used, positions = np.unique(np.asarray(owners, np.int64), return_inverse=True)
     whole = [groups[int(owner)].rewards for owner in used]
     offsets = np.zeros(len(whole) + 1, np.int32)
@@ -107,7 +107,7 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _part_means(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of each reward function over the samples that it applies to and was called for."""
+    """The mean of each reward function over the samples that it applies to."""
     values = defaultdict[str, list[float]](list)
     for sample in samples:
         for name, value in sample.reward_parts.items():

@@ -1,10 +1,9 @@
 """Splits a batch over ranks and micro-batches. W: ranks, M: micro-batches per rank.
 
-A rank's time is that of its micro-batches, and all ranks meet after each one (FSDP gathers
-parameters together). The m-th micro-batch should therefore cost about the same on every rank. Cost
-is the number of tokens to compute: completions, and each distinct prompt once, since a trainer that
-packs computes a prompt once for all samples that share it. Groups therefore stay together unless
-one is far more than a micro-batch's fair share; every rank gets the rewards of the whole group.
+All ranks meet after each micro-batch (FSDP gathers parameters together), so the m-th micro-batch
+should cost about the same on every rank. Cost is the number of tokens to compute: completions, and
+each distinct prompt once, since a trainer that packs computes a prompt once for all its samples.
+Groups therefore stay together unless one is far more than a micro-batch's fair share.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class RankPlan:
 
     Attributes:
         samples: indices of its samples in the global batch, ascending.
-        micro_batches: M lists of positions in `samples`; an empty one is padding of weight
-            zero, there so that every rank runs the same number.
+        micro_batches: M lists of positions in `samples`; an empty one is padding of weight zero.
     """
 
     samples: list[int]
@@ -55,8 +53,7 @@ def plan_batch(
 
     With a cap, there are about as few micro-batches as can keep each one's cost within it; a sample
     beyond the cap gets one of its own. Without a cap, each rank has at most `num_micro_batches`.
-    Every sample is dealt exactly once. Every rank gets the same number of micro-batches, at least
-    one, even if there are fewer samples than ranks. S samples take O(S log S).
+    Every rank gets the same number, at least one. S samples take O(S log S).
     """
     if not any(group.lengths for group in groups):
         raise ValueError("an empty batch cannot be planned")
@@ -78,11 +75,7 @@ def plan_batch(
 def _pack(
     groups: Sequence[GroupShape], num_bins: int, cap: int, pieces: dict[int, list[_Piece]]
 ) -> list[_Piece]:
-    """Bins of about equal cost; more than `num_bins` where a cap demands it.
-
-    Args:
-        pieces: of all groups, by the limit of each piece; those of a new limit are added.
-    """
+    """Bins of about equal cost; more than `num_bins` where a cap needs it. `pieces` is a cache."""
     total = sum(group.prompt_len + sum(group.lengths) for group in groups)
     limit = int(_SPLIT_RATIO * total / num_bins)
     is_full = 0 < cap <= limit
@@ -113,8 +106,8 @@ def _split(group: GroupShape, limit: int, *, is_even: bool) -> list[_Piece]:
 def _spread(costs: Sequence[int], num_bins: int, capacity: int) -> list[_Piece]:
     """Deals items to bins, the costliest first, each to the lightest bin.
 
-    Where an item would exceed the capacity, it gets a new bin, which it may exceed alone. Bins that
-    stay empty are left out.
+    An item that would exceed the capacity gets a new bin, which it may exceed alone. Bins that stay
+    empty are left out.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     # A heap of cost * stride + bin: comparing integers takes half as long as comparing tuples.

@@ -1,5 +1,3 @@
-"""Counts groups that user code failed for, reports them, and ends a run that has too many. Pure."""
-
 from __future__ import annotations
 
 import time
@@ -14,20 +12,17 @@ _WINDOW: Final = 200
 """Recent groups over which `max_failed_share` is counted."""
 _MAX_REPORTED: Final = 5
 _REPORT_WINDOW_S: Final = 60.0
-"""At most `_MAX_REPORTED` groups are reported in this time. More would push everything else off the
-console when a reward fails for half of the prompts; fewer would leave out single prompts."""
+"""Window of `_MAX_REPORTED`. More reports flood the console; fewer hide single prompts."""
 _MAX_CAUSE_LEN: Final = 1000
 """An exception's text may be a whole page of HTML."""
 _SHOWN_PROMPT_LEN: Final = 60
 
 
 class FailedGroups:
-    """Counts failed groups among those that ended lately, during one incarnation of a manager.
+    """Counts and reports groups that user code failed for; ends a run that has too many. Pure.
 
-    Args:
-        max_failed_share: of the last 200 groups.
-        note: called with a line for the operator about each group, unless there are many at once.
-        clock: in seconds.
+    It counts during one incarnation of a manager. `note` gets a line for the operator about each
+    group, unless there are many at once.
     """
 
     def __init__(
@@ -44,18 +39,10 @@ class FailedGroups:
         self._num_unreported = 0
 
     def scored(self) -> None:
-        """Counts a group whose rewards were computed."""
         self._have_failed.append(False)
 
     def failed(self, group: Group, error: UmbraError, num_admitted: int) -> None:
-        """Counts a group that is dropped because of `error`.
-
-        Args:
-            num_admitted: all groups so far.
-
-        Raises:
-            RewardError, RolloutError: as `error`: there are more than is allowed.
-        """
+        """Counts a dropped group; raises like `error` if more failed than is allowed."""
         self._have_failed.append(True)
         window = min(_WINDOW, num_admitted)
         num_failed, allowed = sum(self._have_failed), int(self._max_failed_share * window)
@@ -89,7 +76,7 @@ class FailedGroups:
 
 
 def _shown(prompt: str) -> str:
-    """Begin and end of a long prompt: either may be the same in all of them."""
+    """Begin and end of a long prompt: either may be the same in all prompts."""
     half = _SHOWN_PROMPT_LEN // 2
     is_long = len(prompt) > _SHOWN_PROMPT_LEN
     return repr(f"{prompt[:half]}…{prompt[-half:]}" if is_long else prompt)

@@ -12,10 +12,7 @@ from numpy.typing import NDArray
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The permutation of an epoch: a pure function of its arguments, on any numpy version.
-
-    Indices are sorted by a hash of (seed, epoch, index).
-    """
+    """The permutation of an epoch: a pure function of its arguments, on any numpy version."""
     key = _hash64("order", seed, epoch)
     with np.errstate(over="ignore"):
         mixed = np.arange(num_prompts, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -28,11 +25,6 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 class PromptOrder:
-    """The endless sequence of prompts: epoch after epoch, each in its own order.
-
-    Nothing is stored between runs: index `i` of the sequence depends on the seed alone.
-    """
-
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool = True) -> None:
         self._num_prompts = num_prompts
         self._seed = seed

@@ -1,8 +1,8 @@
 """Bounds the age of training data; the bound is hard, and enforced in three places. Pure.
 
-s: optimizer steps that the trainer has done; a batch for s is what it trains on next.
-The age of a token in a batch for s is s less the steps that were done in the weights that sampled
-it. Ages count steps and not version numbers, because a rollback skips version numbers.
+s: optimizer steps done; a batch for s is the one that the trainer trains on next. The age of a
+token in it is s less the step of the weights that sampled it. Ages count steps and not version
+numbers, because a rollback skips version numbers.
 
     0 <= age <= max_staleness            of every token of every batch
 
@@ -29,11 +29,11 @@ class StalenessBound:
 
     are open (the formula of AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1, less the groups
     that both its sides count). If groups are delivered in the order of admission and over_sampling
-    is 1, that alone keeps the bound. Proof: suppose a group is admitted when s steps are done.
-    Fewer than G * (k + 1) groups before it are open, and each step until its own takes G of these,
+    is 1, this alone keeps the bound. Proof: suppose a group is admitted when s steps are done.
+    Fewer than G * (k + 1) groups before it are open, and each step until its own takes G of them,
     unless they are dropped. The group is therefore delivered for s + k at the latest. Its first
     token cannot be older than its admission: the batch for s is requested only when every serving
-    engine has the weights of s, even if engines are updated one after the other.
+    engine has the weights of s.
 
     Otherwise other groups may overtake a group. It is dropped as soon as the weights it began with
     are too old (`is_too_old`). `check` verifies every batch before delivery in any case.
@@ -41,8 +41,7 @@ class StalenessBound:
     Attributes:
         max_staleness: k, in optimizer steps.
         groups_per_step: G, of one batch.
-        over_sampling: open groups per group that is needed, 1.0 or more. Groups that become too old
-            are dropped.
+        over_sampling: open groups per group that is needed, 1.0 or more.
     """
 
     max_staleness: int
@@ -59,7 +58,6 @@ class StalenessBound:
         return math.ceil(max_open)
 
     def num_admissible(self, num_open: int) -> int:
-        """Number of groups that may be admitted now."""
         return max(0, self.max_open_groups - num_open)
 
     def is_too_old(self, token_step: int, step: int) -> bool:
@@ -67,10 +65,7 @@ class StalenessBound:
         return step - token_step > self.max_staleness
 
     def check(self, token_steps: Iterable[int], step: int, what: str) -> None:
-        """Raises RolloutError if a token to be delivered for `step` breaks the bound.
-
-        That is a bug in umbra: nothing a user does leads here.
-        """
+        """Raises RolloutError if a token for `step` breaks the bound, which is a bug in umbra."""
         for token_step in token_steps:
             age = step - token_step
             if not 0 <= age <= self.max_staleness:
@@ -90,7 +85,7 @@ class VersionSteps:
         self._step = 0
 
     def learn(self, version: int, step: int) -> None:
-        """Records that `version` is the weights after `step` steps; the first record counts."""
+        """`version` is the weights after `step` steps; the first record counts."""
         self._steps.setdefault(version, step)
         self._newest = max(self._newest, version)
         self._step = step
@@ -99,13 +94,10 @@ class VersionSteps:
         return version in self._steps
 
     def step_of(self, version: int) -> int:
-        """The step of a version.
+        """The step of a version; RolloutError for an older one that nobody announced.
 
-        A version newer than all that were announced is of the step announced last: ranks that wait
-        for its batch have published it meanwhile.
-
-        Raises:
-            RolloutError: an older version that nobody announced.
+        A version newer than all announced ones is of the step announced last: ranks that wait for
+        its batch have published it meanwhile.
         """
         if version in self._steps:
             return self._steps[version]

@@ -1,5 +1,3 @@
-"""Counts groups that nothing can be learned from, and ends a run that gets no others. Pure."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,27 +7,23 @@ from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.dispatch.group import Group
 
 _MIN_STREAK: Final = 1000
-"""Groups in a row without a useful one before the run may end. Far fewer could end, by chance, a
-run on hard data where one group in a hundred is useful; far more let a hopeless run continue."""
+"""Groups in a row without a useful one before a run may end. Far fewer could end a run on hard data
+by chance; far more let a hopeless run continue."""
 
 _STREAK_IN_BATCHES: Final = 10
-"""The same in batches. Far fewer would not count groups that take longer than others; far more
-make a run with large batches wait in vain."""
+"""The same in batches. Far fewer would miss groups that take longer than others; far more make a
+run with large batches wait in vain."""
 
 _MIN_REPORTED: Final = 100
 _REPORTED_IN_BATCHES: Final = 4
-"""Groups before the first message: the larger of a number and this many batches. Far fewer are not
-worth a message; far more leave a slow run without an explanation."""
+"""Batches before the first message. Fewer are not worth one; more leave slow runs unexplained."""
 
 
 class ZeroVarianceGroups:
-    """Counts dropped groups whose rewards are all equal, during one incarnation of a manager.
+    """Counts dropped groups whose rewards are all equal; ends a run that gets no others. Pure.
 
-    Args:
-        num_prompts: of the data; a shorter streak has not tried each prompt.
-        groups_per_batch: groups that a batch needs.
-        note: called with one line for the operator. Each message needs twice as many dropped groups
-            for one batch as the one before it.
+    It counts during one incarnation of a manager. A streak shorter than `num_prompts` has not tried
+    each prompt. Each line for the operator needs twice as many dropped groups as the one before it.
     """
 
     def __init__(
@@ -53,14 +47,7 @@ class ZeroVarianceGroups:
         self._num_for_batch = 0
 
     def dropped(self, group: Group, num_ready: int) -> None:
-        """Counts a dropped group.
-
-        Args:
-            num_ready: groups that wait for the others of their batch.
-
-        Raises:
-            RolloutError: the streak is so long that no later group is likely to be useful.
-        """
+        """Counts a dropped group. RolloutError if no later group is likely to be useful."""
         reward = float(group.rewards[0])
         is_first = self._streak == 0
         self._lowest = reward if is_first else min(self._lowest, reward)

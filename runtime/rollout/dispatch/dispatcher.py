@@ -5,7 +5,7 @@
                  +--------------+  abort, error, lost tokens, death of the engine: the turn
                                    resumes from prompt + tokens so far, on any serving engine
 
-Runs on one loop and never waits: links and fleet feed it events. All runs of a batch are applied
+It runs on one loop and never waits: links and fleet feed it events. All runs of a batch are applied
 at once, in columns (`TokenStore.apply`). Only finishes, and runs that do not simply extend their
 trajectory, are handled one by one.
 """
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 # A turn that engines fail this often without a token in between is considered the cause. Engines
 # that die do not count.
 _MAX_TURN_ERRORS: Final = 3
-# Requests of an engine that may have begun or ended and are still listed as not begun. Fewer are
-# sorted out more often; more take memory.
+# Requests listed as not begun although they may have begun or ended. Fewer are sorted out more
+# often; more take memory.
 _MAX_STALE: Final = 64
 _COUNTERS: Final = (
     "gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "lost_tokens", "moved",
 )  # fmt: skip
-# The counters that become metrics of each batch.
+# Counters that become metrics of each batch.
 _REPORTED_COUNTERS: Final = ("engines_lost", "lost_tokens")
 
 
@@ -55,7 +55,7 @@ class RequestCarrier(Protocol):
 
 
 class TokenRecorder(Protocol):
-    """Receives what happens to trajectories; `Recorder` implements it."""
+    """Receives what happens to trajectories."""
 
     def started(self, sample: Trajectory) -> None: ...
 
@@ -73,30 +73,25 @@ class TokenRecorder(Protocol):
 
 
 class Moved(NamedTuple):
-    """Counts of what a lost engine held."""
-
     num_trajectories: int
     num_tokens: int
 
 
 class Dispatcher:
-    """Assigns turns to engines and applies what they return.
+    """Assigns turns to engines and applies the tokens that they return.
 
     Args:
-        router: chooses engines.
-        on_failure: called with an error that no other engine would heal, for a turn that has no
-            `on_error` of its own.
-        recorder: receives what was appended to recorded trajectories (`uid` not -1).
-        on_work: called whenever it may have changed whether anything is left to generate.
-        clock: seconds; used to measure the speed and the idle time of engines.
+        on_failure: called with an error that no other engine would heal, for a turn
+            without `on_error`.
+        recorder: receives the tokens of recorded trajectories (`uid` not -1).
+        on_work: called whenever `has_work` may have changed.
 
     Attributes:
-        idleness: learns here which engines hold requests, and from the fleet their states.
         stop_texts: end all turns; set before the first one.
         num_generated: tokens that engines generated for trajectories, also for held-out ones.
         counters: failures so far. "lost_tokens" counts tokens that engines made and no sample has:
-            late ones, missing ones, those behind a gap, and those that agent loops discarded. It
-            does not include what a killed engine had not sent yet, at most one tick of tokens.
+            late ones, missing ones, those behind a gap, and those that agent loops discarded, but
+            not the last tick of an engine that was killed.
     """
 
     def __init__(
@@ -118,10 +113,10 @@ class Dispatcher:
         self._waiting: OrderedDict[Turn, None] = OrderedDict()
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
-        # Requests that had not begun when this was looked at last, oldest first. One that has begun
-        # or ended is looked at once more.
+        # Requests that had not begun when last looked at, oldest first. One that has begun or ended
+        # is looked at once more.
         self._not_begun: dict[EngineId, list[int]] = {}
-        self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
+        self._numbers: dict[EngineId, int] = {}  # engines' numbers in the store
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
         self.stop_texts: StopTexts | None = None
@@ -131,7 +126,7 @@ class Dispatcher:
         self._reported: dict[str, int] = dict.fromkeys(_REPORTED_COUNTERS, 0)
 
     def take_metrics(self) -> dict[str, float]:
-        """The engines' idle shares and losses since this was called last."""
+        """The engines' idle shares and losses since the last call."""
         now = {name: self.counters[name] for name in _REPORTED_COUNTERS}
         before, self._reported = self._reported, now
         losses = {name: float(count - before[name]) for name, count in now.items()}
@@ -139,7 +134,7 @@ class Dispatcher:
 
     def submit(self, turn: Turn) -> None:
         """Queues a turn, or ends it at once if it may not generate another token."""
-        if self.stop_texts is not None:  # there are tokens if an earlier manager had the turn
+        if self.stop_texts is not None:  # an earlier manager may have had the turn
             made = turn.trajectory.tokens[turn.start :]
             turn.is_stopped = self.stop_texts.num_until_stop(made[:0], made) > 0
         outcome = turn.outcome()
@@ -196,13 +191,13 @@ class Dispatcher:
         self._router.set_serving(engine, False)
         inflight = self._inflight.get(engine, {})
         for request_id in request_ids:
-            if turn := inflight.get(request_id):  # others' ends may have cancelled it
+            if turn := inflight.get(request_id):  # other turns' ends may have cancelled it
                 self._end_attempt(engine, turn)
                 self._requeue(turn)
         self.pump()
 
     def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
-        """Fails a turn whose request neither this engine nor any other could ever serve."""
+        """Fails a turn that no engine could ever serve."""
         turn = self._inflight.get(engine, {}).get(request_id)
         if turn is not None:
             self._end_attempt(engine, turn)
@@ -264,7 +259,7 @@ class Dispatcher:
         if turn.group:
             turn.group.last_engine = engine
         self._carriers[engine].send(turn.request())
-        self._recorder.started(trajectory)  # if it fails, it cancels all, this turn too
+        self._recorder.started(trajectory)  # a recorder that fails cancels all turns
 
     def _rebalance_to(self, engine: EngineId) -> None:
         """Moves turns that have not begun to an engine that joins late, newest first."""
@@ -292,7 +287,6 @@ class Dispatcher:
         self.counters["moved"] += len(moved)
 
     def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
-        """Applies a batch that an engine streamed."""
         inflight = self._inflight.get(engine)
         if inflight is None:
             return
@@ -332,12 +326,12 @@ class Dispatcher:
     def _apply_one_by_one(
         self, engine: EngineId, batch: DeltaBatch, runs: list[int]
     ) -> dict[int, int]:
-        """Appends what is new in these runs; returns how many tokens each broken request lacks."""
+        """Appends the new tokens of these runs; returns how many each broken request lacks."""
         lost: dict[int, int] = {}
         for run in runs:
             request_id = int(batch.ids[run])
             start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
-            turn = self._inflight[engine].get(request_id)  # a recorder that fails cancels all
+            turn = self._inflight[engine].get(request_id)  # a recorder that fails cancels all turns
             if turn is None or turn.is_stopped or request_id in lost:
                 self.counters["late_runs"] += 1
                 self.counters["lost_tokens"] += stop - start
@@ -359,8 +353,7 @@ class Dispatcher:
         return lost
 
     def _may_stop(self, batch: DeltaBatch) -> NDArray[np.bool_] | None:
-        """[S] which runs have a token that could complete a stop text; None if there are no such
-        texts."""
+        """[S] which runs have a token that could complete a stop text; None without stop texts."""
         if self.stop_texts is None:
             return None
         counts = np.zeros(len(batch.tokens) + 1, np.int64)
@@ -368,7 +361,7 @@ class Dispatcher:
         return counts[batch.bounds[1:]] > counts[batch.bounds[:-1]]
 
     def _num_until_stop(self, turn: Turn, tokens: NDArray[np.int32]) -> int:
-        """How many of the tokens, which are new in the turn, end with a stop text; 0: none does."""
+        """The number of new tokens up to the end of a stop text; 0 if none ends among them."""
         if self.stop_texts is None:
             return 0
         return self.stop_texts.num_until_stop(turn.trajectory.tokens[turn.start :], tokens)
@@ -433,7 +426,7 @@ class Dispatcher:
         (turn.on_error or self._on_failure)(error)
 
     def _end_attempt(self, engine: EngineId, turn: Turn) -> None:
-        """Ends the attempt; the trajectory keeps the tokens that it brought."""
+        """The trajectory keeps the tokens of the attempt."""
         held = self._inflight[engine]
         del held[turn.request_id]
         if not held:

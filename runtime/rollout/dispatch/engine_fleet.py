@@ -1,5 +1,3 @@
-"""Follows the states of a pool's engines and links to each engine that serves."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,15 +18,13 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 
 logger = logging.getLogger(__name__)
 
-# Delay before a link that ended is opened again while the supervisor still reports its engine as
-# serving. Shorter only repeats what failed; longer leaves the engine idle.
+# Delay before a link that ended is opened again while its engine is reported as serving. Shorter
+# only repeats the failure; longer leaves the engine idle.
 _RELINK_DELAY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine's last reported state."""
-
     engine: EngineId
     state: EngineState
     version: int | None
@@ -36,11 +32,7 @@ class EngineView:
 
 
 class Fleet:
-    """Follows the pool; owns the links.
-
-    Args:
-        note: called with one line for the operator.
-    """
+    """Follows the states of a pool's engines; owns a link to each engine that serves."""
 
     def __init__(
         self,
@@ -75,7 +67,6 @@ class Fleet:
 
     @property
     def views(self) -> list[EngineView]:
-        """All engines, sorted by name."""
         return sorted(self._views.values(), key=lambda view: view.engine)
 
     def describe(self) -> str:
@@ -83,13 +74,9 @@ class Fleet:
         return ", ".join(f"{view.engine} {view.state}" for view in self.views) or "no engines"
 
     async def run(self, on_report: Callable[[], None]) -> None:
-        """Follows the pool until cancelled.
+        """Follows the pool until cancelled, and calls `on_report` after each report.
 
-        Args:
-            on_report: called after each report.
-
-        Raises:
-            UmbraError: the supervisor was lost or has no such pool.
+        Raises UmbraError when the supervisor was lost or has no such pool.
         """
         pool = self._config.pool
         async with asyncio.TaskGroup() as tasks:

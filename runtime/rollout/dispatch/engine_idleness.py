@@ -1,5 +1,3 @@
-"""Measures how long the engines of a pool generate nothing, and why."""
-
 from __future__ import annotations
 
 import time
@@ -31,26 +29,20 @@ class EngineIdleness:
         engine_no_work_share =  N      / (B + N + U)
 
     This is the rollout manager's view: a request is held from its sending until its end has
-    arrived, at most a tick after the engine made it. How full a busy engine is does not matter.
-
-    The cost does not depend on the number of engines. It is paid once per report and whenever an
-    engine gets its first request or loses its last one, never per token.
-
-    Args:
-        clock: monotonic seconds.
+    arrived, at most a tick after the engine made it. The cost is paid once per report and whenever
+    an engine gets its first request or loses its last one, never per token.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._now = clock()
-        self._states: dict[str, tuple[EngineId, EngineState]] = {}  # by name, as reported last
+        self._states: dict[str, tuple[EngineId, EngineState]] = {}  # by name
         self._holding: set[EngineId] = set()
         self._uses: dict[str, _Use] = {}
         self._counts = dict.fromkeys(_Use, 0)  # engines now
         self._engine_s = dict.fromkeys(_Use, 0.0)
 
     def report(self, engine: EngineId, state: EngineState) -> None:
-        """Takes an engine's state from the supervisor's report."""
         self._states[engine.name] = (engine, state)
         self._look_at(engine.name)
 
@@ -61,7 +53,7 @@ class EngineIdleness:
         self._counts[self._uses.pop(name)] -= 1
 
     def hold(self, engine: EngineId, holds: bool) -> None:
-        """Records that the engine got its first request, or has none left."""
+        """The engine got its first request, or has none left."""
         if holds:
             self._holding.add(engine)
         else:
@@ -83,7 +75,7 @@ class EngineIdleness:
         }
 
     def check_integrity(self, holding: Set[EngineId]) -> None:
-        """Asserts that these are the engines which hold requests, and that the counts agree."""
+        """Asserts that these engines hold requests, and that the counts agree."""
         assert self._holding == holding, (self._holding, holding)
         for name, (engine, state) in self._states.items():
             assert self._uses[name] == _use(state, engine in holding), name

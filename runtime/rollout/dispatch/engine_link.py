@@ -34,24 +34,19 @@ logger = logging.getLogger(__name__)
 # Requests in one submit call. More delays the first of them and makes the connection keep a buffer
 # of that size; fewer costs a round trip each.
 _MAX_SUBMIT: Final = 64
-# Batches that an engine may send ahead. At one per tick this is most of a second of a busy manager.
+# Batches that an engine may send ahead: at one per tick, most of a second of a busy manager.
 _DELTA_CREDITS: Final = 16
 # Longest wait for a state report of an engine that refused requests although it was reported as
-# serving: the report of its pause is on its way. Shorter repeats the refusal; longer leaves the
+# serving: its report of a pause is on the way. Shorter repeats the refusal; longer leaves the
 # engine idle if no report comes.
 _REFUSAL_PAUSE_S: Final = 0.2
 
 
 class EngineLink:
-    """Carries turns of the dispatcher to one engine. Implements `RequestCarrier`.
+    """Carries turns of the dispatcher to one engine; the one consumer of its `deltas` stream.
 
-    Owns the engine's `deltas` stream: while `run()` lives, this is its one consumer.
-
-    Args:
-        delta_timeout_s: the link ends if a serving engine that has work is silent for this long.
-        submit_timeout_s: deadline of `submit` and `abort`.
-        must_greet: the engine gets no work before it has sent something, because it was lost
-            before.
+    The link ends if a serving engine that has work is silent for `delta_timeout_s`. With
+    `must_greet`, the engine gets no work before it has sent something, because it was lost before.
     """
 
     def __init__(
@@ -90,18 +85,14 @@ class EngineLink:
         self._pending.set()
 
     def set_serving(self, serving: bool) -> None:
-        """Takes the engine's reported state: an engine that does not serve may stay silent."""
+        """An engine that does not serve may stay silent."""
         self._serving = serving
         self._reported.set()
         self._dispatcher.set_serving(self.engine, serving and self._is_trusted)
         self._reset_silence_timeout()
 
     async def run(self) -> None:
-        """Carries turns and deltas for as long as the engine can be reached.
-
-        Raises:
-            UmbraError: why the link ended: lost, silent for too long, or a malformed message.
-        """
+        """Runs while the engine can be reached; raises UmbraError with the reason when it ends."""
         # Neither part raises. Before Python 3.13 a TaskGroup whose child fails while it is being
         # cancelled forgets the cancellation, and one whose child fails leaves one pending.
         async with asyncio.TaskGroup() as tasks:
@@ -168,7 +159,7 @@ class EngineLink:
         try:
             await self._call("submit", requests)
         except RemoteError as error:
-            if len(requests) > 1:  # one of them spoiled the batch; single submits find out which
+            if len(requests) > 1:  # single submits find out which one spoiled the batch
                 for request in requests:
                     await self._submit_batch([request])
                 return

@@ -1,30 +1,28 @@
-"""Estimates how fast an engine is from what it delivers. Pure: the caller passes the time."""
-
 from __future__ import annotations
 
 import math
 from typing import Final
 
 _MEMORY_S: Final = 10.0
-"""Busy seconds after which a measurement counts for 1 / e. Longer notices a throttled engine
-late; shorter follows single prefills."""
+"""Busy seconds after which a measurement counts for 1 / e. Longer notices a throttled engine late;
+shorter follows single prefills."""
 _MIN_BUSY_S: Final = 0.5
 """Fewer busy seconds than this, a few batches of deltas, give no measurement."""
 
 
 class EngineSpeed:
-    """The speed of one engine, averaged exponentially over the time in which it had work.
+    """The speed of one engine, averaged exponentially over the time in which it had work. Pure.
 
     The engine made T tokens in D busy seconds, with R request-seconds in flight, all decayed alike.
     T / D, tokens per second, alone would be unfair: where a step costs the same for any number of
-    requests, an engine that was given few makes few tokens, seems slow, and is given even less.
-    T / R, tokens per second of one request, errs the other way where requests share the engine's
+    requests, an engine that was given few makes few tokens, seems slow, and is given even less. T /
+    R, tokens per second of one request, errs the other way where requests share the engine's
     arithmetic. The speed lies between the two, nearer to the first:
 
         T / (D^(3/4) R^(1/4))
 
-    Two equal engines that hold n and k n requests then seem to differ by k^(1/4) to k^(3/4).
-    The one with less work therefore still counts as less loaded, and is given more.
+    Two equal engines that hold n and k n requests then seem to differ by k^(1/4) to k^(3/4). The
+    one with less work therefore still counts as less loaded, and is given more.
     """
 
     def __init__(self) -> None:

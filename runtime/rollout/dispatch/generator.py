@@ -4,8 +4,8 @@
            ◀── pieces ──     ▲            │
                              └─ tokens ───┘
 
-A generation survives whatever the manager's trajectories survive. The death of an engine, a pause
-and a weight update only cost time: the generation resumes from prompt + tokens so far.
+The death of an engine, a pause and a weight update only cost time: the generation resumes from
+prompt + tokens so far.
 """
 
 from __future__ import annotations
@@ -55,12 +55,7 @@ class GeneratedPiece(NamedTuple):
 
 
 class Generator:
-    """Owns the open requests of a pool. Runs on one loop; `run()` must run beside the callers.
-
-    Args:
-        context: of the actor that this runs in.
-        note: called with one line for the operator.
-    """
+    """Owns the open requests of a pool. Runs on one loop; `run()` must run beside the callers."""
 
     def __init__(
         self, config: DispatchConfig, context: ActorContext, note: Callable[[str], None]
@@ -77,11 +72,7 @@ class Generator:
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
 
     async def run(self) -> None:
-        """Follows the pool until cancelled.
-
-        Raises:
-            RolloutError: the supervisor was lost or has no such pool; all generations fail with it.
-        """
+        """Follows the pool until cancelled. If that fails, so do all generations."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.shares_memory:
@@ -96,17 +87,14 @@ class Generator:
 
     @property
     def num_open(self) -> int:
-        """Number of generations in progress."""
         return len(self._open)
 
     @property
     def is_serving(self) -> bool:
-        """Whether an engine serves at this moment."""
         return self._fleet.is_serving
 
     @property
     def states(self) -> set[EngineState]:
-        """The states of all engines."""
         return {view.state for view in self._fleet.views}
 
     @property
@@ -137,7 +125,7 @@ class Generator:
         seed: int | None = None,
         lora: str = "",
     ) -> GeneratedPiece:
-        """Returns a generation in one piece; see `stream`."""
+        """The whole generation in one piece; see `stream`."""
         pieces = list[GeneratedPiece]()
         whole = self.stream(
             tokens,
@@ -171,8 +159,8 @@ class Generator:
             max_new_tokens: None for as many as the context allows.
             temperature: 0 is greedy.
             stop_token_ids: the generation ends after any of these and includes it.
-            seed: the same seed gives the same tokens, as far as the engine's arithmetic does; None
-                draws one.
+            seed: the same seed gives the same tokens, as far as the engine's arithmetic
+                does; None draws one.
             lora: name of the pool's adapter to generate with; "" for the model as it is.
 
         Raises:
@@ -233,8 +221,6 @@ class Generator:
         )
         return _Generation(trajectory, budget, sampling, lora)
 
-    # -- events --------------------------------------------------------------------------
-
     def _watch(self) -> None:
         self._pool_load.observe(bool(self._open))
         self._starving.watch(bool(self._open) and not self._fleet.is_serving)
@@ -283,7 +269,6 @@ class _Generation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the dispatcher has finished the turn."""
         return bool(self._reason)
 
     def put(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
@@ -300,7 +285,7 @@ class _Generation:
         self._changed.set()
 
     async def take(self) -> GeneratedPiece:
-        """Returns the new pieces as one, once there are any."""
+        """The new pieces as one, once there are any."""
         await self._changed.wait()
         self._changed.clear()
         pieces, self._pieces = self._pieces, []
@@ -310,7 +295,7 @@ class _Generation:
 
 
 class _Deliveries:
-    """The dispatcher's `TokenRecorder`: passes tokens to the generations that wait for them."""
+    """Passes tokens to the generations that wait for them."""
 
     def __init__(self, generations: dict[int, _Generation]) -> None:
         self._generations = generations
@@ -336,7 +321,6 @@ class _Deliveries:
 
 
 def _joined(pieces: Sequence[GeneratedPiece]) -> GeneratedPiece:
-    """Joins pieces; the finish reason is that of the last."""
     if len(pieces) == 1:
         return pieces[0]
     return GeneratedPiece(

@@ -1,5 +1,3 @@
-"""Generation with a pool's engines, for other actors, which call it by name."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,11 +16,7 @@ from umbra.runtime.settings import from_wire
 
 
 class GeneratorService:
-    """A `Generator` as an actor. It keeps no state: after its death callers ask again.
-
-    Args:
-        config: `DispatchConfig` as plain values.
-    """
+    """A `Generator` as an actor. It keeps no state: after its death callers ask again."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         dispatch = from_wire(DispatchConfig, config)
@@ -31,7 +25,6 @@ class GeneratorService:
         self._generator = Generator(dispatch, context, self._operator_messages.put)
 
     async def run(self) -> None:
-        """Runs until the actor is stopped or the pool's states are lost."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._operator_messages.run())
             tasks.create_task(self._generator.run())
@@ -46,11 +39,7 @@ class GeneratorService:
         seed: int | None = None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """Generates once: {"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}.
-
-        `Generator.stream` lists arguments and errors. A caller that goes away withdraws its
-        request.
-        """
+        """{"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}; see `Generator`."""
         piece = await self._generator.generate(
             tokens,
             max_new_tokens,
@@ -85,5 +74,4 @@ class GeneratorService:
 
     @idempotent
     def stats(self) -> dict[str, Any]:
-        """Open generations and the engines' states."""
         return {"open": self._generator.num_open, "engines": self._generator.engines()}

@@ -1,5 +1,3 @@
-"""Trajectories that are scored together and delivered whole."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,9 +14,7 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 class GroupShape:
     """The tokens that training on a group has to compute.
 
-    Attributes:
-        prompt_len: of the prompt that all its samples share; 0 if they do not share one.
-        lengths: tokens of each sample beyond that prompt.
+    `prompt_len` is 0 if the samples do not share a prompt; `lengths` counts tokens beyond it.
     """
 
     prompt_len: int
@@ -26,7 +22,8 @@ class GroupShape:
 
 
 class Group:
-    """The trajectories of one prompt (in evaluation: of several prompts).
+    """Trajectories that are scored together and delivered whole: those of one prompt, in
+    evaluations of several.
 
     Attributes:
         group_id: unique in the job, such as `e0/prompt7`.
@@ -49,7 +46,6 @@ class Group:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether anything was generated."""
         return any(sample.num_generated for sample in self.trajectories)
 
     @property
@@ -58,7 +54,7 @@ class Group:
         return np.asarray([sample.reward for sample in self.trajectories], np.float32)
 
     def shape(self) -> GroupShape:
-        """The group's cost; agent loops may have given samples prompts of their own."""
+        """Agent loops may have given samples prompts of their own."""
         prompt = self.trajectories[0].prompt_tokens
         if all(np.array_equal(sample.prompt_tokens, prompt) for sample in self.trajectories):
             return GroupShape(len(prompt), [sample.completion_len for sample in self.trajectories])

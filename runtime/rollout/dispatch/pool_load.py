@@ -1,5 +1,3 @@
-"""Reports to the supervisor whether a pool has work; time-slicing of pools depends on it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +14,7 @@ _REPORT_TIMEOUT_S: Final = 10.0
 
 
 class PoolLoad:
-    """Accepts changes at any time; `run()` reports the first state and each change, in order."""
+    """Reports whether a pool has work: the first state and each change, in order."""
 
     def __init__(self, supervisor: Handle, pool: str) -> None:
         self._supervisor = supervisor
@@ -31,7 +29,6 @@ class PoolLoad:
             self._changed.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -1,5 +1,3 @@
-"""Maps request ids to rows of a table. Ids only grow, so an array is enough."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -7,14 +5,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# A shorter table would be rebuilt too often to be worth the memory it saves.
+# Shorter tables would be rebuilt too often to be worth the memory they save.
 _MIN_LENGTH: Final = 1024
 
 NO_ROW: Final = 0
 
 
 class RequestRows:
-    """Rows by request id. Its memory covers the span of the ids that it holds.
+    """Maps request ids to rows. Ids only grow, so an array that covers their span is enough.
 
     The first and the last entry stay empty: lookups of ids beyond either end land there.
     """
@@ -37,7 +35,7 @@ class RequestRows:
         return self._rows.take(request_ids - self._first_id, mode="clip")
 
     def _rebuild(self, request_id: int) -> None:
-        """Forgets ids below the first request and doubles the span that is left."""
+        """Forgets ids below the first request and doubles the remaining span."""
         used = np.flatnonzero(self._rows)
         first = int(used[0]) if len(used) else request_id - self._first_id
         kept = self._rows[first:]

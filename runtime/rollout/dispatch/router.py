@@ -1,5 +1,3 @@
-"""Chooses an engine for a request. Pure: no clock, socket or task inside. E: engines."""
-
 from __future__ import annotations
 
 import bisect
@@ -13,12 +11,12 @@ from umbra.runtime.rollout.dispatch.engine_speed import EngineSpeed
 
 Column: TypeAlias = NDArray[np.float64]
 
-# An engine that holds the request's prefix is preferred while its load exceeds that of the idlest
-# one by at most this many requests of the same cost, about one group. Higher piles long groups onto
-# one engine; lower scatters them, and each engine prefills the prompt again.
+# An engine that has the request's prefix is preferred while its load exceeds the idlest one's by at
+# most this many requests of the same cost, about one group. Higher piles long groups onto one
+# engine; lower scatters them, and each engine prefills the prompt again.
 _AFFINITY_REQUESTS: Final = 16
-# No engine counts as more than this many times slower than the fastest. A slow engine still gets
-# some requests, so that it can be measured again. Higher strands an engine that once stalled.
+# No engine counts as more than this many times slower than the fastest, so that a slow one still
+# gets requests and can be measured again. Higher strands an engine that once stalled.
 _MAX_SPEED_RATIO: Final = 8.0
 # Interval of comparing speeds. Longer follows changes late; shorter computes them for every batch
 # of every engine, while averages over ten seconds have not moved.
@@ -26,8 +24,6 @@ _COMPARED_FOR_S: Final = 0.5
 
 
 class EngineId(NamedTuple):
-    """One incarnation of an engine."""
-
     name: str
     incarnation: int
 
@@ -36,15 +32,12 @@ class EngineId(NamedTuple):
 
 
 class Router:
-    """Chooses the serving engine with the least work, and prefers those that have the prefix.
+    """Chooses the serving engine with the least work, and prefers those that have the prefix. Pure.
 
-    Outstanding tokens are what an engine may still have to process: prompt plus budget of the
-    requests given to it, less what it has produced. Divided by its speed they are its
-    outstanding work, in seconds but for a factor that all engines share. An engine that has not
-    been measured counts as the mean of those that have.
-
-    Args:
-        max_inflight: requests an engine may hold at a time.
+    Outstanding tokens are the tokens that an engine may still have to process: prompt plus budget
+    of its requests, less its output so far. Divided by its speed they are its outstanding work, in
+    seconds but for a factor that all engines share. An engine that has not been measured counts as
+    the mean of the others.
     """
 
     def __init__(self, max_inflight: int) -> None:
@@ -56,13 +49,13 @@ class Router:
         self._inflight = np.zeros(0, np.int64)
         self._serving = np.zeros(0, np.bool_)
         self._measured_speeds = np.zeros(0)  # 0 without a measurement
-        # By name: the next incarnation runs on the same hardware. One entry per engine of the pool.
+        # By name: the next incarnation runs on the same hardware.
         self._measured: dict[str, EngineSpeed] = {}
-        self._speeds: Column | None = None  # of serving engines, 1 elsewhere; None: to be computed
+        self._speeds: Column | None = None  # 1 for engines that do not serve; None: to be computed
         self._compare_at_s = 0.0
 
     def set_serving(self, engine: EngineId, serving: bool) -> None:
-        """Allows or forbids new requests to an engine; requests that it holds stay counted."""
+        """Allows or forbids new requests; requests that the engine holds stay counted."""
         if engine not in self._rows:
             self._add(engine)
         row = self._rows[engine]
@@ -73,7 +66,6 @@ class Router:
             self._pause(engine)
 
     def remove(self, engine: EngineId) -> None:
-        """Removes an engine and all it held."""
         self._pause(engine)
         row = self._rows.get(engine)
         if row is not None:
@@ -89,16 +81,11 @@ class Router:
         return 0 if row is None else int(self._load[row])
 
     def capacity_left(self, engine: EngineId) -> int:
-        """Number of requests that the engine may still be given."""
         row = self._rows.get(engine)
         return 0 if row is None else self._max_inflight - int(self._inflight[row])
 
     def choose(self, cost: int, prefer: Iterable[EngineId | None] = ()) -> EngineId | None:
-        """The engine for a request of `cost` tokens, or None while all are full.
-
-        Args:
-            prefer: engines that may have the prefix cached, best first.
-        """
+        """An engine for `cost` tokens, or None while all are full. `prefer`: best first."""
         free = self._serving & (self._inflight < self._max_inflight)
         if not free.any():
             return None
@@ -143,12 +130,9 @@ class Router:
                 self._pause(engine)
 
     def measure(self, engine: EngineId, num_tokens: int, now: float) -> None:
-        """Updates the engine's speed with a batch of tokens from the requests that it holds.
+        """Updates the engine's speed with a batch of tokens; `now` in monotonic seconds.
 
         Must be called before the batch's tokens and finishes are counted.
-
-        Args:
-            now: monotonic seconds.
         """
         row = self._rows.get(engine)
         if row is not None and self._serving[row]:
@@ -194,7 +178,6 @@ class Router:
         return self._speeds
 
     def check_integrity(self) -> None:
-        """Asserts that nothing is counted twice or lost."""
         assert self._engines == sorted(self._rows)
         assert all(self._engines[row] == engine for engine, row in self._rows.items())
         assert {len(column) for column in self._columns()} == {len(self._engines)}

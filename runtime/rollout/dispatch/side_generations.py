@@ -1,8 +1,3 @@
-"""Side generations of agent loops, made with an adapter. They are not trained on.
-
-Tokens of a side generation that the loop appends to its own count as given, like a tool's output.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +18,11 @@ _SEED_BITS: Final = 63
 
 
 class SideGenerations:
-    """The side generations of one run of an agent loop; `close` ends those in progress."""
+    """Generations with an adapter, of one run of an agent loop; `close` ends those in progress.
+
+    They are not trained on. Tokens of theirs that the loop appends to its own count as given, like
+    a tool's output.
+    """
 
     def __init__(
         self, dispatcher: Dispatcher, trajectory: Trajectory, sampling: SamplingOptions
@@ -36,11 +35,7 @@ class SideGenerations:
     async def generate(
         self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
     ) -> dict[str, Any]:
-        """{"tokens": int32 [n], "finish_reason": "stop" | "length"}.
-
-        Raises:
-            RolloutError: the run ends before the generation, or no engine can serve it.
-        """
+        """RolloutError if the run ends before the generation, or no engine can serve it."""
         answer = asyncio.get_running_loop().create_future()
         turn = self._turn(context, max_new_tokens, lora, answer)
         self._open[turn] = answer

@@ -18,8 +18,7 @@ T = TypeVar("T", bound=np.generic)
 
 _SHIFT: Final = 5
 PAGE_LEN: Final = 1 << _SHIFT
-"""A sequence wastes half a page on average, at 8 bytes per token. Shorter pages fill up sooner,
-and each new page costs time."""
+"""Longer wastes memory, half a page per sequence at 8 bytes a token; shorter takes time."""
 _FIRST_PAGES: Final = 256
 
 EMPTY: Final = PAGE_LEN
@@ -33,7 +32,7 @@ class TokenPages:
         self._tokens = _GrowingArray[np.int32](np.dtype(np.int32), _FIRST_PAGES * PAGE_LEN)
         self._logprobs = _GrowingArray[np.float32](np.dtype(np.float32), _FIRST_PAGES * PAGE_LEN)
         self._before = np.zeros(_FIRST_PAGES, np.int32)  # [pages] the page before; 0: none
-        # A stack of page numbers; the lowest are on top, to keep what is used together.
+        # A stack of page numbers; the lowest are on top, for the sake of caches.
         self._free = np.arange(_FIRST_PAGES - 1, 0, -1, dtype=np.int32)
         self._num_free = len(self._free)
 
@@ -47,9 +46,8 @@ class TokenPages:
     ) -> NDArray[np.int64]:
         """Appends to R different sequences; returns their new cursors [R].
 
-        Args:
-            starts, counts: [R] where in `tokens` and `logprobs` a sequence's new tokens begin,
-                and how many there are.
+        A sequence's new tokens are the `counts` [R] ones from `starts` [R] in
+        `tokens` and `logprobs`.
         """
         cursors, starts, counts = cursors.copy(), starts.copy(), counts.copy()
         todo: slice | NDArray[np.int64] = slice(None)
@@ -103,7 +101,6 @@ class TokenPages:
         self._num_free += new - old
 
     def last_token(self, cursor: int) -> int:
-        """The last token of a sequence that is not empty."""
         return int(self._tokens.array[cursor - 1])
 
     def read(self, cursor: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -115,7 +112,6 @@ class TokenPages:
         return self._tokens.array[indices], self._logprobs.array[indices]
 
     def release(self, cursor: int) -> None:
-        """Frees a sequence's pages."""
         pages = self._chain(cursor)
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
@@ -147,7 +143,7 @@ class _GrowingArray(Generic[T]):
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype)
 
     def grow(self, length: int) -> None:
-        """Grows to `length` elements. No view of `array` may exist."""
+        """No view of `array` may exist."""
         self.array = np.empty(0, self._dtype)
         self._memory.resize(length * self._dtype.itemsize)
         self.array = np.frombuffer(self._memory, self._dtype)

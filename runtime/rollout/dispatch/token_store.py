@@ -72,10 +72,10 @@ class Applied(NamedTuple):
 
     Attributes:
         runs: what was appended; None if nothing was.
-        irregular: indices of the runs that do not simply extend their rows, and of those that
-            `singly` names. The caller applies them one by one, in order.
-        num_late: runs of requests that this engine does not hold.
-        num_late_tokens: tokens in late runs.
+        irregular: indices of runs that the caller applies one by one, in order: those that do not
+            simply extend their rows, and those in `singly`.
+        num_late, num_late_tokens: runs of requests that this engine does not hold,
+            and their tokens.
     """
 
     runs: Runs | None
@@ -109,9 +109,7 @@ class TokenStore:
     def open(self, request_id: int, owner: int, uid: int, *, length: int, capacity: int) -> int:
         """Takes a row for an attempt on a trajectory of `length` tokens, which may add `capacity`.
 
-        Args:
-            request_id: greater than all earlier ones.
-            owner: number of the engine, at least 0; runs of other engines do not count.
+        `request_id` is greater than all earlier ones; `owner`, the engine's number, is at least 0.
         """
         if not self._free:
             self._grow()
@@ -127,7 +125,6 @@ class TokenStore:
         return row
 
     def close(self, request_id: int, row: int) -> None:
-        """Forgets an attempt."""
         self._requests.drop(request_id)
         self._pages.release(self._cursors.item(row))
         self._earlier.pop(row, None)
@@ -139,7 +136,6 @@ class TokenStore:
         return self._lengths.item(row)
 
     def last_token(self, row: int) -> int:
-        """The last token of an attempt that has one."""
         return self._pages.last_token(self._cursors.item(row))
 
     def read(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -172,11 +168,7 @@ class TokenStore:
     def apply(
         self, owner: int, batch: DeltaBatch, singly: NDArray[np.bool_] | None = None
     ) -> Applied:
-        """Appends those runs of a batch that simply extend their rows.
-
-        Args:
-            singly: [S] the runs that are left to the caller in any case.
-        """
+        """Appends runs that simply extend their rows; `singly` [S] are left to the caller."""
         rows = self._requests.find(batch.ids)
         mine = self._owners[rows] == owner
         extends = mine & self._extends_row(rows, batch, singly)

@@ -42,13 +42,10 @@ class Trajectory:
     While an engine works on it, its new tokens are in a row of the dispatcher's `TokenStore`, with
     those of all others (`begin_attempt`); afterwards they are here (`settle`).
 
-    Attributes:
-        uid: its number in the ledger; -1 where it is not recorded.
-
     Args:
         sample_id: unique in the job, such as `e0/prompt7/3`.
-        seed: its sampling seed. Token i of the completion is drawn with (seed, i) on every engine,
-            so resuming does not change the random stream.
+        seed: token i of the completion is drawn with (seed, i) on every engine, so resuming does
+            not change the random stream.
         budget: most tokens that may be generated, over all turns and resumptions.
         max_context_len: most tokens of prompt and completion together.
     """
@@ -85,11 +82,11 @@ class Trajectory:
         self.seed = seed
         self.budget = budget
         self.max_context_len = max_context_len
-        self.uid = -1  # in the ledger; -1: it is not recorded
+        self.uid = -1  # its number in the ledger; -1: it is not recorded
         self.is_recorded_running = False  # the state that was recorded last
         self.reward: float | None = None
         self.reward_parts: Mapping[str, float] = _NO_PARTS  # NaN where one does not apply
-        self.last_engine: EngineId | None = None  # the engine that generated last
+        self.last_engine: EngineId | None = None
         self.num_interruptions = 0
         self.num_refilled_tokens = 0  # prefilled again because of interruptions
         self._store: TokenStore | None = None
@@ -112,7 +109,6 @@ class Trajectory:
         return self.state == TrajectoryState.FINISHED
 
     def __len__(self) -> int:
-        """Tokens of prompt and completion."""
         return len(self.prompt_tokens) + self.completion_len
 
     @property
@@ -121,12 +117,12 @@ class Trajectory:
 
     @property
     def num_unsettled(self) -> int:
-        """Tokens that the attempt in progress has brought."""
+        """Tokens of the attempt in progress."""
         return 0 if self._store is None else self._store.length(self._row) - len(self._tokens)
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens of the completion that were sampled, not given."""
+        """Sampled tokens of the completion; given ones do not count."""
         return self._num_settled + self.num_unsettled
 
     @property
@@ -151,7 +147,6 @@ class Trajectory:
         return np.repeat(np.asarray([s.version for s in segments], np.int64), lengths)
 
     def last_token(self) -> int:
-        """The last token of a completion that is not empty."""
         if self.num_unsettled and self._store is not None:
             return self._store.last_token(self._row)
         return int(self._tokens[-1])
@@ -163,7 +158,7 @@ class Trajectory:
         return np.concatenate([self.prompt_tokens, self.tokens])
 
     def num_tokens_left(self) -> int:
-        """Number of tokens that may still be generated, by budget and by context."""
+        """By budget and by context."""
         return max(0, min(self.budget - self.num_generated, self.max_context_len - len(self)))
 
     def missing_before(self, position: int) -> int:
@@ -173,11 +168,7 @@ class Trajectory:
     def append_generated(
         self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Appends a run of sampled tokens, made under one version.
-
-        Raises:
-            RolloutError: the run is longer than the budget or the context allows.
-        """
+        """Appends a run of sampled tokens of one version. RolloutError if it exceeds a limit."""
         if len(tokens) > self.num_tokens_left():
             raise RolloutError(
                 f"{self.sample_id}: {len(tokens)} tokens, room for {self.num_tokens_left()}"
@@ -206,10 +197,8 @@ class Trajectory:
     def extend_context(self, context: NDArray[np.int32]) -> None:
         """Appends the given tokens of an agent loop's next context, which begins with all so far.
 
-        Before the first generation the context replaces the prompt.
-
-        Raises:
-            RolloutError: `context` does not start with the tokens so far.
+        Before the first generation the context replaces the prompt. RolloutError if it does not
+        begin with the tokens so far.
         """
         assert self._store is None, f"{self.sample_id} is with an engine"
         if len(self._tokens) == 0:

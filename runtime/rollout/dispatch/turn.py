@@ -1,5 +1,3 @@
-"""One generation of a trajectory, complete or still to be done by engines."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,20 +13,17 @@ from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
-    """A generation. It may take several engines.
+    """One generation of a trajectory. It may take several engines.
 
     Attributes:
-        trajectory: receives the tokens.
         group: its engine may have the prompt cached; None if the prompt is not shared.
-        start: completion length when the generation began.
-        limit: completion length that it must not exceed.
+        start, limit: completion length when the generation began, and the largest allowed.
         is_stopped: its tokens contain one of the dispatcher's stop texts.
         on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
         lora: name of the pool's adapter to generate with; "" for the model as it is.
         on_error: called instead of `on_end`, with an error that no other engine would heal. With
             None, the owner of the dispatcher gets the error.
-        request_id: of the attempt in progress. Each attempt has its own, so that late deltas of an
-            earlier one are recognised.
+        request_id: of the attempt in progress; a new one for each tells late deltas apart.
         charged: tokens that the router was charged for the attempt.
         engine: has the attempt in progress; None while there is none.
         row: of the attempt in the dispatcher's `TokenStore`.
@@ -53,14 +48,13 @@ class Turn:
     is_cancelled: bool = False
 
     def num_tokens_left(self) -> int:
-        """Number of tokens that it may still generate."""
         return min(self.limit - self.trajectory.completion_len, self.trajectory.num_tokens_left())
 
     def outcome(self) -> str:
         """ "stop" or "length" once complete, else "".
 
-        The tokens decide, not the engine's report: an engine may die between its last token and
-        the report that the request is finished.
+        The tokens decide, not the engine's report: an engine may die between its last token and the
+        report that the request is finished.
         """
         trajectory = self.trajectory
         has_tokens = trajectory.completion_len > self.start
@@ -72,7 +66,7 @@ class Turn:
 
     @property
     def unspent(self) -> int:
-        """Tokens of the router's charge for the attempt that were not produced yet."""
+        """Tokens of the router's charge that were not produced yet."""
         return self.charged - self.trajectory.num_unsettled
 
     @property
@@ -85,7 +79,7 @@ class Turn:
         return len(self.trajectory) + self.num_tokens_left()
 
     def request(self) -> dict[str, Any]:
-        """The engine protocol's request for the tokens that are left."""
+        """The engine protocol's request for the remaining tokens."""
         request: dict[str, Any] = {
             "id": self.request_id,
             "tokens": self.trajectory.context(),
