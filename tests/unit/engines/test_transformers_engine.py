@@ -17,6 +17,8 @@ from local_sync import publish
 from model_factory import make_model
 from transformers_engine import TransformersEngine
 
+from umbra.engines.shell.engine_core import AdapterCore
+
 PAGE = Path(__file__).resolve().parents[3] / "docs/write-an-engine.md"
 
 
@@ -78,3 +80,12 @@ def test_the_page_shows_this_adapter_and_these_tests() -> None:
         for part in dedent(example).split("...\n"):
             wanted = "\n".join(line.strip() for line in part.strip().splitlines())
             assert any(wanted in source for source in sources), wanted
+
+
+def test_the_page_names_every_part_of_a_core() -> None:
+    core = {name for kind in AdapterCore.__mro__[:-1] for name in kind.__annotations__}
+    core |= {name for name in dir(AdapterCore) if not name.startswith("_")}
+
+    named = set(re.findall(r"`(\w+)(?:\(.*?\))?`", PAGE.read_text()))
+
+    assert core - named == set()
