@@ -2,9 +2,8 @@
 
 It has three frames (`ledger_frames`): facts by which a reader knows whether it needs more, the
 `SampleTable` at the part's end, and the rows of samples that were trained or dropped in the part.
-The bytes of the log decide the content, whoever writes it. It appears by a rename, and a reader
-takes one that is damaged, or does not fit the log, for a missing one; so it is neither locked nor
-synced.
+The log's bytes decide the content, whoever writes it. An index appears by a rename, and a reader
+treats a damaged or foreign one as missing, so it is neither locked nor synced.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ class BadIndexError(Exception):
 
 
 class Life(NamedTuple):
-    """One incarnation of the manager, by number, and when it began."""
-
     life: int
     job_id: str
     time_s: float
@@ -54,13 +51,13 @@ class PartFacts:
     Attributes:
         begin: size of all earlier parts.
         nbytes: how much of the part was read.
-        life: as in the header of the log, which distinguishes it from one that had its name before;
-            None without a header.
+        life: from the log's header, to tell it from an earlier one of its name; None
+            without a header.
         uids, steps, rewards: the lowest and the highest of the rows that ended; empty without any.
         first: byte at which the first of these rows begins.
         num_dropped: of these rows.
         groups: hashes of their groups' ids, 4 bytes each.
-        restores, evaluations: as of `SampleTable`.
+        restores, evaluations: as in `SampleTable`.
     """
 
     format: int = _FORMAT
@@ -117,8 +114,8 @@ class IndexPart:
         life: Life | None,
         table: SampleTable,
     ) -> IndexPart:
-        """Writes a table at byte `nbytes` of a part. A folder that takes no files takes none."""
-        wire = table.to_wire()  # counts what is left
+        """Writes a table at byte `nbytes` of a part. A read-only folder gets no file."""
+        wire = table.to_wire()  # counts the remaining runs
         rows = list(table.ended.values())
         rewards = [row.reward for row in rows if row.reward is not None]
         facts = PartFacts(
@@ -143,13 +140,13 @@ class IndexPart:
         for payload in payloads:
             data += ledger_frames.head_of([payload], len(data)) + payload
         path = _path_of(log)
-        draft = path.with_suffix(".draft")  # whoever else writes it writes the same
+        draft = path.with_suffix(".draft")  # any other writer writes the same bytes
         try:
             draft.write_bytes(data)
             draft.replace(path)
         except OSError:
             with suppress(OSError):
-                draft.unlink()  # a disk that is full has a part of it
+                draft.unlink()  # a full disk has a part of it
             return cls(log, facts, data)
         return cls(log, facts)
 
@@ -162,7 +159,7 @@ class IndexPart:
         return rows_from_wire(self._frame(2))
 
     def table(self) -> SampleTable:
-        """The table at the end of what was read. Raises BadIndexError."""
+        """The table at the end of the bytes read. Raises BadIndexError."""
         table = SampleTable()
         table.read_wire(self._frame(1), self._frame(2))
         return table

@@ -2,9 +2,10 @@
 
 Letters: G samples of a group, S runs of tokens or samples, N tokens of all runs.
 
-Samples are numbered by `uid`, counted up from 0 within one log. An event is encoded as the
-msgpack list `[tag, *fields]`, with arrays as raw little-endian bytes. Events that are appended
-together are a batch `[time_s, *events]`, or several in order where one would be too large.
+Samples are numbered by `uid`, counted up from 0 within one log. An event is encoded as the msgpack
+list `[tag, *fields]`, with arrays as raw little-endian bytes. Events that are appended together are
+a batch `[time_s, *events]`, or several in order where one would be too large. Encoding and decoding
+raise LedgerError for events that the format cannot hold.
 """
 
 from __future__ import annotations
@@ -23,24 +24,20 @@ Uids: TypeAlias = NDArray[np.int64]
 
 GIVEN: Final = -1  # in place of a version: the tokens were given, not generated
 BATCH_MAX_NBYTES: Final = 8 * 1024 * 1024
-"""Size limit of a batch of events. Encoding a much larger event would block the loop for more than
-10 ms; a lower limit would refuse long prompts of agent loops."""
+"""Size limit of a batch. Encoding much larger events would block the loop for more than 10 ms; a
+lower limit would refuse long prompts of agent loops."""
 _EVENT_MAX_TOKENS: Final = 128 * 1024
-"""Tokens in one event of runs of tokens, 5 MiB if each run has one. More could pass
-`BATCH_MAX_NBYTES`; fewer make more events of a manager that was held up."""
+"""Tokens in one event of runs, 5 MiB if each run has one. More could pass `BATCH_MAX_NBYTES`; fewer
+make more events of a manager that was held up."""
 
 
 def uids_of(*uids: int) -> Uids:
-    """These uids as a column."""
     return np.asarray(uids, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """Announces that `version` is the weights after `step` optimizer steps. Versions only grow.
-
-    Must be durable before anything is generated with it.
-    """
+    """`version` is the weights after `step` steps. Durable before anything is generated with it."""
 
     version: int
     step: int
@@ -50,9 +47,7 @@ class Version:
 class Admitted:
     """A group of G samples: uid `first_uid + k` is `{group_id}/{k}`.
 
-    Attributes:
-        order_idx: index of the group in the endless order of prompts.
-        seeds: [G] of the samples.
+    `order_idx` is its index in the endless order of prompts; `seeds` [G] are the samples'.
     """
 
     first_uid: int
@@ -199,12 +194,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropped:
-    """The samples will never be trained on.
-
-    Attributes:
-        reason: one of a few, which are counted.
-        cause: details for people; may be empty.
-    """
+    """The samples will never be trained on. `reason` is one of a few; `cause` has details."""
 
     uids: Uids
     reason: str
@@ -224,8 +214,8 @@ class Restored:
     """The job resumes from the checkpoint after `step` steps (0: from the start).
 
     `version` was the newest when the checkpoint was made. Samples leased for that step or later are
-    scored again. Of other samples that are not trained, all tokens from the first one of a later
-    step's version are cut off, unless `keep_newer`.
+    scored again. Other samples that are not trained lose all tokens from the first one of a later
+    step's version on, unless `keep_newer`.
     """
 
     step: int
@@ -237,10 +227,8 @@ class Restored:
 class Evaluated:
     """The held-out prompts were generated and scored after `step` steps.
 
-    Must be durable before the ranks have it: a rank that it did not reach asks for it again.
-
-    Attributes:
-        outcome: plain data, as the ranks get it.
+    Must be durable before the ranks have `outcome`, which is plain data: a rank that it did not
+    reach asks for it again.
     """
 
     step: int
@@ -276,11 +264,6 @@ class Batch:
 
 
 def encode_event(event: Event) -> bytes:
-    """Encodes one event.
-
-    Raises:
-        LedgerError: the event is too large, or a recorded value is not plain data.
-    """
     try:
         data: bytes = msgpack.packb(_to_wire(event))
     except (TypeError, ValueError, OverflowError) as error:
@@ -299,7 +282,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def _too_large(event: Event) -> tuple[str, str]:
-    """The event in words, and what to do."""
+    """The event in words, and the remedy."""
     match event:
         case PromptGiven():
             what = f"a prompt of {len(event.tokens)} tokens"
@@ -312,11 +295,7 @@ def _too_large(event: Event) -> tuple[str, str]:
 
 
 def encode_batches(time_s: float, events: Iterable[Event]) -> list[bytes]:
-    """Encodes events, in order, as few batches as their size limit allows.
-
-    Raises:
-        LedgerError: an event cannot be encoded.
-    """
+    """Encodes events, in order, as few batches as their size limit allows."""
     batches: list[list[bytes]] = [[]]
     nbytes = 0
     for data in map(encode_event, events):
@@ -331,11 +310,7 @@ def encode_batches(time_s: float, events: Iterable[Event]) -> list[bytes]:
 
 
 def decode_batches(payload: bytes | memoryview) -> Iterator[Batch]:
-    """The batches of a frame's payload; arrays are read-only.
-
-    Raises:
-        LedgerError: the payload is not made of whole, consistent events.
-    """
+    """The batches of a frame's payload; arrays are read-only."""
     unpacker: Any = msgpack.Unpacker(raw=False, strict_map_key=False, max_buffer_size=2**31 - 1)
     unpacker.feed(payload)
     try:
@@ -349,8 +324,7 @@ def decode_batches(payload: bytes | memoryview) -> Iterator[Batch]:
 
 
 def restores_in(payload: bytes | memoryview) -> list[int]:
-    """The steps of the `Restored` events of a frame's payload, which passed its checksum; other
-    events are not decoded."""
+    """The steps of a payload's `Restored` events; other events are not decoded."""
     unpacker: Any = msgpack.Unpacker(max_buffer_size=2**31 - 1)
     unpacker.feed(payload)
     found: list[int] = []
@@ -404,8 +378,6 @@ class _Plain:
 
 
 class _Texts:
-    """A column of short texts."""
-
     def to_wire(self, value: Any) -> Any:
         return self.from_wire(list(value))
 
@@ -418,8 +390,6 @@ class _Texts:
 
 
 class _Anything:
-    """Any value that msgpack can encode."""
-
     def to_wire(self, value: Any) -> Any:
         return value
 

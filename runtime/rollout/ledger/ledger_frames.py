@@ -28,8 +28,8 @@ _HEAD: Final = struct.Struct("<4sIQ")
 _LENGTH: Final = struct.Struct("<I")
 HEAD_NBYTES: Final = _HEAD.size
 PAYLOAD_MAX_NBYTES: Final = 64 * 1024 * 1024
-"""The longest payload that a reader accepts. A lower limit refuses ordinary flushes; a higher one
-makes a damaged length field cost a long checksum."""
+"""The longest payload that a reader accepts. Lower refuses ordinary flushes; higher makes a damaged
+length field cost a long checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,7 @@ class Scan:
 
 
 def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
-    """The bytes before a payload (the joined chunks) at byte `offset` of its file.
-
-    Raises:
-        ValueError: the payload is too long.
-    """
+    """The bytes before a payload (the joined chunks) at byte `offset` of its file."""
     length = sum(map(len, chunks))
     if length > PAYLOAD_MAX_NBYTES:
         raise ValueError(f"a payload has {length} bytes, at most {PAYLOAD_MAX_NBYTES} are allowed")
@@ -62,11 +58,8 @@ def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
 def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
     """Finds the good frames of a file's bytes; payloads are views of `data`.
 
-    Args:
-        start: the offset of `data` in the file, at the beginning of a frame.
-
-    Raises:
-        LedgerError: a bad frame is followed by a good one.
+    `start` is the offset of `data` in the file, at the beginning of a frame. Raises LedgerError if
+    a good frame follows a bad one.
     """
     view = memoryview(data)
     frames: list[tuple[int, memoryview]] = []

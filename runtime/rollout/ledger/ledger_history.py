@@ -7,7 +7,8 @@
 The first frame of a file is a header; the others are compressed by zlib. The header lists every
 earlier file with its valid length at that time. Bytes that an older incarnation wrote later (its
 process was stopped and continued) are not part of the history. The newest file with a header
-decides; the oldest ones may have been removed (`ledger_retention.py`).
+decides; the oldest ones may have been removed (`ledger_retention.py`). Reading raises LedgerError
+for files that are damaged, truncated, missing or of another format.
 """
 
 from __future__ import annotations
@@ -42,11 +43,7 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """Parses the text that `str()` makes of a position.
-
-        Raises:
-            LedgerError: the text is not a position.
-        """
+        """The inverse of `str()`. LedgerError for other text."""
         match = _POSITION.fullmatch(text)
         if match is None:
             raise LedgerError(f"{text!r} is not a ledger position (INCARNATION-PART-OFFSET)")
@@ -66,19 +63,13 @@ class LogPart(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One batch and the frame that holds it."""
-
     position: Position
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first frame of a file.
-
-    Attributes:
-        earlier: (incarnation, part, stop) of all earlier files.
-    """
+    """The first frame of a file. `earlier`: (incarnation, part, stop) of all earlier files."""
 
     job_id: str
     incarnation: int
@@ -93,11 +84,7 @@ class Header:
 
     @classmethod
     def from_wire(cls, payload: bytes | memoryview, path: Path) -> Header:
-        """Checks the header of the file `path`.
-
-        Raises:
-            LedgerError: the header belongs to another file, or has another format.
-        """
+        """Raises LedgerError if the header belongs to another file, or has another format."""
         try:
             found, *content = msgpack.unpackb(payload)
             if found != FORMAT:
@@ -127,8 +114,7 @@ class Header:
 class History:
     """The valid part of a ledger when it was read; later writes do not change it.
 
-    Attributes:
-        parts: in order; those of the last incarnation are at the end.
+    The parts are in order; those of the last incarnation are at the end.
     """
 
     folder: Path
@@ -154,7 +140,7 @@ class History:
         return History(self.folder, (*parts[:-1], parts[-1]._replace(stop=position.offset)))
 
     def nbytes_after(self, position: Position) -> int:
-        """Size of what follows a position that it covers."""
+        """Size of the history after a position that it covers."""
         later = [part for part in self.parts if (part.incarnation, part.part) >= position[:2]]
         return sum(part.stop for part in later) - position.offset
 
@@ -163,8 +149,7 @@ class History:
         return header_of(self.folder / part_name(*position[:2]))
 
     def restores(self, start: Position = BEGIN) -> list[tuple[Position, int]]:
-        """Where the job went back to a checkpoint, and the steps of these, oldest first. Much
-        faster than decoding all events."""
+        """Where the job went back to checkpoints, and their steps, oldest first."""
         return [
             (position, step)
             for position, _, payload in self.frames(start, None)
@@ -172,15 +157,7 @@ class History:
         ]
 
     def entries(self, start: Position = BEGIN, stop: Position | None = None) -> Iterator[Entry]:
-        """Every batch, in order.
-
-        Args:
-            start: where the first frame begins; earlier ones are not read.
-            stop: where the first frame begins that is left out.
-
-        Raises:
-            LedgerError: a file is damaged, truncated or missing.
-        """
+        """Every batch, in order. `start` and `stop` are beginnings of frames."""
         for position, _, payload in self.frames(start, stop):
             for batch in self.batches(position, payload):
                 yield Entry(position, batch)
@@ -212,7 +189,6 @@ class History:
 
 
 def ledger_folder(run_dir: Path, manager: str) -> Path:
-    """The folder of a manager's ledger."""
     return run_dir / "ledger" / manager
 
 
@@ -226,7 +202,7 @@ def managers_of(run_dir: Path) -> list[str]:
 
 
 def kept_path(log: Path) -> Path:
-    """The path of what stays of a part whose log is removed, besides its index."""
+    """The path of the remains of a part whose log is removed, besides its index."""
     return log.with_suffix(".kept")
 
 
@@ -244,14 +220,7 @@ def files_of(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def read_history(folder: Path, *, before_incarnation: int | None = None) -> History:
-    """Finds the valid files, even while a writer is active.
-
-    Args:
-        before_incarnation: excludes this incarnation and later ones.
-
-    Raises:
-        LedgerError: files are damaged, missing, or of another format.
-    """
+    """Finds the valid files, even while a writer is active. Later incarnations may be excluded."""
     try:
         files = files_of(folder)
     except OSError as error:
@@ -270,13 +239,10 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
 
 
 def extend_history(history: History) -> History | None:
-    """The ledger as it is now, for which only what was written since is read.
+    """The ledger as it is now; reads only the bytes written since.
 
     None if it has a new incarnation or no header yet, or the last part was removed: `read_history`
     must read it from scratch.
-
-    Raises:
-        LedgerError: as `read_history`.
     """
     files = files_of(history.folder)
     newest = max(files, default=0)
@@ -294,7 +260,6 @@ def extend_history(history: History) -> History | None:
 
 
 def header_of(path: Path) -> Header:
-    """The header of a file. Raises LedgerError if it is damaged."""
     try:
         payload = ledger_frames.read_first(path)
     except OSError as error:

@@ -1,9 +1,9 @@
 """The samples of a run's ledger, for readers, without reading all of it.
 
-Each part of the ledger that is complete has an index beside it (`index_part.py`). The rollout
-manager writes them as it goes, and a reader writes those that are missing. A reader takes the table
-of the last one, reads on in the log from there, and opens the rows of earlier parts only for what
-it shows. A sample's tokens and history are read again from its frames, from the first to the last.
+Each complete part of the ledger has an index beside it (`index_part.py`). The rollout manager
+writes them as it goes, and a reader writes missing ones. A reader takes the table of the last
+index, reads on in the log from there, and opens the rows of earlier parts only for the samples it
+shows. A sample's tokens and history are read again from its frames, from the first to the last.
 
 A part's trained samples count unless the job has, in a later part, gone back before their step.
 """
@@ -45,18 +45,16 @@ from umbra.runtime.rollout.ledger.sample_story import story_of
 from umbra.runtime.rollout.ledger.sample_table import EvaluationRow, SampleRow, SampleTable
 
 _KEPT_PARTS: Final = 4
-"""Parts whose rows are kept in memory. A page that shows the newest samples asks for the same ones
-again; each takes about 10 MB."""
+"""Parts whose rows are kept in memory, at 10 MB each. Fewer are read again by a page that shows the
+newest samples; more take memory."""
 _COMPARED_GROUPS: Final = 5000
 
 
 class LedgerIndex:
     """The samples of one ledger. Blocking: one thread at a time may use it.
 
-    Steps are counted from 0 here, as in the ledger.
-
-    Raises:
-        LedgerError: the ledger is damaged or contradicts itself; any method may.
+    Steps are counted from 0 here, as in the ledger. Any method may raise LedgerError: the ledger is
+    damaged or contradicts itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,16 +66,16 @@ class LedgerIndex:
         self._history = History(self._folder, ())
         self._begins = [0]  # of each part in the bytes of all
         self._parts: list[IndexPart] = []  # of all parts but the last
-        self._limits: list[float] = []  # of each, the step from which on its rows do not count
+        self._limits: list[float] = []  # by part: the step from which on its rows do not count
         self._table = SampleTable()
-        self._read_to = (0, 0)  # part and byte at which the table is
+        self._read_to = (0, 0)  # part and byte of the table
         self._num_removed = 0  # parts whose log was removed
         self._lives: dict[int, Life] = {}  # by part, of headers as before the log was read
         self._rows: dict[int, list[SampleRow]] = {}
-        self._kept_part = (-1, KeptSamples({}, {}))  # the last that was read, by number
+        self._kept_part = (-1, KeptSamples({}, {}))  # the part that was read last, by number
 
     def refresh(self) -> None:
-        """Reads what was written since."""
+        """Reads the bytes written since."""
         history = extend_history(self._history) or read_history(self._folder)
         complete = history.parts[:-1]
         number, nbytes = self._read_to
@@ -111,11 +109,9 @@ class LedgerIndex:
 
     @property
     def end(self) -> str:
-        """The position after the last frame."""
         return str(self._history.end)
 
     def lives(self) -> list[Life]:
-        """Each incarnation of the manager."""
         lives = [part.facts.life for part in self._parts if not part.log.part]
         if self._history.parts and not self._history.parts[-1].part:
             lives.append(self._lives.get(len(self._history.parts) - 1))
@@ -142,12 +138,10 @@ class LedgerIndex:
         return [min(found), max(found)] if found else []
 
     def find(self, sample_id: str) -> SampleRow | None:
-        """The sample of this id."""
         group_id, _, _ = sample_id.rpartition("/")
         return next((row for row in self.group(group_id) if row.sample_id == sample_id), None)
 
     def group(self, group_id: str) -> list[SampleRow]:
-        """The samples of a group."""
         found = [row for row in self.table.rows() if row.group.group_id == group_id]
         for number, part in enumerate(self._parts):
             if part.facts.may_have_group(group_id):
@@ -180,13 +174,8 @@ class LedgerIndex:
     def newest(
         self, limit: int | None, state: SampleState | None = None, step: int | None = None
     ) -> tuple[list[SampleRow], int]:
-        """The samples admitted last, newest first, and the number of all that match.
-
-        Args:
-            limit: None for all.
-            state: only samples that are in this state now.
-            step: only samples that were leased for this step.
-        """
+        """The newest `limit` samples (None: all), newest first, and
+        the number of all that match."""
         if step is not None:
             rows = [row for row in self.of_step(step) if state in (None, row.state)]
             return rows[:limit], len(rows)
@@ -195,11 +184,7 @@ class LedgerIndex:
         return self._first(wanted, lambda row: state in (None, row.state), state), num_samples
 
     def with_tokens(self, limit: int, step: int | None = None) -> tuple[list[SampleRow], int]:
-        """Samples with a completion, the last admitted first, at most `limit`; how many there are.
-
-        Args:
-            step: only samples that were leased for this step.
-        """
+        """Like `newest`, for samples with a completion."""
         if step is not None:
             rows = [row for row in self.of_step(step) if row.num_tokens]
             return rows[:limit], len(rows)
@@ -210,7 +195,7 @@ class LedgerIndex:
     def extremes(
         self, limit: int, *, best: bool, step: int | None = None
     ) -> tuple[list[SampleRow], int]:
-        """Samples with the highest rewards, or the lowest; likewise.
+        """Like `newest`, for samples with the highest rewards, or the lowest.
 
         Of equal rewards, different prompts come first, and of these the newest.
         """
@@ -235,7 +220,7 @@ class LedgerIndex:
         return chosen, num_samples
 
     def contents(self, rows: Sequence[SampleRow]) -> dict[int, SampleContent]:
-        """The tokens and recorded values of samples, by uid, of those that are kept."""
+        """Tokens and recorded values by uid, where they are kept."""
         found: dict[int, SampleContent] = {}
         wanted = sorted(rows, key=lambda row: row.begin)
         while wanted and self._has_left(wanted[0].begin):
@@ -252,15 +237,14 @@ class LedgerIndex:
         return found
 
     def story(self, row: SampleRow) -> list[dict[str, Any]]:
-        """The history of a sample, oldest first; empty if that is no longer kept."""
+        """The history of a sample, oldest first; empty if it is no longer kept."""
         if self._has_left(row.begin):
             return []
         end = self._begins[-1] if row.end is None else row.end
         return story_of(row.uid, self._batches(row.begin, end), self._table.versions)
 
     def digest(self, row: SampleRow) -> str | None:
-        """The digest of a sample's tokens if these are no longer in the log; None also if the
-        sample was trained again after they had left it."""
+        """The digest of tokens that left the log; None if the sample was trained again since."""
         if not self._has_left(row.begin):
             return None
         digest = self._kept(row).digests.get(row.uid)
@@ -269,15 +253,10 @@ class LedgerIndex:
     def remove_oldest(
         self, keep_nbytes: float, needed: Position, max_parts: int = sys.maxsize
     ) -> None:
-        """Removes logs of the oldest parts, and keeps what `ledger_retention` says.
+        """Removes logs of at most `max_parts` of the oldest parts, as `ledger_retention` says.
 
-        Args:
-            keep_nbytes: size of the newest parts, which stay.
-            needed: in the first part that a start of the manager may read.
-            max_parts: the most logs that are removed.
-
-        Raises:
-            OSError: a file cannot be written or removed.
+        The newest `keep_nbytes` stay, and so does everything from `needed` on, where a start of the
+        manager may begin to read. Raises OSError if a file cannot be written or removed.
         """
         begins = self._begins
         numbers = [(part.log.incarnation, part.log.part) for part in self._parts]
@@ -295,8 +274,6 @@ class LedgerIndex:
         remove_logs(part.log.path for part in self._parts[first:num_removed])
         self._num_removed = num_removed
 
-    # -- private -------------------------------------------------------------------------
-
     def _has_left(self, at: int) -> bool:
         """Whether the log at a byte was removed; logs are removed while readers read."""
         while self._num_removed < len(self._history.parts) - 1:
@@ -306,7 +283,7 @@ class LedgerIndex:
         return at < self._begins[self._num_removed]
 
     def _read_part(self, number: int, *, is_complete: bool) -> None:
-        """Reads one more part: its index, and what the log has beyond that."""
+        """Reads one more part: its index, and the log beyond it."""
         log, begin = self._history.parts[number], self._begins[number]
         is_removed = number < self._num_removed
         if number not in self._lives and log.stop and not is_removed:
@@ -331,8 +308,7 @@ class LedgerIndex:
             self._read_to = (number + 1, 0)
 
     def _table_after(self, number: int) -> SampleTable:
-        """The table at the beginning of the part after a complete one. Indexes that are damaged
-        are written again."""
+        """The table at the end of a complete part. Damaged indexes are written again."""
         table, first = SampleTable(), 0
         for earlier in range(number, -1, -1):
             with suppress(BadIndexError):
@@ -399,7 +375,7 @@ class LedgerIndex:
         return [row for row in self._rows[number] if row.step is None or row.step < limit]
 
     def _is_indexed(self, number: int) -> bool:
-        """Whether the index of a part is on the disk; one that is damaged is written again."""
+        """Whether a part's index is on disk; a damaged one is written again."""
         self._load_rows(number)
         return self._parts[number].is_on_disk
 
@@ -413,7 +389,7 @@ class LedgerIndex:
     def _first(
         self, limit: int, is_chosen: Callable[[SampleRow], bool], state: SampleState | None = None
     ) -> list[SampleRow]:
-        """The newest samples that are chosen; `limit` is at most the number of all such."""
+        """The newest chosen samples; `limit` is at most the number of all such."""
         found = [row for row in self._table.rows() if is_chosen(row)]
         found.sort(key=lambda row: -row.uid)
         for part, number in self._newest_parts():
@@ -449,12 +425,12 @@ class LedgerIndex:
         for row in self._valid_rows(number):
             steps.setdefault(row.step, []).append(row)
         kept = KeptSamples({}, {})
-        for rows in steps.values():  # one at a time, because all tokens of a part are many
+        for rows in steps.values():  # one step at a time, because all tokens of a part are many
             contents = self.contents(rows)
             kept.digests.update({uid: digest_of(c.tokens) for uid, c in contents.items()})
             scored = [row for row in rows if row.reward is not None]
             for row in {*_by_reward(scored, -1.0)[:1], *_by_reward(scored, 1.0)[:1]}:
-                if row.uid in contents:  # it is not if its first frames had left the log before
+                if row.uid in contents:  # else its first frames had left the log before
                     kept.contents[row.uid] = contents[row.uid]
         return kept
 
@@ -470,7 +446,6 @@ class LedgerIndex:
 
 
 def _by_reward(rows: Iterable[SampleRow], sign: float) -> list[SampleRow]:
-    """As `LedgerIndex.extremes` orders them."""
     newest = sorted(rows, key=lambda row: -row.uid)
     seen = Counter[tuple[str, float | None]]()
     ranks: dict[int, int] = {}
@@ -481,8 +456,7 @@ def _by_reward(rows: Iterable[SampleRow], sign: float) -> list[SampleRow]:
 
 
 def _is_before(chosen: Sequence[SampleRow], sign: float, reward: float, newest: int) -> bool:
-    """Whether no sample of a part can be among the chosen: the lowest signed reward and the lowest
-    negative uid there are these."""
+    """Whether a part, by its lowest signed reward and negative uid, has no sample to choose."""
     if not chosen:
         return True
     last = sign * (chosen[-1].reward or 0.0)

@@ -2,14 +2,13 @@
 
 A new incarnation takes over in this order: it creates its first file (O_EXCL), finds the valid
 bytes of earlier incarnations, syncs them, and writes its header. After each sync, a writer checks
-whether a next incarnation has a file; if so, it acknowledges nothing. Whatever was acknowledged was
-therefore on disk before the next incarnation read the files, and is in every later history. No
+whether a next incarnation has a file; if so, it acknowledges nothing. Acknowledged bytes were
+therefore on disk before the next incarnation read the files, and are in every later history. No
 locks are needed, and none would work on NFS.
 
 A writer that was stopped or cut off, and wakes after that, writes to its own files only, behind the
-bytes that its successor's header counts. It does so even if its folder was moved meanwhile and
-another ledger has its path, because it holds the folder open. A file that was removed is noticed
-with the next sync.
+bytes that its successor's header counts. It does so even if another ledger has its path by then,
+because it holds the folder open. A file that was removed is noticed with the next sync.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ from umbra.runtime.rollout.ledger.ledger_history import (
 )
 
 _PART_NBYTES: Final = 32 * 1024 * 1024
-"""Size at which a new part begins. Larger parts cost memory when read; smaller ones make many
-files."""
+"""Size at which a new part begins. Larger costs memory when read; smaller makes many files."""
 _LEVEL: Final = 4
-"""zlib's level. Lower ones take 15 % less time for 10 % more bytes; higher ones twice the time for
-3 % less."""
+"""Of zlib. Lower takes 15 % less time for 10 % more bytes; higher twice the time for 3 % less."""
 _MAX_TAKERS: Final = 16  # managers that may take over at the same moment
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE: Final = "; it was removed, or its file system is no longer mounted"
@@ -95,9 +92,7 @@ class LedgerLog:
     ) -> LedgerLog:
         """Begins the next incarnation of a ledger, which may be new.
 
-        Raises:
-            LedgerError: the existing files are damaged or cannot be written, or another writer took
-                over meanwhile.
+        LedgerError if existing files are damaged or cannot be written, or another writer took over.
         """
         incarnation, folder_fd, descriptor = _take_incarnation(folder)
         log = cls(folder, job_id, incarnation, part_nbytes=part_nbytes, clock=clock)
@@ -131,15 +126,13 @@ class LedgerLog:
 
     @property
     def path(self) -> Path:
-        """Path of the current part."""
         return self.folder / part_name(self.incarnation, self._part)
 
     def write(self, chunks: Sequence[bytes]) -> Position:
         """Writes batches as one frame and syncs it; returns the position after it.
 
-        Raises:
-            LedgerError: the write failed, or a later incarnation has begun; all later calls fail,
-                too. The history then has the whole frame or nothing of it.
+        LedgerError if that failed, or a later incarnation has begun; all later calls fail, too. The
+        history then has the whole frame or nothing of it.
         """
         if self._failure is not None:
             raise LedgerError(str(self._failure)) from self._failure
@@ -215,8 +208,7 @@ def _compress(chunks: Sequence[bytes]) -> bytes:
 
 
 def _take_incarnation(folder: Path) -> tuple[int, int, int]:
-    """Creates the first file of the next incarnation; returns its number, and the descriptors of
-    the folder and the file."""
+    """Creates the next incarnation's first file; returns number, folder's and file's descriptor."""
     folder_fd = -1
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -245,8 +237,11 @@ def _create(name: str, folder_fd: int) -> int:
 
 
 def _exists(name: str, folder_fd: int) -> bool:
-    """Asks the file server. An NFS client may answer from what it has known of a folder for up to a
-    minute, unless it opens the folder again (close-to-open consistency)."""
+    """Asks the file server.
+
+    Unless it opens the folder again (close-to-open consistency), an NFS client may answer from a
+    cache that is up to a minute old.
+    """
     reopened = os.open(".", _FOLDER_FLAGS, dir_fd=folder_fd)
     try:
         os.stat(name, dir_fd=reopened)
@@ -258,8 +253,7 @@ def _exists(name: str, folder_fd: int) -> bool:
 
 
 def _sync_last_incarnation(history: History) -> None:
-    """Syncs what the last incarnation wrote, because it counts from now on. Its earlier parts were
-    synced before the last one began."""
+    """Syncs the last incarnation's files. It has synced all earlier ones when it began."""
     for part in history.parts[-1:]:
         try:
             sync(part.path)

@@ -1,4 +1,4 @@
-"""Removes the oldest parts of a ledger's log, when what stays of their samples is written.
+"""Removes the oldest parts of a ledger's log, once the remains of their samples are written:
 
     000001-0003.index   facts of the samples that ended in this part
                .kept    digests of their tokens, and the contents of the best and the worst of each
@@ -30,7 +30,7 @@ _LEVEL: Final = 4  # of zlib
 
 
 class KeptSamples(NamedTuple):
-    """The digests and texts that stay of the samples that ended in one part, by uid.
+    """The remains of the samples that ended in one part, by uid.
 
     Attributes:
         digests: XXH3-64 of the completion's tokens, as little-endian integers of 32 bits.
@@ -42,12 +42,11 @@ class KeptSamples(NamedTuple):
 
 
 def digest_of(tokens: list[int]) -> bytes:
-    """As in `KeptSamples`."""
     return xxhash.xxh3_64(np.asarray(tokens, "<i4").tobytes()).digest()
 
 
 def write_kept(log: Path, kept: KeptSamples) -> None:
-    """Writes what stays of the part `log`, and syncs it. Raises OSError."""
+    """Writes the remains of the part `log`, and syncs them."""
     wire = [
         kept.digests,
         {
@@ -65,11 +64,7 @@ def write_kept(log: Path, kept: KeptSamples) -> None:
 
 
 def read_kept(log: Path) -> KeptSamples:
-    """Reads what stays of a part.
-
-    Raises:
-        LedgerError: the file is missing or damaged.
-    """
+    """Raises LedgerError if the file is missing or damaged."""
     path = kept_path(log)
     try:
         payload = ledger_frames.read_first(path)
@@ -88,11 +83,11 @@ def read_kept(log: Path) -> KeptSamples:
 
 
 def remove_logs(logs: Iterable[Path]) -> None:
-    """Removes the oldest logs, of which all else was written. Raises OSError."""
+    """Removes the oldest logs, whose remains are written."""
     present = [log for log in logs if log.exists()]
     for log in present:
         sync(log.with_suffix(".index"))
     for folder in {log.parent for log in present}:
-        sync(folder)  # the names of what stays come to the disk before a log leaves it
+        sync(folder)  # the names of the remains come to the disk before a log leaves it
     for log in present:
         log.unlink()

@@ -3,13 +3,13 @@
     RUN_DIR/ledger/MANAGER/000001-0003-41943096-120.snapshot
 
 The name has the position in the log at which the state was taken, and the number of optimizer steps
-that were done there. The file has that state without what is settled, and a digest. It is written
-under another name, synced, and then gets its own, so that a crash leaves the older ones.
+done there. The file has that state without its settled groups, and a digest. It is written under
+another name, synced, and then renamed, so that a crash leaves the older ones.
 
 The log alone is the truth. A snapshot counts if the history of the log covers its position, because
-what precedes it never changes. A damaged one is passed over with a warning. The job can go back
-from it to checkpoints of at least its steps; for earlier ones, an older snapshot is read, and the
-longer tail behind it.
+the bytes before it never change. A damaged one is passed over with a warning. The job can go back
+from a snapshot to checkpoints of at least its steps; for earlier ones, an older snapshot is read,
+and the longer tail behind it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _READ_NBYTES: Final = 1024 * 1024
 _NUM_SPARE: Final = 2  # the newest snapshots, of which one may be damaged
 
 Restores = list[tuple[Position, int]]
-"""Where the job went back to a checkpoint, and the steps of these, oldest first."""
+"""Where the job went back to checkpoints, and their steps, oldest first."""
 
 
 class Snapshot(NamedTuple):
@@ -55,11 +55,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LedgerContent:
-    """The state at the end of a history, and what it was read from.
-
-    Attributes:
-        snapshot: None if the whole log was read.
-    """
+    """The state at the end of a history; `snapshot` is None if the whole log was read."""
 
     state: LedgerState
     restores: Restores
@@ -69,14 +65,10 @@ class LedgerContent:
 def read_content(history: History, restoring_step: int | None = None) -> LedgerContent:
     """Reads the newest snapshot that serves, and the log behind it.
 
-    Args:
-        restoring_step: step of the checkpoint that the caller will resume from, if any.
-
-    Raises:
-        LedgerError: the log is damaged or contradicts itself; the position is named.
+    `restoring_step` is the step of the checkpoint that the caller will resume from, if any.
     """
     own = [] if restoring_step is None else [(history.end, restoring_step)]
-    known: Restores | None = None  # before they are needed, returns in the log are not looked for
+    known: Restores | None = None  # looked for in the log only when needed
     snapshots = [*snapshots_of(history), None]
     while True:
         snapshot = next(s for s in snapshots if s is None or s.fits((known or []) + own))
@@ -94,7 +86,7 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
         except LedgerError:
             if known is not None or not (later := history.restores(start)):
                 raise
-            known = earlier + later  # they need samples that were let go
+            known = earlier + later  # they need samples that the snapshot has let go
             continue
         return LedgerContent(state, earlier + found, snapshot)
 
@@ -108,15 +100,10 @@ def _noting(entries: Iterable[Entry], found: Restores) -> Iterator[Entry]:
 
 
 def take_snapshot(history: History, checkpoints: Collection[int] | None) -> Snapshot:
-    """Writes the state at the end of a history, and removes snapshots that nothing needs any more:
-    neither a restart of the manager, nor a resume.
+    """Writes the state at the end of a history, and removes snapshots that nothing needs any more.
 
-    Args:
-        checkpoints: steps of those that the job may resume from; None if they are unknown.
-
-    Raises:
-        LedgerError: the log is damaged.
-        OSError: the snapshot cannot be written.
+    `checkpoints` are the steps that the job may resume from; None if they are unknown. Raises
+    OSError if the snapshot cannot be written.
     """
     content = read_content(history)
     state, position = content.state, history.end
@@ -161,7 +148,6 @@ def snapshots_of(history: History) -> list[Snapshot]:
 
 
 def largest_snapshot_nbytes(folder: Path) -> int:
-    """Raises OSError if the folder cannot be read."""
     return max((snapshot.path.stat().st_size for snapshot in _all_in(folder)), default=0)
 
 
@@ -177,8 +163,7 @@ def _all_in(folder: Path) -> Iterator[Snapshot]:
 
 
 def _head(snapshot: Snapshot, history: History) -> list[Any]:
-    """Distinguishes the log from one of other content with the same position, as after a backup of
-    it was restored."""
+    """Tells the log from one of other content with the same position, such as a restored backup."""
     return [FORMAT, str(snapshot.position), history.header_at(snapshot.position).time_s]
 
 

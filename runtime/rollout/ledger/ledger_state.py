@@ -1,10 +1,3 @@
-"""The state of all samples, computed from events alone: no clock, no files.
-
-Groups that can no longer change are folded into counts. These are groups whose samples are all
-dropped, or trained in steps that the newest checkpoint covers. Everything else is kept, including
-tokens.
-"""
-
 from __future__ import annotations
 
 import math
@@ -55,7 +48,11 @@ _STORED: Final = ("steps_done", "covered_step", "next_uid", "num_groups", "_last
 
 
 class LedgerState:
-    """Accounts of samples. A refused event changes nothing.
+    """The state of all samples, computed from events alone: no clock, no files.
+
+    Groups that can no longer change are folded into counts: all samples are dropped, or trained in
+    steps that the newest checkpoint covers. Everything else is kept, including tokens. A refused
+    event raises LedgerError and changes nothing.
 
     Args:
         restores: the steps of all later `Restored` events, in order. Tokens that one of them will
@@ -88,14 +85,9 @@ class LedgerState:
         self._samples: dict[int, SampleAccount] = {}
         self._groups: dict[str, GroupAccount] = {}
         self._leased: dict[int, list[SampleAccount]] = {}  # by step, until released
-        self._runs = TokenRuns()  # that the samples do not have yet
+        self._runs = TokenRuns()  # not yet given to their samples
 
     def apply(self, event: Event) -> None:
-        """Applies one event.
-
-        Raises:
-            LedgerError: the event cannot follow the earlier ones.
-        """
         self._apply(event)
         self._distribute()
 
@@ -104,14 +96,9 @@ class LedgerState:
         entries: Iterable[Entry],
         on_event: Callable[[Entry, Event, LedgerState], None] | None = None,
     ) -> None:
-        """Applies many events, much faster. Until the end, only what this class returns is as of
-        the last event, not accounts that it has returned before.
+        """Applies many events, much faster, and calls `on_event` after each.
 
-        Args:
-            on_event: called after each event.
-
-        Raises:
-            LedgerError: an event cannot follow the earlier ones; its position is named.
+        Until the end, accounts that were returned earlier may lag behind the last event.
         """
         for entry in entries:
             for event in entry.batch.events:
@@ -191,9 +178,8 @@ class LedgerState:
     def foresee(self, restores: Iterable[int], last: int | None = None) -> None:
         """Takes the steps of all `Restored` events to come, in order.
 
-        Args:
-            last: step of one that follows them, which the caller will apply. It cuts off all tokens
-                of later steps' versions, so these are only counted.
+        `last` is the step of one that the caller will apply after them. It cuts off all tokens of
+        later steps' versions, so these are only counted.
         """
         self._restores = deque(restores)
         if last is not None:
@@ -201,8 +187,10 @@ class LedgerState:
         self._last_kept_step = math.inf if last is None else last
 
     def to_wire(self) -> Iterator[list[Any]]:
-        """The state as plain data, so that it is bounded by what is live: groups that are trained
-        or dropped are counts. It cannot go back to an earlier step than `steps_done`."""
+        """The state as plain data, with trained and dropped groups as counts.
+
+        It is bounded by its live groups, and cannot go back to an earlier step than `steps_done`.
+        """
         live = [group for group in self.groups() if not group.is_done]
         evaluation = self.evaluation
         yield [
@@ -221,7 +209,6 @@ class LedgerState:
 
     @classmethod
     def from_wire(cls, items: Iterator[Any]) -> LedgerState:
-        """Restores what `to_wire` has yielded."""
         state = cls()
         stored, versions, totals, counts, drop_reasons, evaluation, num_live = next(items)
         for name in _STORED:
@@ -315,7 +302,7 @@ class LedgerState:
         self.totals.given_tokens += num_given
 
     def _distribute(self) -> None:
-        """Gives the samples the runs that they do not have yet."""
+        """Gives the samples their pending runs."""
         for uid, version, tokens, logprobs in self._runs.take():
             sample = self._samples.get(uid)
             if sample is None:

@@ -32,11 +32,9 @@ logger = logging.getLogger(__name__)
 Ticket = NewType("Ticket", int)
 
 _FLUSH_NBYTES: Final = 4 * 1024 * 1024
-"""Size limit of the batches in one frame. Larger makes callers of `durable` wait; smaller makes
-more syncs."""
+"""Size limit of a frame's batches. Larger delays callers of `durable`; smaller syncs more often."""
 _QUEUED_MAX_NBYTES: Final = 64 * 1024 * 1024
-"""Larger takes more memory and more time to write; smaller stops admission at every hiccup of the
-disk."""
+"""Larger takes more memory and time; smaller stops admission at every hiccup of the disk."""
 _STALL_TIMEOUT_S: Final = 60.0
 _CLOSE_TIMEOUT_S: Final = 60.0
 
@@ -52,12 +50,12 @@ class LedgerWriter:
     """Appends events from one event loop. An async context manager.
 
     Owns the log and one thread. The thread closes the log when everything appended is durable, and
-    is joined on exit. After the first failure every call raises it; what was durable stays.
+    is joined on exit. After the first failure every call raises LedgerError; durable events stay.
 
     Args:
         flush_s: longest time that an append stays in memory if nobody waits for it.
-        max_queued_nbytes: size of the queue at which `has_capacity` becomes False. Appends are
-            still accepted.
+        max_queued_nbytes: size of the queue at which `has_capacity` becomes False. Appends
+            are still accepted.
         stall_timeout_s: the writer fails if the queue stays full for this long without progress.
         on_progress: called after each frame that is on disk, and after the failure.
         clock: gives the times in the ledger.
@@ -145,7 +143,6 @@ class LedgerWriter:
 
     @property
     def written_nbytes(self) -> int:
-        """Size of the log that this writer has written."""
         return self._log.written_nbytes
 
     @property
@@ -157,11 +154,7 @@ class LedgerWriter:
         return self._failure
 
     def append(self, *events: Event) -> Ticket:
-        """Queues events. After a crash, the ledger has all of them but some at the end.
-
-        Raises:
-            LedgerError: they cannot be encoded, or an earlier write failed.
-        """
+        """Queues events. After a crash, the ledger has all of them but some at the end."""
         self._check()
         batches = encode_batches(self._clock(), events)
         self._appended += len(batches)
@@ -177,8 +170,7 @@ class LedgerWriter:
     async def durable(self, ticket: Ticket, timeout_s: float) -> None:
         """Returns when everything up to `ticket` is on disk; makes the thread flush at once.
 
-        Raises:
-            LedgerError: it could not be written, or nothing was written for `timeout_s`.
+        Raises LedgerError if it could not be written, or nothing was written for `timeout_s`.
         """
         self._check_ticket(ticket)
         if ticket <= self._durable:
@@ -247,7 +239,7 @@ class LedgerWriter:
         )
 
     def _write_all(self) -> None:
-        """Runs in the thread: writes what is queued, until closed and empty, or failed."""
+        """Runs in the thread: writes the queue, until closed and empty, or failed."""
         flushed = time.monotonic() - self._flush_s
         try:
             while chunks := self._take(flushed + self._flush_s):

@@ -1,4 +1,4 @@
-"""Records what happens to training samples in the manager's ledger.
+"""Records the events of training samples in the manager's ledger.
 
 All events of one iteration of the event loop are appended to the ledger together, in order.
 Adjacent events of one kind become one event with columns. Samples that are not trained on (uid -1)
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
 _MAX_CAUSE_LEN: Final = 1000
-"""Limit for an exception's text, which may be a whole page of HTML."""
+"""An exception's text may be a whole page of HTML."""
 
 
 class Recorder:
@@ -110,13 +110,9 @@ class Recorder:
     async def recover(self, restored: Restored | None, needs: str = "") -> LedgerState | None:
         """Reads the state at the end of the history; None without a ledger.
 
-        Args:
-            restored: the checkpoint that the job resumes from; None if the job never stopped.
-            needs: the ledger position stored in that checkpoint, "" if it has none.
-
-        Raises:
-            LedgerError: the history is damaged, ends before the checkpoint's position, or has since
-                gone back behind that checkpoint.
+        `restored` is the checkpoint that the job resumes from, None if the job never stopped;
+        `needs` is the position stored in it. LedgerError if the history is damaged, ends before
+        that position, or has since gone back behind the checkpoint.
         """
         if self._writer is None or self._folder is None or self._snapshots is None:
             return None
@@ -143,11 +139,7 @@ class Recorder:
         return state
 
     async def durable(self) -> None:
-        """Returns when all events so far are on disk.
-
-        Raises:
-            LedgerError: they cannot be written, or nothing is written for a minute.
-        """
+        """Returns when all events so far are on disk; LedgerError after a minute of silence."""
         self._flush()
         if self._writer is not None and self._ticket is not None:
             await self._writer.durable(self._ticket, _DURABLE_TIMEOUT_S)
@@ -159,8 +151,7 @@ class Recorder:
 
     @property
     def has_capacity(self) -> bool:
-        """False while the disk, or the process that takes snapshots, is too far behind for new
-        groups."""
+        """False while the disk or the taking of snapshots is too far behind for new groups."""
         if self._writer is None or self._snapshots is None:
             return True
         return self._writer.has_capacity and not self._snapshots.is_behind
@@ -171,10 +162,7 @@ class Recorder:
 
     @property
     def queued_nbytes(self) -> int:
-        """Bytes that are not on disk yet."""
         return 0 if self._writer is None else self._writer.queued_nbytes
-
-    # -- groups --------------------------------------------------------------------------
 
     def admitted(self, group: Group, epoch: int, order_idx: int) -> None:
         """Records a new group and gives its samples their uids."""
@@ -201,15 +189,13 @@ class Recorder:
         self._write(Leased(step, uids))
 
     def dropped(self, group: Group, reason: str, cause: str = "") -> None:
-        """Records why a group was dropped. `cause` has details and is cut if it is long."""
+        """`cause` has details and is cut if it is long."""
         uids = _uids([group])
         self._scored.difference_update(uids.tolist())
         self._write(Dropped(uids, reason, cause[:_MAX_CAUSE_LEN]))
 
-    # -- samples -------------------------------------------------------------------------
-
     def started(self, sample: Trajectory) -> None:
-        """Records that engines have the sample; an agent loop's counts as running between turns."""
+        """Engines have the sample; an agent loop's counts as running between turns."""
         if not sample.is_recorded_running:
             sample.is_recorded_running = True
             self._add("started", sample, None)
@@ -224,34 +210,26 @@ class Recorder:
         self._add("finished", sample, sample.finish_reason)
 
     def prompt_replaced(self, sample: Trajectory, tokens: NDArray[np.int32]) -> None:
-        """Records that an agent loop replaces the prompt by `tokens`.
-
-        Raises:
-            LedgerError: the prompt is too long.
-        """
+        """An agent loop replaces the prompt by `tokens`. LedgerError if they are too many."""
         self._write_checked(sample, PromptGiven(max(0, sample.uid), tokens))
 
     def tokens_given(self, sample: Trajectory, start: int) -> None:
-        """Records tokens, from `start` on, that an agent loop appended to the completion."""
+        """An agent loop appended the tokens from `start` on to the completion."""
         self._append_run(sample, start, NOT_GENERATED)
 
     def tokens_restored(self, sample: Trajectory, start: int) -> None:
-        """Records tokens of one version, from `start` on, that existed before a reset."""
+        """Tokens of one version, from `start` on, existed before a reset."""
         self.started(sample)
         self._append_run(sample, start, int(sample.versions[start]))
 
     def reset(self, sample: Trajectory, reason: str) -> None:
-        """Records that the sample lost all its tokens."""
+        """The sample lost all its tokens."""
         sample.is_recorded_running = False
         if sample.uid != NOT_RECORDED:
             self._write(Reset(sample.uid, reason))
 
     def value_kept(self, sample: Trajectory, key: str, value: object) -> None:
-        """Records a value of an agent loop for its later runs.
-
-        Raises:
-            LedgerError: the value is not plain data, or too large.
-        """
+        """Records a value for later runs. LedgerError if it is not plain data, or too large."""
         self._write_checked(sample, Recorded(max(0, sample.uid), key, value))
 
     def on_tokens(
@@ -263,16 +241,14 @@ class Recorder:
         tokens: NDArray[np.int32],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Records runs of tokens that were appended, in the columns of `ledger_events.Tokens`."""
+        """Records appended runs, in the columns of `ledger_events.Tokens`."""
         for version in {*versions.tolist()} - self._versions - {NOT_GENERATED}:
             self.version(version, self._step)  # ranks published it without announcing it
         for part in Tokens(uids, starts, offsets, versions, tokens, logprobs).parts():
             self._write(part)
 
-    # -- the trainer ---------------------------------------------------------------------
-
     def version(self, version: int, step: int) -> None:
-        """Records that `version` is the weights after `step` steps; the first record counts."""
+        """`version` is the weights after `step` steps; the first record counts."""
         self._step = max(step, self._step)
         if version in self._versions:
             return
@@ -291,12 +267,10 @@ class Recorder:
         self._write(Evaluated(step, float(temperature), outcome))
 
     def checkpoint(self, step: int, version: int, kept: Sequence[int]) -> None:
-        """Records a complete checkpoint. `kept`: steps of all that the job may resume from."""
+        """A checkpoint is complete. `kept`: steps of all that the job may resume from."""
         self._write(Checkpoint(step, version))
         if self._snapshots is not None:
             self._snapshots.checkpoints = kept
-
-    # -- private -------------------------------------------------------------------------
 
     def _append_run(self, sample: Trajectory, start: int, version: int) -> None:
         tokens, logprobs = sample.tokens[start:].copy(), sample.logprobs[start:].copy()
@@ -307,7 +281,7 @@ class Recorder:
         self.on_tokens(uids_of(sample.uid), starts, offsets, versions, tokens, logprobs)
 
     def _write_checked(self, sample: Trajectory, event: PromptGiven | Recorded) -> None:
-        """Raises here what its flush would raise, because the caller can act on it."""
+        """Raises the errors of its flush here, because the caller can act on them."""
         try:
             encode_event(event)
         except LedgerError as error:
@@ -375,8 +349,8 @@ def _read(folder: Path, needs: str, restoring_step: int | None) -> tuple[LedgerC
 def _check_fit(history: History, restores: Restores, needs: Position, step: int) -> None:
     """Raises LedgerError unless the history contains a checkpoint after `step` steps at `needs`.
 
-    If the job went back behind the checkpoint, its training data has been generated or delivered
-    again since.
+    If the job went back behind the checkpoint, its training data has been generated or
+    delivered again since.
     """
     if not history.covers(needs):
         raise LedgerError(

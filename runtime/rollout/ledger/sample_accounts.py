@@ -56,7 +56,6 @@ class SampleState(StrEnum):
 
     @property
     def words(self) -> str:
-        """For people."""
         return _WORDS[self]
 
 
@@ -147,7 +146,7 @@ class SampleAccount:
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """[num_tokens], as engines returned them; likewise."""
+        """[num_tokens], as engines returned them; empty once released."""
         return self._logprobs[: self.num_tokens]
 
     @property
@@ -194,7 +193,6 @@ class SampleAccount:
         self.num_tokens += num_tokens
 
     def truncate(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens."""
         while self._run_starts and self._run_starts[-1] >= num_tokens:
             self._run_starts.pop()
             self._run_versions.pop()
@@ -208,13 +206,12 @@ class SampleAccount:
         return self.num_tokens
 
     def to_wire(self) -> list[Any]:
-        """Everything about it, as plain data; its uid and its group are known from their order."""
+        """As plain data; uid and group are known from the order."""
         values = [getattr(self, name) for name in _STORED]
         prompt = None if self.prompt is None else self.prompt.tobytes()
         return [*values, str(self.state), prompt, self.tokens.tobytes(), self.logprobs.tobytes()]
 
     def fill(self, stored: Sequence[Any]) -> None:
-        """Restores what `to_wire` returned."""
         *values, state, prompt, tokens, logprobs = stored
         for name, value in zip(_STORED, values, strict=True):
             setattr(self, name, value)
@@ -233,8 +230,6 @@ class SampleAccount:
 
 
 class GroupAccount:
-    """The samples of one prompt."""
-
     __slots__ = ("epoch", "first_uid", "group_id", "order_idx", "prompt_id", "samples", "seeds")
 
     def __init__(
@@ -268,7 +263,7 @@ class GroupAccount:
         return all(sample.state in _DONE for sample in self.samples)
 
     def to_wire(self) -> list[Any]:
-        """Everything about it but its samples, as plain data."""
+        """As plain data, without its samples."""
         return [getattr(self, name) for name in _OF_GROUP] + [self.seeds.tolist()]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What chosen samples consist of: their tokens and recorded values, from a ledger's history.
+"""Tokens and recorded values of chosen samples, from a ledger's history.
 
 `LedgerState` drops the tokens of samples that can no longer change. Here they are read again, for a
 few samples only, so that memory does not grow with the ledger.
@@ -22,13 +22,8 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 
 
 class SampleContent:
-    """One sample.
-
-    Attributes:
-        tokens: the completion.
-        prompt: the agent loop's, if it replaced that of the data set.
-        recorded: an agent loop's records, such as values of `ctx.once`; they survive resets.
-    """
+    """One sample's completion, the prompt of its agent loop if that replaced the data set's, and
+    the loop's records, which survive resets."""
 
     def __init__(self) -> None:
         self.prompt: NDArray[np.int32] | None = None
@@ -41,10 +36,8 @@ def read_contents(
 ) -> dict[int, SampleContent]:
     """The contents of samples at the end of a history that `LedgerState` accepts.
 
-    Args:
-        events: the whole history of one manager.
-        num_tokens: by uid of each wanted sample, its number of tokens at the end of the history. A
-            rollback or reset after a sample's last tokens is known only from it.
+    `num_tokens` has the final number of tokens of each wanted sample, by uid: a rollback or reset
+    after a sample's last tokens is known only from it.
     """
     contents = {uid: SampleContent() for uid in num_tokens}
     wanted = np.asarray(list(num_tokens), np.int64)

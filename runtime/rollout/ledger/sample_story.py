@@ -31,12 +31,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 def story_of(
     uid: int, batches: Iterable[Batch], versions: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """The time, name and details of each event of a sample, oldest first.
-
-    Args:
-        batches: from its admission on.
-        versions: the optimizer step of each.
-    """
+    """The time, name and details of each event of a sample, oldest first, from its admission on."""
     story = _Story(uid, versions)
     for batch in batches:
         for event in batch.events:
@@ -50,10 +45,10 @@ class _Story:
         self.rows: list[dict[str, Any]] = []
         self._uid = uid
         self._versions = versions
-        self._step: int | None = None  # that it is leased for
+        self._step: int | None = None  # the step that it is leased for
         self._is_trained = False
         self._runs: list[tuple[float, int, int, int]] = []  # (time, start, stop, version)
-        self._num_told = 0  # of these runs
+        self._num_told = 0  # number of runs already noted
 
     def follow(self, event: Event, time_s: float) -> None:
         uids = getattr(event, "uids", None)
@@ -107,7 +102,7 @@ class _Story:
                 pass
 
     def end_run(self) -> None:
-        """Tells consecutive runs of one version as one."""
+        """Notes consecutive runs of one version as one."""
         runs = self._runs[self._num_told :]
         self._num_told = len(self._runs)
         if runs:

@@ -44,7 +44,7 @@ _UNLEASED: Final = frozenset(SampleState) - {
 
 
 class GroupRow(NamedTuple):
-    """One prompt's samples have this in common; fields as of `Admitted`."""
+    """Facts that one prompt's samples have in common; fields as in `Admitted`."""
 
     first_uid: int
     group_id: str
@@ -54,8 +54,6 @@ class GroupRow(NamedTuple):
 
 
 class EvaluationRow(NamedTuple):
-    """One evaluation; `outcome` has no samples."""
-
     step: int
     temperature: float
     time_s: float
@@ -127,7 +125,6 @@ class SampleRow:
         }
 
     def truncate(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens."""
         self.segments = [run for run in self.segments if run[0] < num_tokens]
         self.num_tokens = num_tokens
 
@@ -144,7 +141,6 @@ def rows_to_wire(rows: Iterable[SampleRow]) -> list[Any]:
 
 
 def rows_from_wire(wire: list[Any]) -> list[SampleRow]:
-    """The rows of `rows_to_wire`."""
     groups = {first_uid: GroupRow(first_uid, *rest) for first_uid, *rest in wire[0]}
     rows = [SampleRow(groups[of], *values) for of, *values in zip(*wire[1:], strict=True)]
     for row in rows:
@@ -180,7 +176,7 @@ class SampleTable:
         self._runs: list[Tokens] = []  # not counted yet
 
     def begin_part(self) -> None:
-        """Forgets what ended."""
+        """Forgets the ended rows."""
         self.flush()
         self._count_ended(self.ended.values(), 1)
         self.ended.clear()
@@ -192,7 +188,7 @@ class SampleTable:
         yield from self.ended.values()
 
     def to_wire(self) -> list[Any]:
-        """All but the rows that ended, as plain data."""
+        """As plain data, without the rows that ended."""
         self.flush()
         versions = [np.diff(list(column), prepend=0).tolist() for column in
                     (self.versions, self.versions.values())]  # fmt: skip
@@ -203,7 +199,7 @@ class SampleTable:
         ]  # fmt: skip
 
     def read_wire(self, wire: list[Any], ended: list[Any]) -> None:
-        """Becomes the table of `to_wire`; `ended` is `rows_to_wire` of the rows that ended."""
+        """`ended` is `rows_to_wire` of the rows that ended."""
         live, counts, drop_reasons, totals, versions, evaluations, self.restores, *numbers = wire
         (self.next_uid, self.steps_done, self.covered_step, self.num_with_tokens,
          self.num_scored) = numbers  # fmt: skip
@@ -220,11 +216,7 @@ class SampleTable:
                 self._leased.setdefault(row.step, []).append(row)
 
     def apply(self, event: Event, time_s: float, begin: int, end: int) -> None:
-        """Follows one event of the frame from byte `begin` to `end`.
-
-        Raises:
-            LedgerError: the event is about a sample that is not there, or not any more.
-        """
+        """Follows an event of a frame. LedgerError for samples that are unknown or ended."""
         match event:
             case Tokens():
                 self._runs.append(event)
@@ -280,8 +272,7 @@ class SampleTable:
                 pass
 
     def take_back(self, rows: Iterable[SampleRow]) -> None:
-        """Takes the samples of earlier parts that the next event, a `Restored`, makes scored again:
-        those that were trained in its step or later ones."""
+        """Takes samples of earlier parts that the next event, a `Restored`, makes scored again."""
         for row in rows:
             self._count_ended([row], -1)
             self.ended[row.uid] = row

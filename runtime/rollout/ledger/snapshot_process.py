@@ -1,8 +1,7 @@
-"""Takes one snapshot of a ledger, in a process of its own: `python -m ... FOLDER POSITION STEPS
-KEEP_NBYTES`.
+"""Takes one snapshot: `python -m ... FOLDER POSITION STEPS KEEP_NBYTES`.
 
-STEPS are those of the checkpoints, such as `20,40`, or `unknown`. The process does what a manager
-does when it starts, while the manager that began it does not wait. It also writes the index, so
+STEPS are those of the checkpoints, such as `20,40`, or `unknown`. The process reads the ledger as a
+starting manager does, while the manager that began it does not wait. It also writes the index, so
 that readers need not, and removes the log's oldest parts (`ledger_retention.py`).
 """
 
@@ -19,8 +18,7 @@ from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_snapshot import first_needed, take_snapshot
 
 _MAX_PARTS: Final = 2
-"""Logs that are removed after each snapshot, of which several are taken for each log that is
-written: the next snapshot waits for the removal."""
+"""Logs removed after each snapshot. More delay the next snapshot; fewer catch up later."""
 
 
 def main(folder: str, position: str, steps: str, keep_nbytes: str) -> int:

@@ -1,5 +1,3 @@
-"""Decides when a ledger needs a snapshot, and has it taken by a process of its own."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,11 +21,10 @@ _MAX_DUE: Final = 4
 
 
 class SnapshotTaker:
-    """Takes one snapshot at a time. The log may grow meanwhile, and the next one has what was
-    added; `is_behind` says when the log has to wait.
+    """Decides when a ledger needs a snapshot; takes one at a time, in a process of its own.
 
-    A snapshot that fails costs the next start time, and is logged; the next one is tried when as
-    much was written again.
+    The log may grow meanwhile; `is_behind` says when it has to wait. A snapshot that fails costs
+    the next start time, and is logged; the next one is tried when as much was written again.
 
     Args:
         keep_nbytes: size of the newest part of the log, which stays whatever else is removed.
@@ -62,22 +59,20 @@ class SnapshotTaker:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a snapshot takes so long that several more are due. A manager that starts would
-        read all that was written since."""
+        """Whether several snapshots are due: a starting manager would read much of the log."""
         return self._is_taking and self._num_due() >= _MAX_DUE
 
     def begin(self, nbytes: int, steps_done: int) -> None:
-        """Takes how much of the log is behind the last snapshot, and the steps that this has."""
+        """Takes the size of the log behind the last snapshot, and that one's steps."""
         self._taken = self._now[0] - nbytes, steps_done
 
     def observe(self, position: Position, nbytes: int, steps_done: int) -> None:
-        """Takes what is durable: the log up to `position`, `nbytes` since the process began."""
+        """The log is durable up to `position`, `nbytes` since the process began."""
         self._position, self._now = position, (nbytes, steps_done)
         if self._num_due() >= 1:
             self._changed.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -94,7 +89,7 @@ class SnapshotTaker:
             self._on_taken()
 
     def _num_due(self) -> float:
-        """The log behind the last snapshot, as a multiple of that at which the next one is due."""
+        """The log behind the last snapshot, as a multiple of the size that makes one due."""
         nbytes, steps = (now - taken for now, taken in zip(self._now, self._taken, strict=True))
         return max(nbytes / self.tail_nbytes, steps / self.tail_steps)
 

@@ -1,9 +1,7 @@
 """Runs of tokens on their way to the samples of a `LedgerState`: checked in columns, sorted later.
 
 Thousands of events have a few tokens each for hundreds of samples. Giving every run to its sample
-at once would cost most of the time that a replay takes.
-
-Letters: S runs, N tokens.
+at once would cost most of the time that a replay takes. Letters: S runs, N tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class Run(NamedTuple):
 class TokenRuns:
     """Knows of each sample what decides whether a run may follow, and keeps the runs.
 
-    Attributes:
-        num_tokens: of the runs that were not taken yet.
+    `num_tokens` counts those of runs that were not taken yet.
     """
 
     def __init__(self) -> None:
@@ -61,13 +58,13 @@ class TokenRuns:
         self.observe(uid, SampleState.PENDING, 0)
 
     def observe(self, uid: int, state: SampleState, num_tokens: int | None = None) -> None:
-        """Takes the state of a sample, and its number of tokens if runs do not tell it."""
+        """Takes the state of a sample, and its number of tokens unless runs imply it."""
         self._phases[uid - self._base] = _PHASES.get(state, 0)
         if num_tokens is not None:
             self._lengths[uid - self._base] = num_tokens
 
     def add(self, event: Tokens, versions: Collection[int]) -> bool:
-        """Keeps the runs if each may follow what its sample has, and no sample occurs twice."""
+        """Keeps the runs if each may follow its sample's tokens, and no sample occurs twice."""
         slots = event.uids - self._base
         if not len(slots):
             return True

@@ -2,8 +2,8 @@
 
     each rank: next_batch / evaluate --join--> RankRendezvous --answer--> disk --deliver--> ranks
 
-One collective call is in progress at a time. Whatever may have changed its outcome ends in
-`answer()`.
+One collective call is in progress at a time. Every event that may change its outcome
+ends in `answer()`.
 
 A manager that dies while it answers leaves the ranks apart: some have the answer and continue, the
 others repeat the call to its successor, one by one.
@@ -94,7 +94,6 @@ class BatchRendezvous:
         )
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._catch_up.run())
             tasks.create_task(self._follow_flow())
@@ -110,15 +109,12 @@ class BatchRendezvous:
         self._starving.watch(False)
 
     def progress(self) -> dict[str, Any]:
-        """Counts for `stats()`."""
         return {
             "call": str(self._call) if self._call else None,
             "waiting_ranks": self._ranks.waiting_ages_s(),
             "evaluation": self._evaluation.progress() if self._evaluation else None,
             "batches_delivered": self._num_delivered,
         }
-
-    # -- calls of the ranks --------------------------------------------------------------
 
     async def join(self, rank: int, call: CollectiveCall) -> dict[str, Any]:
         """A rank's answer; see `RolloutManager.next_batch` and `evaluate`."""
@@ -169,7 +165,7 @@ class BatchRendezvous:
         self._evaluation.begin()
 
     def restore(self, evaluation: Evaluated | None) -> None:
-        """Replaces the work in progress by the last evaluation that the ledger has."""
+        """Replaces the work in progress by the ledger's last evaluation."""
         self._drop_evaluation()
         self._last_evaluation = evaluation
 
@@ -178,14 +174,11 @@ class BatchRendezvous:
             self._evaluation.abandon()
             self._evaluation = None
 
-    # -- answers -------------------------------------------------------------------------
-
     def on_pool_change(self) -> None:
         self._catch_up.observe(self._fleet.pending)
         self.answer()
 
     def on_work(self, has_work: bool) -> None:
-        """Takes whether the engines have anything to generate."""
         self._has_work = has_work
         self._watch_engines()
 
@@ -229,7 +222,7 @@ class BatchRendezvous:
         return [outcome] * self._config.world_size
 
     def _batch_answers(self, groups: list[Group]) -> BatchAnswers:
-        """The answers of the batch that is leased; kept until the next call begins."""
+        """The answers of the leased batch; kept until the next call begins."""
         if self._batch is None or self._batch.groups is not groups:
             self._batch = BatchAnswers(groups, self._config, self._flow.metrics(groups))
         return self._batch
@@ -253,8 +246,6 @@ class BatchRendezvous:
         self.failure = error
         self._starving.watch(False)
         self._ranks.fail(error)
-
-    # -- private -------------------------------------------------------------------------
 
     def _on_failed_evaluation(self, call: CollectiveCall, error: UmbraError) -> None:
         message = (

@@ -1,5 +1,3 @@
-"""Asks waiting ranks to publish the current weights once more, to an engine that lacks them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,21 +13,21 @@ from umbra.runtime.rpc.rpc_client import Handle
 logger = logging.getLogger(__name__)
 
 _CATCH_UP_TIMEOUT_S: Final = 10.0
-"""Deadline for the supervisor to report which engines lack weights; it answers from memory."""
+"""Deadline for the supervisor's answer, which comes from memory."""
 
 
 class SyncRequests:
     """Remembers which engines were reported to the ranks, so that no sync is requested twice.
 
-    An engine is reported once for as long as it stays PENDING_WEIGHTS. If it leaves that state and
-    comes back (after a sync that failed), it is reported again.
+    An engine is reported once for as long as it stays PENDING_WEIGHTS, and again if it leaves that
+    state and comes back (after a sync that failed).
     """
 
     def __init__(self) -> None:
         self._requested: set[EngineId] = set()
 
     def take_new(self, pending: Iterable[EngineId]) -> list[EngineId]:
-        """Those engines without weights that were not returned before."""
+        """The engines without weights that were not returned before."""
         lacking = set(pending)
         self._requested &= lacking
         fresh = sorted(lacking - self._requested)
@@ -42,12 +40,7 @@ class SyncRequests:
 
 
 class Waiting(NamedTuple):
-    """The ranks that wait for one answer.
-
-    Attributes:
-        answer: number of the answer that they wait for, different for each.
-        is_complete: whether no rank is missing.
-    """
+    """The ranks that wait for one answer, by its number; `is_complete` if no rank is missing."""
 
     call: CollectiveCall
     answer: int
@@ -58,18 +51,16 @@ class Waiting(NamedTuple):
 class CatchUp:
     """Asks the supervisor which engines lack weights, and the waiting ranks to publish to them.
 
-    The manager's view of the pool may be older than what the ranks have done since (a sync that
-    has ended passes through PENDING_WEIGHTS), so the supervisor decides.
+    The manager's view of the pool may be older than the ranks' latest sync (one that has ended
+    passes through PENDING_WEIGHTS), so the supervisor decides.
 
     The supervisor also knows which ranks already wait for the others in `sync_begin` of the current
     version. A rank that waits here at that time missed the answer that sent the others there, and
     gets it now: without it that sync cannot continue. Ranks publish other versions on their own,
     all together, so this concerns the current version only.
 
-    Args:
-        waiting: returns the ranks that wait now, or None. An answer is dropped if the set of
-            waiting ranks has changed since the supervisor was asked.
-        answer: sends one answer to all of them.
+    `waiting` returns the ranks that wait now, or None; `answer` sends one answer to all of them,
+    unless their set has changed since the supervisor was asked.
     """
 
     def __init__(
@@ -95,7 +86,6 @@ class CatchUp:
         self._lacking.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             await self._lacking.wait()
             self._lacking.clear()

@@ -1,5 +1,3 @@
-"""One evaluation: a fixed set of groups, from fresh to scored."""
-
 from __future__ import annotations
 
 import time
@@ -12,11 +10,10 @@ from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 
 class Evaluation:
-    """The groups of one evaluation. Everything happens in callbacks on one loop.
+    """One evaluation: a fixed set of groups, from fresh to scored, in callbacks on one loop.
 
-    Args:
-        on_done: called once, when every group is scored.
-        on_failure: called with the first error; the evaluation is abandoned then.
+    `on_done` is called once, when every group is scored; `on_failure` with the first error, which
+    abandons the evaluation.
     """
 
     def __init__(
@@ -42,7 +39,6 @@ class Evaluation:
         return self._num_unscored == 0
 
     def progress(self) -> dict[str, int]:
-        """Counts for `stats()`."""
         samples = [sample for group in self.groups for sample in group.trajectories]
         return {
             "groups": len(self.groups),

@@ -13,11 +13,9 @@ from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 
 _NUM_EACH: Final = 3
-"""Worst samples, and as many of the best. More would be too many to read after each evaluation;
-fewer do not show what varies."""
+"""Worst samples, and as many best. More are too many to read; fewer do not show what varies."""
 _MAX_TOKENS: Final = 1024
-"""Tokens of a prompt, its last, and of a completion, its first. All samples together are then
-below 64 KiB; a lower limit cuts off ordinary answers."""
+"""Tokens of a prompt and of a completion. More bloat every rank's answer; fewer cut texts."""
 
 
 def worst_and_best(groups: Iterable[Group]) -> list[dict[str, Any]]:

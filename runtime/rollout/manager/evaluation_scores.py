@@ -13,12 +13,9 @@ from umbra.runtime.rollout.rollout_config import RolloutConfig
 def evaluation_scores(rewards: NDArray[np.float32], config: RolloutConfig) -> dict[str, Any]:
     """The scores of all held-out prompts, and under "sets" those of each named set.
 
-    Args:
-        rewards: [P, n], in the order of the prompt file.
-
-    Returns {"num_prompts", "mean_reward", "accuracy", "pass_at", "sets"}. Accuracy is the share of
-    right samples, the mean over n samples of each prompt. "pass_at" has pass@k for powers of 2 up
-    to n and for n itself, by k as text.
+    `rewards` [P, n] are in the order of the prompt file. Returns {"num_prompts", "mean_reward",
+    "accuracy", "pass_at", "sets"}. Accuracy is the share of right samples, the mean over n samples
+    of each prompt. "pass_at" has pass@k for powers of 2 up to n and for n itself, by k as text.
     """
     stops = np.cumsum(list(config.eval_sets.values()))[:-1]
     parts = np.split(rewards, stops) if config.eval_sets else []
@@ -45,10 +42,7 @@ def pass_at_k(num_right: NDArray[np.integer[Any]], num_each: int, k: int) -> flo
     """The mean over prompts of the probability that one of k samples is right.
 
     The unbiased estimator of Chen et al. 2021, arXiv:2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k).
-
-    Args:
-        num_right: [P], c of each prompt.
-        num_each: n, at least k.
+    `num_right` [P] is c of each prompt, `num_each` is n, at least k.
     """
     # All k are wrong: for c right ones out of n, a product of c factors.
     all_wrong = [

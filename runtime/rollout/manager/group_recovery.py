@@ -1,5 +1,3 @@
-"""Restores groups from the ledger's accounts, so that they can continue."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -47,14 +45,11 @@ def recover_groups(
     make_group: Callable[[int], Group],
     remember: Callable[[Trajectory, SampleAccount], None],
 ) -> Recovered:
-    """Restores groups as they were at the end of the history.
+    """Restores groups from the ledger's accounts at the end of the history.
 
-    Args:
-        make_group: returns a fresh group for an index of the prompt order.
-        remember: called with each sample that is not finished.
-
-    Raises:
-        LedgerError: the data set, or a setting that decides its order, has changed.
+    `make_group` returns a fresh group for an index of the prompt order; `remember` is called
+    with each unfinished sample. LedgerError if the data set, or a setting that decides its
+    order, has changed.
     """
     group_size = max(1, state.next_uid // max(1, state.num_groups))
     recovered = Recovered(

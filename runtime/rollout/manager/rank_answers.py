@@ -17,13 +17,7 @@ from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 class BatchAnswers:
-    """Each rank's part of a batch: equal numbers of micro-batches, balanced by tokens.
-
-    Planned once, for all ranks and however often they ask.
-
-    Args:
-        metrics: added to those of the batch.
-    """
+    """Each rank's part of a batch, planned once: micro-batches, balanced by tokens."""
 
     def __init__(
         self, groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
@@ -48,7 +42,6 @@ class BatchAnswers:
 
 
 def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[str, Any]:
-    """The answer to every rank for an evaluation."""
     metrics = batch_metrics(evaluation.groups)
     rewards = np.concatenate([group.rewards for group in evaluation.groups])
     return {

@@ -1,5 +1,3 @@
-"""Holds the ranks of a collective call until all get their answers together."""
-
 from __future__ import annotations
 
 import asyncio
@@ -10,8 +8,8 @@ from umbra.runtime.errors import DeadlineExceeded, RolloutError
 from umbra.runtime.rollout.alarm import Alarm
 
 _LACKING_S: Final = 1.0
-"""Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other. A shorter
-interval calls needlessly, a longer one leaves engines idle."""
+"""Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other: shorter calls
+needlessly, longer leaves engines idle."""
 
 
 class CollectiveCall(NamedTuple):
@@ -29,15 +27,14 @@ class CollectiveCall(NamedTuple):
 
 
 class RankRendezvous:
-    """Holds the ranks of one call until all are answered together.
+    """Holds the ranks of one collective call until all are answered together.
 
     Example of two ranks:
         rank 0  wait(0, next_batch 3) ......................... give -> answer 0
         rank 1          wait(1, next_batch 3)  (is_full) ...... give -> answer 1
 
-    Args:
-        timeout_s: the longest a call may lack a rank.
-        on_lacking: called every `_LACKING_S` while it does.
+    `timeout_s` limits how long a rank may be missing; meanwhile `on_lacking` is called
+    every `_LACKING_S`.
     """
 
     def __init__(
@@ -54,12 +51,10 @@ class RankRendezvous:
 
     @property
     def is_full(self) -> bool:
-        """Whether all ranks are waiting."""
         return len(self._slots) == self._world_size
 
     @property
     def waiting(self) -> frozenset[int]:
-        """The ranks that are waiting."""
         return frozenset(self._slots)
 
     def waiting_ages_s(self) -> list[tuple[int, float]]:
@@ -70,9 +65,7 @@ class RankRendezvous:
     def arrive(self, rank: int, call: CollectiveCall) -> asyncio.Future[dict[str, Any]]:
         """Enters a rank into the call; returns the future of its answer, to be passed to `wait`.
 
-        Raises:
-            RolloutError: the other ranks made another call; they get the error too.
-            ValueError: no such rank.
+        Raises RolloutError if the other ranks made another call; they get the error too.
         """
         if not 0 <= rank < self._world_size:
             raise ValueError(f"rank {rank} of {self._world_size}")
@@ -95,7 +88,7 @@ class RankRendezvous:
         return slot
 
     async def wait(self, rank: int, slot: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-        """Returns a rank's answer. A caller that is cancelled leaves the call."""
+        """A caller that is cancelled leaves the call."""
         try:
             return await slot
         finally:
@@ -113,7 +106,6 @@ class RankRendezvous:
                     slot.set_result(answers[rank])
 
     def fail(self, error: Exception) -> None:
-        """Answers the waiting ranks with an error."""
         slots, self._slots = self._slots, {}
         self._close_if_empty()
         for slot in slots.values():

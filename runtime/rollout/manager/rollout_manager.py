@@ -52,9 +52,6 @@ class RolloutManager:
     """Owns all groups of its node, from prompt to delivered batch. An actor.
 
     An error that makes a batch impossible is final: every rank gets it, now and in later calls.
-
-    Args:
-        config: `RolloutConfig` as plain values.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -146,26 +143,21 @@ class RolloutManager:
             if self._config.dispatch.shares_memory:
                 tasks.create_task(self._pool_load.run())
 
-    # -- calls of the ranks --------------------------------------------------------------
-
     @idempotent
     async def begin(self, step: int, version: int, position: str = "") -> dict[str, int]:
         """Starts or resumes training from the checkpoint after `step` steps.
 
-        One rank calls it, before all other calls. Groups that were leased or generated after that
-        checkpoint are taken back. Without this call, a manager that was killed continues where it
-        was.
+        One rank calls it, before all other calls. Groups that were leased or generated after
+        that checkpoint are taken back. Without this call, a manager that was killed
+        continues where it was.
 
         Args:
             version: the newest when the checkpoint was made.
             position: of the ledger, as stored in the checkpoint; "" if it has none.
 
         Returns {"groups", "tokens", "version"}: groups and tokens that exist already and need not
-        be generated again, and the newest version that was ever announced.
-
-        Raises:
-            LedgerError: the ledger ends before the checkpoint's position, is damaged, or belongs to
-                another data set.
+        be generated again, and the newest version that was ever announced. Raises LedgerError if
+        the ledger ends before the position, is damaged, or belongs to another data set.
         """
         async with self._recovering:
             kept = await self._recover(Restored(step, version, keep_newer=False), position)
@@ -174,10 +166,7 @@ class RolloutManager:
 
     @idempotent
     async def announce(self, version: int, step: int) -> None:
-        """Records that the weights after `step` steps will be `version`.
-
-        One rank calls it, before it publishes them.
-        """
+        """The weights after `step` steps will be `version`. One rank calls it before publishing."""
         await self._ensure_recovered()
         self._learn(version, step)
         await self._recorder.durable()
@@ -186,8 +175,7 @@ class RolloutManager:
     async def checkpointed(self, step: int, version: int, kept: list[int]) -> None:
         """Records a complete checkpoint after `step` steps. One rank calls it.
 
-        Args:
-            kept: steps of all complete checkpoints that are there now.
+        `kept` are the steps of all complete checkpoints that are there now.
         """
         await self._ensure_recovered()
         self._recorder.checkpoint(step, version, kept)
@@ -215,11 +203,11 @@ class RolloutManager:
             {"kind": "batch", ...}: this rank's columns, see `rank_columns`, with "metrics",
                 "loss_tokens_global" and "num_samples_global" of the whole batch.
             {"kind": "sync_wanted", "version": v}: an engine came up without weights. Publish the
-                current version v to the pool again (only engines that lack it take part) and
-                call again with the same step; generation continues meanwhile.
+                current version v to the pool again (only engines that lack it take part) and call
+                again with the same step; generation continues meanwhile.
 
         Raises:
-            RewardError: the reward function failed for too many groups, see `RewardFunction`.
+            RewardError: the reward function failed for too many groups.
             DataError: a prompt is too long for the context.
             DeadlineExceeded: a rank is missing.
             RolloutError: ranks disagree, no engine serves for too long, an engine refused a
@@ -233,10 +221,9 @@ class RolloutManager:
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
         """Generates and scores every held-out prompt; collective like `next_batch`.
 
-        Returns:
-            {"kind": "eval", "tokens", "gen_s", "completion_len_mean", "truncated_share",
-            "samples", ...} with the scores of `evaluation_scores`, or {"kind": "sync_wanted", ...}.
-            The samples are a few of the worst and the best.
+        Returns {"kind": "sync_wanted", ...}, or {"kind": "eval", "tokens", "gen_s",
+        "completion_len_mean", "truncated_share", "samples", ...} with the scores of
+        `evaluation_scores` and a few of the worst and the best samples.
         """
         return await self._join(rank, CollectiveCall("evaluate", step, temperature))
 
@@ -250,10 +237,7 @@ class RolloutManager:
         self._versions.learn(version, step)
 
     async def _resume(self) -> None:
-        """Resumes where the previous incarnation was killed: the ranks may not ask for minutes.
-
-        If that fails, the ranks get the error when they ask.
-        """
+        """Resumes where the previous incarnation was killed; ranks get its errors when they ask."""
         pool = self._config.dispatch.pool
         try:
             async with self._recovering:
@@ -301,8 +285,6 @@ class RolloutManager:
         newest = 0 if state is None else max(state.versions, default=0)
         return {"groups": groups, "tokens": recovered.num_tokens, "version": newest}
 
-    # -- calls of agent loops and others -------------------------------------------------
-
     async def generate(
         self,
         session: int,
@@ -316,11 +298,9 @@ class RolloutManager:
         return await self._sessions.generate(session, tokens, max_new_tokens, lora)
 
     def recall(self, session: int, key: str) -> list[Any]:
-        """See `AgentSessions.recall`."""
         return self._sessions.recall(session, key)
 
     async def keep(self, session: int, key: str, value: Any) -> None:
-        """See `AgentSessions.keep`."""
         await self._sessions.keep(session, key, value)
 
     def report_blocked(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
@@ -349,8 +329,6 @@ class RolloutManager:
     def _open_stop_texts(self) -> StopTexts:
         tokenizer = ModelTokenizer.open(self._config.tokenizer_path)
         return StopTexts(tokenizer.decode_all, self._config.settings.stop, tokenizer.vocab_size)
-
-    # -- events --------------------------------------------------------------------------
 
     def _on_work(self, has_work: bool) -> None:
         self._pool_load.observe(has_work)

@@ -42,14 +42,13 @@ class GroupSource(Protocol):
 
 
 class TrainingFlow:
-    """Keeps engines busy with training groups and delivers whole batches of them.
+    """Supplies engines with training groups and delivers whole batches of them.
 
     Args:
         take_metrics: returns metrics of the engines since the last batch.
         num_generated: returns how many tokens engines have generated so far.
         on_change: called when a batch may have become ready.
         on_failure: called with an error that ends the job.
-        note: called with lines for the operator.
     """
 
     def __init__(
@@ -98,14 +97,8 @@ class TrainingFlow:
         self.dropped: Counter[str] = Counter()  # groups, by reason
         gauge("groups", lambda: {"open": len(self._open), "scored": len(self._ready)})
 
-    # -- steps ---------------------------------------------------------------------------
-
     def advance(self, step: int) -> None:
-        """Begins the step whose batch the ranks ask for; batches of earlier ones are trained on.
-
-        Raises:
-            RolloutError: the step is over.
-        """
+        """Begins the step whose batch the ranks ask for; batches of earlier ones are trained on."""
         if step < self._step:
             raise RolloutError(
                 f"the batch of step {step + 1} was requested after that of {self._step + 1}"
@@ -135,10 +128,10 @@ class TrainingFlow:
     def admit(self) -> None:
         """Starts as many groups as the staleness bound and the ledger's queue allow.
 
-        If the disk is slower than the engines, admission waits for it and resumes by itself. Open
-        groups are not held up, so the ledger's queue may grow beyond its bound by what they still
-        write: their tokens, and what their agent loops keep. Errors go to `on_failure`, because
-        there may be no caller to catch them.
+        If the disk is slower than the engines, admission waits for it and resumes by itself.
+        Open groups are not held up, so the ledger's queue may exceed its bound by their tokens
+        and their agent loops' values. Errors go to `on_failure`, because there may be no
+        caller to catch them.
         """
         if self._step < 0:
             return  # no step is known yet
@@ -165,7 +158,7 @@ class TrainingFlow:
             self._start(order_idx, group)
 
     def restore(self, recovered: Recovered) -> None:
-        """Replaces all groups by those that the ledger has."""
+        """Replaces all groups by the ledger's."""
         for group in self._open.values():
             self._runner.abandon(group)
         begun = {idx: group for idx, group in recovered.open.items() if group.has_tokens}
@@ -185,11 +178,7 @@ class TrainingFlow:
             self._start(order_idx, group)
 
     def take(self, step: int) -> list[Group] | None:
-        """Leases a batch to `step` and returns its groups; None while there are too few.
-
-        Raises:
-            RolloutError: a token breaks the staleness bound.
-        """
+        """Leases a batch to `step` and returns its groups; None while there are too few."""
         if step not in self._leases:
             indices = self._choose()
             if indices is None:
@@ -214,7 +203,6 @@ class TrainingFlow:
         return self._leases[step]
 
     def leased(self, step: int) -> list[Group] | None:
-        """The groups that were leased to `step`, or None."""
         return self._leases.get(step)
 
     def abandon(self) -> None:
@@ -224,7 +212,6 @@ class TrainingFlow:
             self._runner.abandon(group)
 
     def progress(self) -> dict[str, int]:
-        """Counts for `stats()`."""
         held = [*self._open.values(), *self._not_begun.values()]
         samples = [sample for group in held for sample in group.trajectories]
         return {
@@ -268,8 +255,6 @@ class TrainingFlow:
             },
             **self._since_last,
         }
-
-    # -- private -------------------------------------------------------------------------
 
     def _begin_batch(self) -> None:
         self._began, self._generated_before = time.monotonic(), self._num_generated()
