@@ -1,13 +1,12 @@
-"""The core of the SGLang engine: starts, watches and ends SGLang's Engine, and translates calls and
-errors.
+"""The core of the SGLang engine: starts, watches and ends SGLang's Engine, and translates
+calls and errors.
 
-    this process (actor)      TokenizerManager, event loop
-      ├ scheduler             one for each GPU of a tensor-parallel engine, with its worker
-      └ detokenizer           idle: tokens come straight from the first scheduler
+    this process (actor)        TokenizerManager, event loop
+      ├ scheduler               one for each GPU of a tensor-parallel engine, with its worker
+      └ detokenizer             idle: tokens come straight from the first scheduler
 
-The schedulers of an engine on several nodes are below its followers there (`sglang_follower`).
-All of these processes end with this one, which is their subreaper or the child of a subreaper
-(`runtime.process`).
+If an engine spans nodes, the schedulers elsewhere run below its followers (`sglang_follower`). All
+these processes end with this one, which is their subreaper or the child of one (`runtime.process`).
 """
 
 from __future__ import annotations
@@ -47,20 +46,18 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _FIRST_ANSWER_LIMIT_S: Final = 60.0
 _END_LIMIT_S: Final = 30.0
-# For requests to end after an abort, which takes SGLang a step or two.
+# Time for requests to end after an abort, which takes SGLang a step or two.
 _CANCEL_LIMIT_S: Final = 5.0
 _END_AGAIN_S: Final = 0.2
-# Between two abort messages: one that comes at the wrong moment is lost.
+# Interval between abort messages: one that comes at the wrong moment is lost.
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 _GIB: Final = 1 << 30
 _NOT_TAKEN: Final = object()
 
 
 class SglangCore(AdapterCore):
-    """Owns SGLang's Engine and the processes below it; see `Core` for the methods' promises.
-
-    Its tasks live from `start` to `stop`, whichever task calls these.
-    """
+    """Owns SGLang's Engine and the processes below it. Its tasks live from `start` to `stop`,
+    whichever task calls these."""
 
     name = "SGLang"
     truncates = True
@@ -95,7 +92,6 @@ class SglangCore(AdapterCore):
         return f"SGLang {self.library.version}"
 
     def _read_options(self) -> dict[str, Any]:
-        """Loads the library."""
         self._library = library = SglangLibrary.load()
         return self._settings.options(library.option_names())
 
@@ -140,8 +136,8 @@ class SglangCore(AdapterCore):
         self._engine = engine
 
     def _take_over_frontend(self) -> None:
-        """Does what SGLang would do at the first request, which would also take SIGTERM and
-        SIGQUIT."""
+        """Replaces SGLang's own set-up at the first request, which would take
+        SIGTERM and SIGQUIT."""
         self._frontend = self._engine.tokenizer_manager
         sglang_processes.remove_load_snapshot(self._frontend)
         watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
@@ -194,7 +190,7 @@ class SglangCore(AdapterCore):
         sglang_processes.show_stacks(self._schedulers)
 
     async def _end_tasks(self) -> None:
-        """Runs while the sockets exist: a request that is cancelled notifies its scheduler."""
+        """Must run while the sockets exist: a cancelled request notifies its scheduler."""
         tasks = [task for _, task in self._live.values()]
         if self._handling is not None:
             tasks.append(self._handling)
@@ -225,8 +221,6 @@ class SglangCore(AdapterCore):
         except Exception as error:
             raise EngineError(f"SGLang failed: {type(error).__name__}: {error}") from error
 
-    # -- requests ------------------------------------------------------------------------
-
     def check_request(self, request: GenerationRequest) -> None:
         check_request(request, self._stop_ids)
 
@@ -243,13 +237,12 @@ class SglangCore(AdapterCore):
         return output
 
     async def _follow(self, key: str, asked: Any, output: SglangOutput) -> None:
-        """Runs until SGLang is done with the request."""
         try:
             async with aclosing(self._frontend.generate_request(asked)) as chunks:
                 async for chunk in chunks:
                     output.feed(chunk)
-                    # The frontend checks this event for each token; this task wakes at the end
-                    # only.
+                    # The frontend checks this event for each token; this task wakes
+                    # only at the end.
                     asked.stream = False
             output.end("SGLang stopped answering")
         except Exception as error:  # noqa: BLE001 - ends this request alone
@@ -270,10 +263,8 @@ class SglangCore(AdapterCore):
 
     @staticmethod
     async def _let_begin() -> None:
-        """Lets requests that were just added reach SGLang, which ignores an abort before that."""
+        """Lets new requests reach SGLang, which ignores an abort before that."""
         await asyncio.sleep(0)
-
-    # -- states --------------------------------------------------------------------------
 
     async def pause(self, *, keep: bool) -> None:
         await self._let_begin()
@@ -301,8 +292,7 @@ class SglangCore(AdapterCore):
             self._is_frozen = False
 
     async def _end_all(self) -> None:
-        """Aborts each request: SGLang's pause mode "abort" checks only once a second for the
-        end."""
+        """Aborts each request: SGLang's pause mode "abort" looks for the end only once a second."""
         if self._is_frozen:
             for output, _ in self._live.values():
                 output.end("abort")  # later tokens would come from weights of no version
@@ -340,12 +330,9 @@ class SglangCore(AdapterCore):
             self._is_saved = False
 
     async def reset_prefix_cache(self) -> None:
-        """Waits until SGLang is idle."""
         result = await self.call(self._frontend.flush_cache(timeout_s=_END_LIMIT_S))
         if not result.success:
             raise EngineError(f"SGLang is still busy after {_END_LIMIT_S} s")
-
-    # -- weights -------------------------------------------------------------------------
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
         for output, _ in self._live.values():
@@ -381,7 +368,7 @@ class SglangCore(AdapterCore):
                 await self._unfreeze()
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
-        """Makes every worker carry out an action on the model, and returns their reports."""
+        """Makes every worker carry out an action on the model; returns their reports."""
         with ReportFile() as file:
             payload = self._payload(details | {"action": action, "report": file.address})
             await self._begin_update(loads=action == "load")
@@ -400,8 +387,7 @@ class SglangCore(AdapterCore):
         return reports
 
     def _payload(self, order: Mapping[str, Any]) -> bytes:
-        # Empty, so that it is sent as a value; torch would share others through a thread of its
-        # own.
+        # Empty, so that the tensor is sent by value; torch would share others.
         nothing = torch.empty(0, dtype=torch.uint8)
         serializer = self.library.MultiprocessingSerializer
         payload: bytes = serializer.serialize([(pack_order(order), nothing)])
@@ -411,8 +397,8 @@ class SglangCore(AdapterCore):
         """Announces an update, which SGLang requires from 0.5.23 on.
 
         SGLang then gives weights the layout of files, and at the end that of its kernels. Orders
-        that load none may come while a batch still reads the weights: to SGLang they are updates of
-        a draft model, and there is none.
+        that load nothing may come while a batch reads the weights, so they pose as updates of a
+        draft model, which does not exist.
         """
         if self.library.BeginWeightUpdateReqInput is not None:
             selector = "target" if loads else "draft"
@@ -432,7 +418,7 @@ def _check_done(result: tuple[bool, str]) -> None:
 
 
 def _job_folder() -> Path | None:
-    """The job's socket directory, removed with the job; None for an engine outside an actor."""
+    """The job's socket directory, removed with the job; None outside an actor's process."""
     try:
         endpoint = actor_context().supervisor.ref.ipc_endpoint
     except RuntimeError:

@@ -1,6 +1,4 @@
-"""SGLang as an engine actor: umbra's protocol over its Engine.
-
-Target: `umbra.engines.sglang.sglang_engine:SglangEngine`.
+"""SGLang as an engine actor, `umbra.engines.sglang.sglang_engine:SglangEngine`.
 
 Sampling follows the requests' seeds only with the option `enable_deterministic_inference`.
 """
@@ -13,7 +11,5 @@ from umbra.engines.shell.adapter_engine import ConfiguredEngine
 
 
 class SglangEngine(ConfiguredEngine):
-    """Accepts the fields of `SglangSettings`."""
-
     settings_class = SglangSettings
     core_class = SglangCore

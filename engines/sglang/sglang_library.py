@@ -1,7 +1,5 @@
-"""The parts of SGLang that the adapter uses, imported late, so that umbra works without SGLang.
-
-SGLang is a heavy import and absent where types are checked, so its objects are `Any`.
-"""
+"""The parts of SGLang that the adapter uses, imported late: SGLang is heavy and optional. Its
+objects are `Any`, because SGLang is absent where types are checked."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from umbra.runtime.errors import how_to_install
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangLibrary:
-    """Classes of SGLang, under the names that they have there.
+    """Classes of SGLang, under SGLang's names.
 
     Attributes:
         BeginWeightUpdateReqInput, EndWeightUpdateReqInput: None before 0.5.23, which requires them.
-        has_stream_interval: a request sets how many tokens make a message.
+        has_stream_interval: whether a request sets how many tokens make a message.
     """
 
     version: str
@@ -39,7 +37,7 @@ class SglangLibrary:
 
     @classmethod
     def load(cls) -> Self:
-        """Imports SGLang, which takes seconds; see `load_library`."""
+        """Imports SGLang, which takes seconds."""
         return load_library(
             "SGLang",
             "sglang",
@@ -72,5 +70,5 @@ class SglangLibrary:
         )
 
     def option_names(self) -> list[str]:
-        """The options of ServerArgs, which is a dataclass in 0.5.17 and none in 0.5.23."""
+        """ServerArgs is a dataclass in 0.5.17 and none in 0.5.23."""
         return list(inspect.signature(self.ServerArgs).parameters)

@@ -1,5 +1,4 @@
-"""In SGLang's scheduler processes: puts the LoRA adapter of an update in the place of the one
-before."""
+"""Runs in SGLang's scheduler processes: replaces the LoRA adapter of the last update."""
 
 from __future__ import annotations
 
@@ -17,12 +16,9 @@ from umbra.runtime.errors import WeightSyncError
 
 
 def load_adapter(model: nn.Module, source: WeightSource) -> str:
-    """Gives SGLang the adapter. Returns how it was done, for the engine's log.
+    """Returns how the adapter was loaded, for the engine's log.
 
-    SGLang's own call for it would wait for the requests of the adapter before, which may be frozen.
-
-    Raises:
-        WeightSyncError: SGLang refuses it, it cannot be read, or the sync was aborted.
+    SGLang's own call would wait for the last adapter's requests, which may be frozen.
     """
     spec = source.manifest.lora
     assert spec is not None
@@ -44,7 +40,7 @@ def load_adapter(model: nn.Module, source: WeightSource) -> str:
     if SYNCED_ADAPTER in manager.loras:
         _check_done(manager.unload_lora_adapter(named))
     _check_done(manager.load_lora_adapter_from_tensors(named, tensors, config))
-    # To the GPU, which SGLang would do with the next batch, and end if that failed.
+    # Copies to the GPU now: SGLang would with the next batch, and end if that failed.
     manager.fetch_new_loras({SYNCED_ADAPTER})
     return f"loaded a LoRA adapter of rank {spec.rank} for {len(modules)} modules"
 

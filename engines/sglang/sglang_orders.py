@@ -33,7 +33,7 @@ def unpack_order(name: str) -> dict[str, Any]:
 
 
 def write_reports(address: Sequence[Any], reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raises OSError if the file is gone: another one may have its descriptor."""
+    """Raises OSError if the file is gone: its descriptor may belong to another one."""
     path, *identity = address
     with open(path, "r+b") as file:
         if _identity(file.fileno()) != identity:
@@ -47,18 +47,16 @@ def _identity(fd: int) -> list[int]:
 
 
 class ReportFile:
-    """For the workers' reports on one order; memory without a name, freed at the exit."""
+    """Memory without a name for the workers' reports on one order; freed at the exit."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("umbra-reports", os.MFD_CLOEXEC)
 
     @property
     def address(self) -> list[Any]:
-        """Path, device and inode."""
         return [f"/proc/{os.getpid()}/fd/{self._fd}", *_identity(self._fd)]
 
     def read(self) -> list[dict[str, Any]]:
-        """One report per worker. Raises EngineError if none were written."""
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         if not data:
             raise EngineError("SGLang's first worker wrote no reports")

@@ -1,5 +1,3 @@
-"""Collects the tokens of one request in SGLang's frontend."""
-
 from __future__ import annotations
 
 import asyncio
@@ -10,13 +8,10 @@ from umbra.engines.shell.engine_core import NewOutput
 
 
 class SglangOutput:
-    """Reads what the frontend (TokenizerManager) receives for one request.
+    """The tokens of one request, as the frontend (TokenizerManager) receives them.
 
     The first chunk carries the list to which the frontend appends all later tokens, so no task has
-    to wake for each token.
-
-    Args:
-        interval: tokens from one message of SGLang's scheduler to the next.
+    to wake for each token. SGLang's scheduler sends a message every `interval` tokens.
     """
 
     def __init__(self, interval: int = 1) -> None:
@@ -41,23 +36,23 @@ class SglangOutput:
             return
         if meta.get("completion_tokens", len(self._entries)) != len(self._entries):
             # SGLang 0.5.17 loses the first token of a request that it preempts during prefill, and
-            # sends an empty message instead: so nothing has been taken yet.
+            # sends an empty message instead, so nothing has been taken yet.
             self._entries = ()
             reason = {"type": "abort"}
         self.end(_word(reason))
 
     def end(self, reason: str) -> None:
-        """Ends the request after the tokens that have come by now."""
+        """Ends the request after the tokens received so far."""
         if self._limit is None:
             self._limit = len(self._entries)
             self._reason = reason
             self.changed.set()
 
     def expect_older(self) -> None:
-        """Notes that new weights come while the request is frozen: its next tokens may be older.
+        """Announces new weights while the request is frozen: its next tokens may be older.
 
         These are the tokens not sent yet, and one more: SGLang computes a batch while it processes
-        the one before, so a batch that is done at the freeze delivers its tokens after the resume.
+        the last one, so a batch done at the freeze delivers its tokens after the resume.
         """
         self._num_older = len(self._entries) + self._interval
 
@@ -78,7 +73,7 @@ class SglangOutput:
 
 
 def _word(reason: Mapping[str, Any]) -> str:
-    """Translates SGLang's finish reason, or describes what went wrong."""
+    """SGLang's finish reason, or a description of the failure."""
     kind = str(reason.get("type"))
     if kind == "stop" and not isinstance(reason.get("matched"), int):
         return str(reason.get("matched"))  # "NaN happened"

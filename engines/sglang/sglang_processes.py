@@ -1,8 +1,7 @@
 """Confines SGLang's side effects on the process that starts it.
 
-SGLang reconfigures logging, makes socket files in the temporary folder, and makes its children send
-SIGQUIT on failure. By default it would then kill this process; here the signal only ends the
-engine.
+SGLang reconfigures logging, makes socket files in the temporary folder, and has its children send
+SIGQUIT on failure, which would kill this process. Here the signal only ends the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Final, cast
 from umbra.runtime.process import descendants
 
 _EXIT_LIMIT_S: Final = 20.0
-# For killed processes to end and free their GPU memory.
+# Time for killed processes to end and free their GPU memory.
 
 
 def ignore_sigquit(signum: int, frame: object) -> None:
@@ -28,14 +27,13 @@ def ignore_sigquit(signum: int, frame: object) -> None:
 
 
 def end_on_sigquit(signum: int, frame: object) -> None:
-    """SGLang's `custom_sigquit_handler` in a follower's program, which a follower ends with."""
+    """SGLang's `custom_sigquit_handler` in a follower's program."""
     print("a process of SGLang has failed", flush=True)
     os._exit(1)
 
 
 @contextlib.contextmanager
 def keeping_logging() -> Generator[None]:
-    """Restores the root logger's level and handlers afterwards."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -47,8 +45,8 @@ def keeping_logging() -> Generator[None]:
 
 @contextlib.contextmanager
 def temporary_files_in(folder: Path | None) -> Generator[None]:
-    """Puts the temporary files of this process into `folder`. Those of its children stay elsewhere,
-    because their compiler caches serve later runs."""
+    """Puts this process's temporary files into `folder`. The children's stay elsewhere, because
+    their compiler caches serve later runs."""
     before = tempfile.tempdir
     tempfile.tempdir = before if folder is None else str(folder)
     try:
@@ -65,16 +63,15 @@ def socket_files(port_args: Any) -> list[Path]:
 
 
 def remove_load_snapshot(frontend: Any) -> None:
-    """Removes the name in /dev/shm of a snapshot that SGLang's scheduler keeps open and writes.
-    Nothing here reads it, and SGLang never removes it."""
+    """Removes the name in /dev/shm of a snapshot that SGLang's scheduler writes and
+    never removes."""
     path: str | None = getattr(getattr(frontend, "load_snapshot_reader", None), "path", None)
     if path is not None:
         Path(path).unlink(missing_ok=True)
 
 
 def end_children(pids: Collection[int]) -> None:
-    """Sends SIGKILL to children of this process and all below them; blocks until they have
-    ended."""
+    """Sends SIGKILL to children and their descendants; blocks until the children have ended."""
     for pid in pids:
         descendants.kill_tree(pid)
     for pid in pids:
@@ -84,16 +81,14 @@ def end_children(pids: Collection[int]) -> None:
 
 
 def allow_stack_dumps() -> None:
-    """In a scheduler: makes SIGUSR1 write the threads' stacks to its standard error."""
+    """Makes SIGUSR1 write the stacks of a scheduler's threads to its standard error."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def show_stacks(pids: Collection[int]) -> None:
-    """Makes schedulers that called `allow_stack_dumps` write their stacks."""
     for pid in pids:
         descendants.send_signal(pid, signal.SIGUSR1)
 
 
 def restore_sigquit(handler: Any) -> None:
-    """Restores the handler that `signal.getsignal` returned."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL if handler is None else handler)

@@ -1,5 +1,3 @@
-"""Translates umbra's generation requests to SGLang's."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -15,11 +13,8 @@ _MAX_STREAM_INTERVAL: Final = 50
 
 
 def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -> None:
-    """Raises ValueError for a request that SGLang would serve otherwise than asked.
-
-    Args:
-        model_stop_ids: tokens that end every request with stop tokens.
-    """
+    """Raises ValueError for a request that the model's own stop tokens would end,
+    against its wish."""
     others = set(model_stop_ids) - set(request.stop_token_ids)
     if request.stop_token_ids and others:
         raise ValueError(
@@ -31,9 +26,8 @@ def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -
 def stream_interval(num_running: int) -> int:
     """Tokens from one message of a request to its next.
 
-    SGLang's scheduler spends about 27 us on a message (0.5.17; 256 requests: 7 ms a step). It sends
-    a message every 50 tokens for requests that do not stream; 250 running requests get the same
-    interval here.
+    SGLang's scheduler spends about 27 us on a message (0.5.17; 256 requests: 7 ms a step). With 250
+    running requests the interval is 50, which SGLang itself uses for requests that do not stream.
     """
     interval = num_running // _MESSAGES_PER_STEP
     return min(max(_MIN_STREAM_INTERVAL, interval), _MAX_STREAM_INTERVAL)
@@ -44,11 +38,8 @@ def generate_fields(
 ) -> dict[str, Any]:
     """Arguments for GenerateReqInput, with logprobs of sampled tokens.
 
-    With `top_p` or `top_k`, SGLang reports those of the whole distribution.
-
-    Args:
-        interval: 1 sends each token; larger values need a version with `stream_interval`.
-        adapter_id: of a LoRA adapter that SGLang has loaded; "" for none.
+    With `top_p` or `top_k`, SGLang reports the whole distribution's logprobs. An `interval` above 1
+    needs a version with `stream_interval`.
     """
     return {
         "rid": key,

@@ -1,5 +1,3 @@
-"""Translates a pool's settings to SGLang's options."""
-
 from __future__ import annotations
 
 import json
@@ -86,19 +84,14 @@ class SglangSettings(SpanningSettings):
     """Settings of an SGLang engine; `engine_args` are options of its ServerArgs.
 
     If `kv_cache_num_tokens` is None, SGLang chooses (`mem_fraction_static`). With `lora_rank`, the
-    option `lora_target_modules` has the modules that adapters may have, by the ends of their names;
-    they are the linear layers of a dense decoder unless it is given.
+    option `lora_target_modules` names the ends of the modules' names that adapters may have; the
+    default is the linear layers of a dense decoder.
     """
 
     kind: ClassVar[str] = "sglang"
 
     def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
-        """More options for a part of an engine on several nodes.
-
-        Args:
-            part: 0 is the leading one.
-            address: of the leading part's node; the parts meet at this port there.
-        """
+        """Options of part `part`; 0 leads, and all meet at its address and port."""
         host = f"[{address}]" if ":" in address else address
         return {
             "nnodes": self.num_parts,
@@ -107,16 +100,7 @@ class SglangSettings(SpanningSettings):
         }
 
     def options(self, known: Collection[str]) -> dict[str, Any]:
-        """The arguments for ServerArgs.
-
-        Args:
-            known: names of the options that this SGLang has.
-
-        Raises:
-            ConfigError: an option is unknown or set by umbra, or SGLang has no such value of a
-                setting.
-            DataError: the model directory cannot be read.
-        """
+        """The arguments for ServerArgs, whose option names are `known`."""
         OPTIONS.check(self.engine_args, known)
         self._check_context_len()
         if self.dtype not in _DTYPES:
@@ -164,7 +148,7 @@ class SglangSettings(SpanningSettings):
         return {
             # Logprobs are those of the distribution that tokens are sampled from.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            # It finds cached prefixes by their tokens alone, including those of older weights.
+            # It finds cached prefixes by their tokens alone, whatever weights computed them.
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "0",
             # Leaves room for the spare tokens; _check_context_len keeps the model's limit.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

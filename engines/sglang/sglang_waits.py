@@ -1,5 +1,3 @@
-"""Waits for SGLang, each with an end: the death of its processes, or a time limit."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,7 +26,6 @@ async def until_died(died: asyncio.Event) -> AsyncGenerator[None]:
 
 @contextlib.asynccontextmanager
 async def within(limit_s: float, what: str) -> AsyncGenerator[None]:
-    """Raises EngineError if SGLang exceeds the limit."""
     try:
         async with asyncio.timeout(limit_s):
             yield

@@ -1,5 +1,4 @@
-"""Runs in SGLang's scheduler processes and carries out the adapter's orders. SGLang imports `obey`
-by name."""
+"""Runs in SGLang's scheduler processes. SGLang imports `obey` by name."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights 
 
 
 def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader. Never raises, because SGLang would end."""
+    """Carries out one order, as SGLang's custom weight loader. Never raises: SGLang would end."""
     ((name, _),) = named_tensors
     order = unpack_order(name)
     try:
@@ -58,10 +57,9 @@ def _cpu_group() -> Any:
 
 
 def gather_reports(report: Mapping[str, Any], group: Any) -> list[dict[str, Any]]:
-    """The reports of all workers, by rank, in the first one; empty in the others. All call it.
+    """The reports of all workers, by rank, in the first one; empty in the others.
 
-    Args:
-        group: of gloo, with all ranks.
+    Every rank of the gloo group calls it.
     """
     data = bytearray(msgpack.packb(dict(report)))
     world_size: int = _dist.get_world_size(group)
@@ -81,7 +79,7 @@ def gather_reports(report: Mapping[str, Any], group: Any) -> list[dict[str, Any]
 
 
 def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns when nothing is being computed."""
+    """Does nothing: `obey` has waited until nothing is being computed."""
     return {}
 
 
@@ -93,8 +91,7 @@ def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises WeightSyncError for a parameter that gets no value; reports weights that the model
-    lacks."""
+    """Raises WeightSyncError for a parameter that gets no value; reports tensors left unread."""
     device = next(model.parameters()).device
     if model not in _loaded:
         loader = WatchedLoader(model)
@@ -116,7 +113,7 @@ class WatchedLoader:
     """SGLang's loader, which fills the parameters in place.
 
     Attributes:
-        unread: names of tensors that the last recorded load has not read.
+        unread: tensors that the last recorded load has not read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,7 +142,6 @@ def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _close(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Closes what is left open of the ranks' memory, or of the image."""
     _memory.close()
     return {}
 
@@ -166,10 +162,8 @@ def _restore(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight_memory(model: nn.Module) -> dict[int, Tensor]:
-    """The bytes of all parameters, and of tensors that layers derived from them (such as the w_kc
-    of latent attention), by address, which does not change during a sleep. SGLang itself keeps
-    buffers.
-    """
+    """The bytes of all parameters, and of tensors that layers derived from them (such as w_kc of
+    latent attention), by address, which a sleep does not change. SGLang itself keeps buffers."""
     kept = [value for layer in model.modules() for value in vars(layer).values()]
     tensors = [*model.parameters(), *(value for value in kept if isinstance(value, Tensor))]
     device = tensors[0].device

@@ -4,9 +4,8 @@
       └ EngineCore                scheduler, and the worker where there is one
           └ workers               one for each GPU of a tensor-parallel engine
 
-The workers of an engine on several nodes are below its followers there (`vllm_follower`).
-All of these processes end with this one, which is their subreaper or the child of a subreaper
-(`runtime.process`).
+If an engine spans nodes, the workers elsewhere run below its followers (`vllm_follower`). All these
+processes end with this one, which is their subreaper or the child of one (`runtime.process`).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from umbra.runtime.process.pid_watch import PidWatch
 
 _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
-# For EngineCore to end by itself, which takes its workers seconds and gains nothing.
+# Time for EngineCore to end by itself, which takes its workers seconds and gains nothing.
 _MAX_ERROR_NUM_CHARS: Final = 1000
 _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
 class VllmCore(AdapterCore):
-    """Owns AsyncLLM and the processes below it; see `Core` for the methods' promises."""
+    """Owns AsyncLLM and the processes below it."""
 
     name = "vLLM"
     truncates = True
@@ -66,7 +65,7 @@ class VllmCore(AdapterCore):
 
     @property
     def frees_memory_asleep(self) -> bool:
-        """On the CPU vLLM only changes its state."""
+        """False on the CPU, where vLLM's sleep frees nothing."""
         return not self.library.is_cpu
 
     def check_options(self) -> str:
@@ -74,7 +73,6 @@ class VllmCore(AdapterCore):
         return f"vLLM {self.library.version}"
 
     def _read_options(self) -> dict[str, Any]:
-        """Loads the library."""
         self._library = library = VllmLibrary.load()
         return self._settings.options(library.option_names(), is_cpu=library.is_cpu)
 
@@ -105,7 +103,7 @@ class VllmCore(AdapterCore):
                 f"vLLM {library.version} did not start: {text}{_memory_hint(text)}"
             ) from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
-        # Watch the workers, too: EngineCore reports a dead worker only after all have ended.
+        # The workers are watched, too: EngineCore reports a dead worker only after all have ended.
         workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
         workers = workers[: self._settings.num_local_workers]
         for pid in _children_since(began_ticks).union(workers):
@@ -128,7 +126,7 @@ class VllmCore(AdapterCore):
             )
 
     async def _load_adapters(self) -> None:
-        """Loads them from their folders. An update removes those that vLLM had."""
+        """Loads the adapters from their folders again: an update removes vLLM's copies."""
         for number, (name, path) in enumerate(self._settings.lora_adapters.items(), start=1):
             request = self.library.LoRARequest(name, number, path, load_inplace=True)
             try:
@@ -146,16 +144,13 @@ class VllmCore(AdapterCore):
             self._llm = None
 
     async def call(self, awaitable: Awaitable[_T]) -> _T:
-        """Turns vLLM's exceptions into EngineError; umbra's own errors and ValueError pass
-        through."""
+        """Turns vLLM's exceptions into EngineError; ValueError and umbra's own pass through."""
         try:
             return await awaitable
         except (UmbraError, ValueError):
             raise
         except Exception as error:
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
-
-    # -- requests ------------------------------------------------------------------------
 
     def check_request(self, request: GenerationRequest) -> None:
         check_request(request)
@@ -173,11 +168,8 @@ class VllmCore(AdapterCore):
         """The last tokens, which are on their way from EngineCore, are lost."""
         await self.call(self._llm.abort(list(keys)))
 
-    # -- states --------------------------------------------------------------------------
-
     async def pause(self, *, keep: bool) -> None:
-        """Does not use `pause_generation`, which then sleeps for 20 ms: tokens on their way are
-        taken by `deliver`."""
+        """Avoids `pause_generation`, which then sleeps for 20 ms: `deliver` takes late tokens."""
         mode = "keep" if keep else "abort"
         await self.call(self._llm.engine_core.pause_scheduler_async(mode, clear_cache=False))
         self.is_paused = True
@@ -187,8 +179,7 @@ class VllmCore(AdapterCore):
         self.is_paused = False
 
     async def sleep(self, level: int) -> None:
-        """Wakes a sleeping part first: vLLM silently puts nothing more to sleep while a part
-        sleeps."""
+        """Wakes what sleeps first: vLLM puts nothing to sleep while one tag sleeps."""
         await self._followers.close_images()
         await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))
@@ -196,8 +187,8 @@ class VllmCore(AdapterCore):
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Wakes only tags that sleep, because another one would keep the rest from waking. With the
-        last tag vLLM resumes by itself."""
+        """Wakes only tags that sleep: any other would keep them asleep. vLLM resumes
+        with the last."""
         sleeping = [tag for tag in tags if tag in self._asleep]
         if sleeping:
             await self.call(self._llm.wake_up(sleeping))
@@ -221,8 +212,7 @@ class VllmCore(AdapterCore):
             await self._open_weights(description)
 
     async def _open_weights(self, description: Mapping[str, Any]) -> None:
-        """Workers report a failure instead of raising it: it has changed nothing, and the engine
-        may generate."""
+        """Opens an update in each worker. Failures change nothing: the engine may generate."""
         self._is_staged = True
         reports: list[tuple[str, bool]] = await self._in_workers("umbra_open", description)
         if problem := next((problem for problem, _ in reports if problem), ""):
@@ -230,7 +220,7 @@ class VllmCore(AdapterCore):
         self._is_staged = all(is_staged for _, is_staged in reports)
 
     async def is_staged(self) -> bool:
-        """Asks the workers again and does not wait in them, because they generate meanwhile."""
+        """Asks the workers again instead of waiting in them: they generate meanwhile."""
         if not self._is_staged:
             self._is_staged = all(await self._in_workers("umbra_is_staged"))
         return self._is_staged
@@ -252,7 +242,7 @@ class VllmCore(AdapterCore):
         await self.call(self._llm.collective_rpc("umbra_close_memory"))
 
     async def _in_workers(self, method: str, *args: object) -> list[Any]:
-        """What each worker returns. A failure leaves an engine of several workers unusable."""
+        """Returns each worker's answer. After a failure, several workers are unusable."""
         try:
             return await self.call(self._llm.collective_rpc(method, args=args))
         except EngineError:
@@ -263,7 +253,6 @@ class VllmCore(AdapterCore):
 
 
 def _memory_hint(text: str) -> str:
-    """Names the settings to lower if vLLM's error may be about memory."""
     if not any(word in text for word in _MAY_LACK_MEMORY):
         return ""
     return (
@@ -273,8 +262,7 @@ def _memory_hint(text: str) -> str:
 
 
 def _children_since(ticks: int) -> set[int]:
-    """Children of this process that have started since then, and none that moved here because their
-    parents ended."""
+    """Children that started since then; not the orphans that this process adopted."""
     found = (
         (pid, descendants.process_stat(pid)) for pid in descendants.working_child_pids(os.getpid())
     )

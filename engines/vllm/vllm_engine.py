@@ -1,6 +1,4 @@
-"""vLLM as an engine actor: umbra's protocol over AsyncLLM.
-
-Target: `umbra.engines.vllm.vllm_engine:VllmEngine`.
+"""vLLM as an engine actor, `umbra.engines.vllm.vllm_engine:VllmEngine`.
 
 Draws depend on where a trajectory was cut, so only greedy trajectories resume token for token.
 """
@@ -13,7 +11,5 @@ from umbra.engines.vllm.vllm_settings import VllmSettings
 
 
 class VllmEngine(ConfiguredEngine):
-    """Accepts the fields of `VllmSettings`."""
-
     settings_class = VllmSettings
     core_class = VllmCore

@@ -18,12 +18,12 @@ from umbra.runtime.process import descendants
 _SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
 _SHARED_FOLDER: Final = "/dev/shm"
 _SHARED_NAMES: Final = ("psm_", "sem.mp-", "vllm_dist_", "vllm_offload_", "vllm_ec_")
-# Names that multiprocessing makes, those of several workers on the CPU, and those of caches on the
-# host (kv_offloading_size).
+# Names made by multiprocessing, by several workers on the CPU, and by caches in host memory
+# (kv_offloading_size).
 
 
 def job_folder() -> str:
-    """The job's socket directory, which is removed with the job; "" outside an actor's process."""
+    """The job's socket directory, removed with the job; "" outside an actor's process."""
     try:
         endpoint = actor_context().supervisor.ref.ipc_endpoint
     except RuntimeError:
@@ -32,8 +32,8 @@ def job_folder() -> str:
 
 
 def file_variables(folder: str, *, is_cpu: bool) -> dict[str, str]:
-    """Variables that make vLLM put its files into the folder; none if there is none, or its path is
-    too long."""
+    """Variables that make vLLM put its files into the folder; empty without one, or if its path is
+    too long for a socket."""
     if not folder or len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
         return {}
     variables = {"VLLM_RPC_BASE_PATH": folder}
@@ -42,10 +42,10 @@ def file_variables(folder: str, *, is_cpu: bool) -> dict[str, str]:
 
 
 def unlink_shared_memory() -> None:
-    """Removes the names of shared memory that this process and those below it have mapped.
+    """Removes the names of shared memory that this process and its descendants have mapped.
 
-    Call it once all of them run, because nobody opens anything by its name after that, and before
-    they are killed. The kernel frees the memory when the last of them ends.
+    Must be called while they all run, when none of them opens anything by name any more. The kernel
+    frees the memory with the last of them.
     """
     pids = [os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))]
     ours = {inode for pid in pids for inode in _mapped_inodes(pid)}
@@ -56,7 +56,7 @@ def unlink_shared_memory() -> None:
 
 
 def _mapped_inodes(pid: int) -> Iterator[int]:
-    """Inodes of mapped shared memory. (The maker of a semaphore maps it under another name.)"""
+    """Inodes of mapped shared memory: the maker of a semaphore maps it under another name."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             for line in maps:

@@ -1,7 +1,5 @@
-"""The parts of vLLM that the adapter uses, imported late, so that umbra works without vLLM.
-
-vLLM is a heavy import and absent where types are checked, so its objects are `Any`.
-"""
+"""The parts of vLLM that the adapter uses, imported late: vLLM is heavy and optional. Its objects
+are `Any`, because vLLM is absent where types are checked."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from umbra.runtime.errors import how_to_install
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLibrary:
-    """Classes and functions of vLLM, under the names that they have there."""
+    """Classes and functions of vLLM, under vLLM's names."""
 
     version: str
     is_cpu: bool
@@ -29,7 +27,7 @@ class VllmLibrary:
 
     @classmethod
     def load(cls) -> Self:
-        """Imports vLLM, which takes seconds; see `load_library`."""
+        """Imports vLLM, which takes seconds."""
         return load_library(
             "vLLM",
             "vllm",
@@ -57,11 +55,10 @@ class VllmLibrary:
         )
 
     def can_update_beneath_adapters(self) -> bool:
-        """Whether its loaders find the parameters of layers that adapters wrap (0.26.0's do
-        not)."""
+        """Whether vLLM's loaders find the parameters of layers that adapters wrap
+        (not in 0.26.0)."""
         layers: Any = importlib.import_module("vllm.lora.layers")
         return hasattr(layers.BaseLayerWithLoRA, "load_weights")
 
     def option_names(self) -> list[str]:
-        """The options of AsyncEngineArgs."""
         return [field.name for field in fields(self.AsyncEngineArgs)]

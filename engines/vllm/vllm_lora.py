@@ -1,4 +1,4 @@
-"""In vLLM's worker processes: puts the LoRA adapter of an update in the place of the one before."""
+"""Runs in vLLM's worker processes: replaces the LoRA adapter of the last update."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ _Config: Any = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
 
 
 def load_adapter(worker_manager: Any, source: WeightSource) -> str:
-    """Gives vLLM the adapter. Returns how it was done, for the engine's log.
-
-    The adapter of earlier versions stays if this one cannot be read or used.
+    """Returns how the adapter was loaded, for the engine's log. After a failure the last
+    adapter stays.
 
     Args:
         worker_manager: vLLM's WorkerLoRAManager.
-
-    Raises:
-        WeightSyncError: vLLM has no place for one of its matrices, they cannot be read, or the sync
-            was aborted.
     """
     spec = source.manifest.lora
     assert spec is not None
     manager = worker_manager._adapter_manager
     device, dtype = worker_manager.device, worker_manager.lora_config.lora_dtype
-    # Copies, because the source's own memory is gone after the update.
+    # Copies, because the source's memory is gone after the update.
     tensors: dict[str, Tensor] = {
         name: tensor.to(device, dtype, copy=True) for name, tensor in source.tensors()
     }
@@ -57,7 +52,7 @@ def load_adapter(worker_manager: Any, source: WeightSource) -> str:
     manager.add_adapter(adapter)
     manager.activate_adapter(number)
     # vLLM computes with copies of the matrices, in memory that sleeps with the weights. It would
-    # read these again only if another adapter had taken their slot, and there is no other.
+    # read these again only after another adapter had taken their slot, and there is no other.
     adapter.loras.clear()
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # the ranks' memory is read
@@ -66,7 +61,7 @@ def load_adapter(worker_manager: Any, source: WeightSource) -> str:
 
 
 def _renaming(model: Any) -> Any:
-    """vLLM's map of names in checkpoints to those of its modules; None if they are the same."""
+    """vLLM's map from checkpoint names to module names; None if they are equal."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None

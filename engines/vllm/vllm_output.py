@@ -1,5 +1,3 @@
-"""Collects the tokens of one request in vLLM's frontend."""
-
 from __future__ import annotations
 
 import asyncio
@@ -9,7 +7,8 @@ from umbra.engines.shell.engine_core import NewOutput
 
 
 class VllmOutput:
-    """Wraps vLLM's RequestOutputCollector, which merges outputs that have not been taken yet."""
+    """One request's tokens: wraps RequestOutputCollector, which merges outputs that
+    were not taken."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
@@ -32,14 +31,14 @@ class VllmOutput:
 
 
 def _sampled_logprobs(completion: Any) -> list[float]:
-    """One logprob per token: with `logprobs=0` vLLM returns only those of the sampled tokens.
+    """The sampled tokens' logprobs, the only ones that vLLM returns with `logprobs=0`.
 
-    In vLLM 0.26.0 the final output of an abort carries no tokens but repeats all logprobs so far.
-    They follow those of the tokens that it was merged with.
+    In vLLM 0.26.0 the final output of an abort has no tokens of its own, but appends all logprobs
+    so far to those of the tokens that it is merged with.
     """
     if not completion.token_ids:
         return []
     flat = completion.logprobs
-    # Flat: a position's logprobs begin at its start, with that of the sampled token.
+    # Flat: a position's logprobs begin at its start, the sampled token's first.
     starts = flat.start_indices[: len(completion.token_ids)]
     return [flat.logprobs[start] for _, start in zip(completion.token_ids, starts, strict=True)]

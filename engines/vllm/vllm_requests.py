@@ -1,5 +1,3 @@
-"""Translates umbra's generation requests to vLLM's."""
-
 from __future__ import annotations
 
 import struct
@@ -24,7 +22,6 @@ def check_request(request: GenerationRequest) -> None:
 
 
 def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size: int) -> Any:
-    """vLLM's parameters: logprobs of sampled tokens, new tokens only."""
     return library.SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -44,8 +41,8 @@ def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size
 def draw_seed(seed: int, position: int) -> int:
     """The seed for resuming a trajectory at `position`, in [0, 2**63).
 
-    vLLM starts a new generator with each request, so with the same seed a resumed trajectory would
-    repeat the draws of its beginning.
+    vLLM starts a generator with each request: the same seed would repeat the draws of
+    the beginning.
     """
     if position == 0:
         return seed

@@ -75,16 +75,17 @@ OPTIONS: Final = EngineOptions(
 )
 
 _CPU_OPTIONS: Final = {"enforce_eager": True, "enable_chunked_prefill": False}
-# If a step takes only a part of a prompt, vLLM (0.32.0) rewinds the request's generator, which a
-# CPU generator cannot do: the engine would die as soon as the trajectories to resume exceed a step.
+# If a step takes only part of a prompt, vLLM (0.32.0) rewinds the request's generator. CPU
+# generators cannot rewind: the engine would die as soon as the trajectories to resume
+# exceed a step.
 _CPU_BLOCK_NUM_TOKENS: Final = 128
 _CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
 # Share of the host's memory if no size is set. vLLM takes it at once, used or not.
 _LEAST_MEMORY_SHARE: Final = 0.01
-# This share has no effect if a size is set, but vLLM refuses to start if less of the GPU is free. A
-# larger share would fail when a trainer already holds its model on the GPU.
+# Without effect if a size is set, but vLLM refuses to start if less of the GPU is free: a larger
+# share fails when a trainer already holds its model there.
 _LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Ranks for which vLLM has kernels; adapters of lower rank are padded.
+# The ranks of vLLM's kernels; adapters of lower rank are padded.
 _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -96,7 +97,7 @@ class VllmSettings(SpanningSettings):
     it is enough for max_num_seqs sequences of max_context_len, but at most an eighth of the memory.
 
     Attributes:
-        lora_adapters: folders of adapters, by the names that requests use.
+        lora_adapters: folders of adapters by name.
     """
 
     kind: ClassVar[str] = "vllm"
@@ -112,12 +113,7 @@ class VllmSettings(SpanningSettings):
             )
 
     def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
-        """More options for a part of an engine on several nodes.
-
-        Args:
-            part: 0 is the leading one.
-            address: of the leading part's node; the parts meet at this port there.
-        """
+        """Options of part `part`; 0 leads, and all meet at its address and port."""
         return {
             "nnodes": self.num_parts,
             "node_rank": part,
@@ -126,15 +122,7 @@ class VllmSettings(SpanningSettings):
         }
 
     def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
-        """The arguments for AsyncEngineArgs.
-
-        Args:
-            known: names of the options that this vLLM has.
-
-        Raises:
-            ConfigError: an option is unknown or set by umbra, or vLLM lacks the device.
-            DataError: the model directory, or an adapter, cannot be read.
-        """
+        """The arguments for AsyncEngineArgs, whose option names are `known`."""
         OPTIONS.check(self.engine_args, known)
         if (self.device == "cpu") != is_cpu:
             built_for = "the CPU" if is_cpu else "GPUs"
@@ -183,7 +171,7 @@ class VllmSettings(SpanningSettings):
         return variables
 
     def _lora_options(self, *, is_cpu: bool) -> dict[str, Any]:
-        """Slots for all adapters at once, unless `engine_args` set their number."""
+        """One slot for each adapter, unless `engine_args` set their number."""
         if not (self.lora_adapters or self.lora_rank):
             return {}
         if not is_cpu and self.dtype == "float32":
@@ -202,9 +190,8 @@ class VllmSettings(SpanningSettings):
             )
         num_slots = len(ranks)
         if is_cpu and self.lora_adapters:
-            # One slot stays empty: vLLM (0.32.0) makes requests without an adapter use the last
-            # slot
-            # if others in the batch have one, until its CPU operations skip index -1.
+            # One slot stays empty: for requests without an adapter, vLLM (0.32.0) uses the last
+            # slot if others in the batch have one, until its CPU operations skip index -1.
             num_slots += 1
             if "max_loras" in self.engine_args:
                 raise ConfigError("pool.engine_args.max_loras is set by umbra on the CPU")
@@ -232,7 +219,7 @@ class VllmSettings(SpanningSettings):
             most = int(physical_nbytes() * _CPU_KV_SHARE_OF_MEMORY) // token_nbytes
             full_size = self.max_num_seqs * _whole_blocks(self.max_context_len)
             num_tokens = max(min(full_size, most), self.max_context_len)
-        # One more block, which vLLM keeps for padding.
+        # vLLM keeps one more block for padding.
         nbytes = (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
         if is_cpu and nbytes > physical_nbytes():
             raise ConfigError(

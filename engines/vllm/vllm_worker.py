@@ -1,8 +1,8 @@
-"""In vLLM's worker processes: loads updates of weights, by vLLM's loaders or a recorded plan.
+"""Runs in vLLM's worker processes: loads updates of weights, by vLLM's loaders or a recorded plan.
 
-vLLM imports this module as its worker extension before it makes the model; importing it registers
-the weight transfer engine. After loading, layerwise reload rebuilds what each layer derives from
-its weights (prepacked for the CPU, quantised, fused).
+vLLM imports this worker extension before it makes the model; the import registers the transfer
+engine. After loading, layerwise reload rebuilds what each layer derives from its weights (prepacked
+for the CPU, quantised, fused).
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _KEPT: Final[frozenset[str]] = frozenset(_meta.SKIP_TENSORS)  # layerwise reload
 
 @dataclass(frozen=True, slots=True)
 class InitInfo:
-    """Empty: nothing needs to be agreed on beforehand."""
+    """Empty: nothing needs to be agreed on."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """Empty: the update is open already."""
+    """Empty: the update is already open."""
 
 
 LoadReport = tuple[Regions, str, list[str]]
@@ -75,8 +75,8 @@ LoadReport = tuple[Regions, str, list[str]]
 class SourceTransferEngine(_base):
     """Loads all weights at once, in `receive_weights`.
 
-    `report` is of the last update: the regions that it has read, how it was loaded, and the names
-    of tensors that a recorded load has not read.
+    Attributes:
+        report: regions that the last update read, how it was loaded, names of unread tensors.
     """
 
     init_info_cls = InitInfo
@@ -104,7 +104,6 @@ class SourceTransferEngine(_base):
         self.update.open(description, self._loading)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises WeightSyncError if a parameter gets no value."""
         assert self._loading is not None
         assert self._loader is not None
         with self.update.taken() as source:
@@ -119,19 +118,18 @@ class SourceTransferEngine(_base):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Required by vLLM before 0.32; umbra's trainer publishes instead."""
+        """vLLM before 0.32 requires this method; umbra's trainer publishes instead."""
         raise NotImplementedError
 
 
 class LayerwiseLoader:
-    """vLLM's loader, in layerwise reload: it loads a layer into new memory, rebuilds there what is
-    derived from its weights, and copies the result to where the layer was.
+    """vLLM's loader in layerwise reload: loads a layer into new memory, rebuilds there what is
+    derived from its weights, and copies the result to the layer's own memory.
 
-    It is recorded outside layerwise reload, except for layers that need it for certain.
+    Recording happens outside layerwise reload, except for layers that certainly need it.
 
     Attributes:
-        unread: names of tensors that the last recorded load has not read; empty if it failed, and
-            vLLM's loader loaded them unwatched.
+        unread: tensors that the last recorded load has not read; empty if recording failed.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
@@ -141,7 +139,7 @@ class LayerwiseLoader:
         self.unread: list[str] = []
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        """Loads once, or again in layerwise reload if that may change what was loaded."""
+        """Loads once, and again in layerwise reload if layerwise reload may change the result."""
         self._check_ties(source.manifest)
         self._restore()
         found = {layer: _why_reloaded(layer) for layer in self._model.modules()}
@@ -177,8 +175,8 @@ class LayerwiseLoader:
         return recording, dict.fromkeys(moved, "its loader moves its parameters") | reasons
 
     def _check_ties(self, manifest: Manifest) -> None:
-        """Raises WeightSyncError for a head and embeddings where vLLM has one tensor. Within layers
-        vLLM has second names of its own, for one tensor of the trainer."""
+        """Refuses a separate head where vLLM ties it to the embeddings; ties within layers
+        are vLLM's own."""
         sent = {_tail(entry.name) for entry in manifest.entries}
         for second, first in self._ties.items():
             tails = {_tail(second), _tail(first)}
@@ -189,7 +187,6 @@ class LayerwiseLoader:
                 )
 
     def _kept(self, reloaded: Collection[nn.Module]) -> list[Any]:
-        """The layers outside layerwise reload."""
         return [layer for layer in self._model.modules() if layer not in reloaded]
 
     def load(
@@ -206,7 +203,7 @@ class LayerwiseLoader:
         tensors: Iterator[tuple[str, Tensor]],
         recording: LoaderRecording | None = None,
     ) -> None:
-        """Loads layers in layerwise reload, or all. A recording tells what others get."""
+        """Loads these layers, or all, in layerwise reload; `recording` checks the rest."""
         reloaded = [self._model] if layers is None else layers
         for layer in reloaded:
             _reload.initialize_layerwise_reload(layer)
@@ -220,7 +217,7 @@ class LayerwiseLoader:
             _reload.finalize_layerwise_reload(layer, self._model_config)
 
     def _finish_ties(self, layers: Sequence[nn.Module] | None) -> None:
-        """Layerwise reload (0.32) leaves out layers that got their weights by a tie."""
+        """Processes tied layers, which layerwise reload (0.32) leaves out."""
         reloaded = {each for layer in layers or () for each in layer.modules()}
         for name in self._ties:
             layer: Any = self._model.get_submodule(name.rpartition(".")[0])
@@ -228,7 +225,7 @@ class LayerwiseLoader:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def _empty_cache(self) -> None:
-        """Frees what loading took: others are time-sliced with this engine."""
+        """Frees what loading took, because others share the GPU with this engine in turns."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -269,7 +266,7 @@ class LayerwiseLoader:
 
 
 def _why_reloaded(layer: nn.Module) -> str:
-    """Why a layer must be loaded in layerwise reload, or "" if that is not known."""
+    """Why a layer must be loaded in layerwise reload; "" if no reason is known."""
     if any(hasattr(layer, name) for name in _MADE_FOR_CPU):  # parameters may look as before
         return "vLLM prepacks it for the CPU"
     before: dict[str, Any]
@@ -281,8 +278,8 @@ def _why_reloaded(layer: nn.Module) -> str:
 
 
 def _is_loaded(layer: nn.Module, name: str) -> bool:
-    """Whether a parameter comes from a checkpoint, and has no default. vLLM makes others after
-    loading, such as scales of weights that it quantises."""
+    """Whether a parameter comes from the checkpoint. vLLM makes others after loading, such as the
+    scales of weights that it quantises."""
     if isinstance(getattr(layer, "quant_method", None), _AttentionScales):
         return False
     before: dict[str, Any]
@@ -291,7 +288,6 @@ def _is_loaded(layer: nn.Module, name: str) -> bool:
 
 
 def _may_change(layer: nn.Module) -> bool:
-    """Whether vLLM may change a layer's parameters after loading."""
     method: object = getattr(layer, "quant_method", None)
     if not isinstance(method, _QuantizeMethod):
         return False
@@ -300,14 +296,14 @@ def _may_change(layer: nn.Module) -> bool:
 
 
 def _is_processed_last(layer: nn.Module) -> bool:
-    """Whether layerwise reload leaves a layer for the end, after those whose weights it uses."""
+    """Whether layerwise reload processes a layer after those whose weights it uses."""
     return isinstance(layer, _ATTENTION) and hasattr(layer, "process_weights_after_loading")
 
 
 @contextmanager
 def _processing_apart(recording: LoaderRecording) -> Generator[None]:
-    """Keeps out of a recording what vLLM (0.32) makes of a layer in layerwise reload, which looks
-    at values and frees what was made of earlier weights."""
+    """Pauses the recording while layerwise reload (0.32) processes a layer, which
+    looks at values."""
     process = _layerwise._layerwise_process
 
     def process_apart(*args: Any) -> None:
@@ -324,7 +320,7 @@ def _processing_apart(recording: LoaderRecording) -> Generator[None]:
 def _form(parameter: Any) -> tuple[object, ...]:
     if parameter is None:
         return ()
-    # Layerwise reload leaves wrapped loaders on its metadata, also where there were none before.
+    # Layerwise reload leaves wrapped loaders on its metadata, even where there were none.
     loader = inspect.unwrap(getattr(parameter, "weight_loader", _default_loader))
     has_loader = loader is not _default_loader
     kind = cast("type[object]", type(parameter))  # vLLM's own ones have loaders as methods
@@ -332,7 +328,7 @@ def _form(parameter: Any) -> tuple[object, ...]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name as in the checkpoint, even if an adapter wraps its layer."""
+    """A parameter's name in the checkpoint: adapters that wrap a layer change it."""
     return name.replace(".base_layer.", ".")
 
 
@@ -342,14 +338,13 @@ def _tail(name: str) -> str:
 
 
 def _loaded_as(name: str) -> set[str]:
-    """The names that vLLM's loaders give to a loaded parameter: before 0.32, experts are those of
-    the layer above."""
+    """The names that vLLM's loaders report: before 0.32, experts count to the layer above."""
     plain = _plain(name)
     return {plain, plain.replace(".routed_experts.", ".")}
 
 
 def _check_whole(model: nn.Module, recording: LoaderRecording | None) -> None:
-    """Raises WeightSyncError for a layer that got some of its weights, such as q without k."""
+    """Raises WeightSyncError for a layer that got only some of its weights, such as q without k."""
     modules: Any = model
     for name, layer in modules.named_modules():
         if isinstance(layer, _embedding):  # embeddings have padding
@@ -363,7 +358,7 @@ def _check_whole(model: nn.Module, recording: LoaderRecording | None) -> None:
 
 
 def _loaded_elements(layer: nn.Module, recording: LoaderRecording | None) -> list[tuple[int, int]]:
-    """Loaded elements and all of a layer in layerwise reload, or of each recorded parameter."""
+    """(loaded, all) elements of a layer in layerwise reload, or of each recorded parameter."""
     info: Any = _layerwise.get_layerwise_info(layer)
     if info.can_load():
         return [(info.load_numel, info.load_numel_total)]
@@ -390,8 +385,6 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 class UmbraWorkerExtension:
-    """Mixed into vLLM's worker; runs in each worker process."""
-
     model_runner: Any
     weight_transfer_engine: Any
     start_weight_update: Callable[[], None]
@@ -399,12 +392,11 @@ class UmbraWorkerExtension:
     finish_weight_update: Callable[[], None]
 
     def umbra_probe_import(self, allocations: Sequence[object]) -> str:
-        """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
     def umbra_open(self, description: Mapping[str, Any]) -> tuple[str, bool]:
-        """The update that is loaded next; see `umbra.engines.loading.open_weights`. Returns why it
-        cannot be opened, or "", and what `umbra_is_staged` does."""
+        """Opens the next update. Returns why it cannot be opened, or "", and
+        whether it is staged."""
         try:
             self.weight_transfer_engine.open(description)
         except (UmbraError, OSError, RuntimeError) as error:
@@ -416,7 +408,7 @@ class UmbraWorkerExtension:
         return is_staged
 
     def umbra_load(self) -> LoadReport:
-        """vLLM's three steps of an update, in one call of the engine's process."""
+        """Runs vLLM's three steps of an update in one call of the engine's process."""
         self.start_weight_update()
         self.update_weights({})
         self.finish_weight_update()
@@ -424,7 +416,6 @@ class UmbraWorkerExtension:
         return report
 
     def umbra_load_adapter(self) -> LoadReport:
-        """An update that brings a LoRA adapter: the weights stay."""
         with self.weight_transfer_engine.update.taken() as source:
             way = load_adapter(self.model_runner.lora_manager, source)
             return source.regions, way, []
@@ -438,7 +429,7 @@ class UmbraWorkerExtension:
         return os.getpid()
 
     def umbra_memory(self) -> Mapping[str, int]:
-        """Bytes of the weights and of the KV cache when awake."""
+        """Bytes of the weights and the KV cache while awake."""
         runner = self.model_runner
         parameters: Iterator[Tensor] = runner.model.parameters()
         return {
