@@ -1,12 +1,3 @@
-"""Replays what a loader did, as copies from the source's blocks to views of parameters.
-
-recording ──CopyPlan.accept──▶ plan ──replay──▶ the parameters of every later version
-
-A plan refers to the source by names and elements, so it holds for images and exports wherever they
-are. It refers to parameters by views of their memory. The views of both sides are prepared once for
-all versions in the same memory, and are given up with it.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -47,12 +38,18 @@ class _Step(NamedTuple):
 
 
 class CopyPlan:
-    """How to fill the parameters of one model from weights of one manifest.
+    """Replays a loader: copies from the source's blocks to views of one model's parameters.
+
+        recording ──CopyPlan.accept──▶ plan ──replay──▶ the parameters of every later version
+
+    Sources are named by entry and elements, so the plan holds for images and exports wherever they
+    are. Parameters are named by views of their memory. Views of both sides are prepared once for
+    all versions in the same memory, and dropped with it.
 
     Attributes:
-        layers: those that the engine's loader must load; a layer below another is left out.
-        names: the tensors that it needs for them.
-        reasons: why, for each of these layers that is known to need it.
+        layers: left to the engine's loader; a layer below another is omitted.
+        names: the tensors that `layers` need.
+        reasons: why some of `layers` need the loader.
         num_copies: copies that the loader made.
     """
 
@@ -92,11 +89,11 @@ class CopyPlan:
 
     @torch.inference_mode()
     def accept(self, source: WeightSource) -> None:
-        """Overwrites each parameter, replays its copies, and keeps them only if they restore every
-        byte.
+        """Overwrites each parameter, replays its copies, and keeps them only if they
+        restore every byte.
 
-        The model must be loaded with the weights of `source`, and is afterwards. It takes extra
-        memory for the largest parameter.
+        The model has the weights of `source` before and afterwards. Takes extra memory for the
+        largest parameter.
         """
         self._resolve(source)
         steps: dict[int, list[_Step]] = {}
@@ -125,13 +122,13 @@ class CopyPlan:
         self._steps = []
 
     def fits(self, manifest: Manifest) -> bool:
-        """Whether it still holds: the same tensors come, and the parameters are where they were."""
+        """Whether the same tensors come, and the parameters are where they were."""
         return self._manifest == manifest and self._tensors.moved() <= self._left
 
     @torch.inference_mode()
     def stage(self, source: WeightSource) -> StagedCopies | None:
-        """Begins to read what its prepared copies bring, all of which must be there. None if that
-        is nothing.
+        """Begins to read the prepared copies' values, all of which must be filled; None if
+        there are none.
 
         Raises:
             torch.OutOfMemoryError: there is no spare memory. Nothing is staged.
@@ -150,12 +147,10 @@ class CopyPlan:
 
     @torch.inference_mode()
     def replay(self, source: WeightSource, staged: StagedCopies | None = None) -> None:
-        """Fills all parameters but those of `layers`. Raises the errors of `WeightSource`.
+        """Fills all parameters except those of `layers`. Raises the errors of `WeightSource`.
 
-        Copies to a GPU may still be in progress when it returns; closing the source waits.
-
-        Args:
-            staged: what `stage` returned for the same source.
+        Copies to a GPU may still be in progress when it returns; closing the source waits. `staged`
+        is what `stage` returned for the same source.
         """
         prepared = self._prepare(source)
         with source.reading(prepared.copies):
@@ -169,10 +164,8 @@ class CopyPlan:
                     source.wait(step.idx)
                     self._carry_out(source, step)
 
-    # -- copies --------------------------------------------------------------------------
-
     def _resolve(self, source: WeightSource) -> None:
-        """Splits the copies by the source's blocks, unless they are as they were."""
+        """Splits the copies by the source's blocks, unless the layout is the same."""
         layout = [source.blocks(idx) for idx in range(len(self._manifest.entries))]
         if self._steps and layout == self._layout:
             return
@@ -190,7 +183,7 @@ class CopyPlan:
         return [_Step(idx, piece, piece.target, _viewed(target, piece.target)) for piece in pieces]
 
     def _prepare(self, source: WeightSource) -> RepeatedCopies:
-        """The copies of pieces; those of an earlier version if the source has the same memory."""
+        """The copies of pieces, reused if the source has the same memory as before."""
         memory = source.memory
         prepared = None if memory is None else self._prepared.get(memory)
         if prepared is None:
@@ -232,7 +225,8 @@ class CopyPlan:
             self._tensors.view_of(fill.target).fill_(fill.value)
 
     def _overlaps(self, storage: int) -> bool:
-        """Whether copies write to the same element: which of them is the last may differ."""
+        """Whether copies write to the same element, where the last one wins and the
+        order may differ."""
         written = [copy.target for copy in self._copies if copy.target.storage == storage]
         filled = [fill.target for fill in self._fills if fill.target.storage == storage]
         memory = self._tensors.memory(storage)
@@ -247,14 +241,12 @@ class CopyPlan:
             _viewed(counts, target.view).add_(1)
         return int(counts.max()) > 1
 
-    # -- layers --------------------------------------------------------------------------
-
     def _refuse(self, storage: int, reason: str) -> None:
         for layer in self._tensors.layers[storage]:
             self.reasons.setdefault(layer, reason)
 
     def _unseen(self, written: set[int]) -> bool:
-        """Whether no recorded write has reached some parameter with a place in the plan."""
+        """Whether some parameter with a place in the plan got no recorded write."""
         addresses = {storage_of(parameter) for parameter in self._tensors.model.parameters()}
         return any(
             not self._tensors.layers[address] & self._left
@@ -262,7 +254,7 @@ class CopyPlan:
         )
 
     def _leave_to_loader(self) -> None:
-        """Drops the copies of layers that need the loader, and of all that share memory with
+        """Drops the copies of layers that need the loader, and of all layers that share memory with
         them or are below them."""
         layers: set[nn.Module] = set(self.reasons)
         storages: set[int] = set()

@@ -1,5 +1,3 @@
-"""The weights of an update in the memory of the ranks' GPUs."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
@@ -20,8 +18,8 @@ from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedIma
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _MOST_HELD_NBYTES: Final = 256 << 20
-# Copies of weights that checksums take of parameters in other dtypes, at a time. Less means more
-# launches; without a limit, an engine that holds float16 would need the memory of another model.
+# Copies of parameters in other dtypes that checksums hold at a time. Less means more launches;
+# without a limit, an engine that holds float16 would need the memory of another model.
 
 
 class ExportedWeights:
@@ -45,8 +43,7 @@ class ExportedWeights:
 
     @property
     def regions(self) -> Regions:
-        """The checksums are those of what parameters got by copies of blocks, and else of what was
-        read."""
+        """Checksums of parameters where copies of blocks filled them, else of the values read."""
         if not self._has_checksums:
             return []
         found = [region for idx in range(self._num_entries) for region in self._image.regions(idx)]
@@ -67,7 +64,7 @@ class ExportedWeights:
                 self._end.set_loaded(idx + 1)
 
     def wait(self, idx: int) -> None:
-        """All is there when `reading` has begun."""
+        """Returns at once: `reading` has waited for everything."""
 
     @contextmanager
     def reading(self, copies: Sequence[BlockCopy]) -> Generator[None]:
@@ -102,8 +99,8 @@ class ExportedWeights:
     def _sum_kept(self, copies: Sequence[BlockCopy]) -> None:
         """Takes the checksum of each region from the parameter that got all of it in one copy.
 
-        Of other regions it takes what the rank has, and adds by how much the parameters that got a
-        part of it differ from that part: nothing, if all is well.
+        Other regions start from the rank's own sum, plus the differences of the parameters that got
+        a part of it, which are zero if all is well.
         """
         by_block: dict[tuple[int, int], list[BlockCopy]] = {}
         for copy in copies:
@@ -133,8 +130,8 @@ class ExportedWeights:
 
     @torch.inference_mode()
     def _add_up(self, terms: Sequence[_Term]) -> None:
-        """Adds the checksums to those of their regions. Parameters in host memory come to the GPU
-        for that."""
+        """Adds the terms to their regions' checksums, on the GPU even for parameters
+        in host memory."""
         if terms:
             device = self._sums.device
             contents = [term.content for term in terms]
@@ -149,7 +146,7 @@ class ExportedWeights:
 
 
 class _Term(NamedTuple):
-    """A checksum that is added to that of a region, or subtracted."""
+    """A checksum that is added to a region's, or subtracted."""
 
     region: int
     content: CastValues
@@ -157,8 +154,7 @@ class _Term(NamedTuple):
 
 
 def _is_whole(copy: BlockCopy, part: Tensor, on_wire: torch.dtype) -> bool:
-    """Whether the target has the bytes of a rank's whole part, in the order in which they
-    travel."""
+    """Whether the target has all bytes of a rank's part, in the order in which they travel."""
     return (
         copy.target.dtype == on_wire
         and copy.values.numel() == part.numel()

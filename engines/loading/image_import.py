@@ -1,9 +1,3 @@
-"""An update whose weights the engine's workers read from the image of their node.
-
-ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
-                       └──▶ engine process: compares checksums
-"""
-
 from __future__ import annotations
 
 import mmap
@@ -24,10 +18,11 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class ImageImport:
-    """One update; the arguments are those of prepare_update. Owns the engine's side of the sync.
+    """One update, with prepare_update's arguments, whose weights workers read from
+    their node's image.
 
-    Raises:
-        ConnectionLost, DeadlineExceeded, WeightSyncError: the supervisor does not pass the memory.
+        ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
+                             └──▶ engine process: compares checksums
     """
 
     def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
@@ -39,24 +34,22 @@ class ImageImport:
         self.description["manifest"] = manifest
 
     def receiving(self) -> AbstractContextManager[None]:
-        """See `ImageSource.receiving`."""
         return self._source.receiving()
 
     def take_reports(self, per_worker: Sequence[Regions]) -> int:
-        """Called when all workers have loaded; returns the bytes of the model."""
         return self._layout.payload_nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares the checksums of what was sent with those of the image; returns what differs."""
+        """Compares the image's checksums with the ranks'; returns the differences."""
         tensors = image_tensors(self._layout, self._source.memory)
         return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
 
     def stop(self) -> None:
-        """Ends waits for ranks, in all workers. From any thread."""
+        """Ends the workers' waits for ranks. From any thread."""
         self._source.stop()
 
     def close(self) -> None:
-        """Leaves the sync. Idempotent."""
+        """Idempotent."""
         self._source.close()
 
 

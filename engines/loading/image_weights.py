@@ -1,5 +1,3 @@
-"""The weights of an update in an image in host memory: that of the node, or a copy of one."""
-
 from __future__ import annotations
 
 import mmap
@@ -27,8 +25,10 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class CompleteImage:
-    """An image that is complete, such as a follower's copy. Its mapping is private, because a
-    loader may write to its tensors."""
+    """An image in host memory that is complete, such as a follower's copy.
+
+    Its mapping is private, because a loader may write to its tensors.
+    """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         self.manifest = Manifest.from_wire(description["manifest"])
@@ -60,7 +60,7 @@ class CompleteImage:
         yield
 
     def wait(self, idx: int) -> None:
-        """All is there."""
+        """Returns at once: the image is complete."""
 
     def blocks(self, idx: int) -> list[ShardBlock]:
         shape = self.manifest.entries[idx].shape
@@ -77,7 +77,7 @@ class CompleteImage:
 
 
 class FillingImage(CompleteImage):
-    """The image of the node, which is read while ranks fill it."""
+    """The image of the node, read while ranks fill it."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class FillingImage(CompleteImage):
         self._end.check_not_aborted()
 
     def wait(self, idx: int) -> None:
-        """Waits for all pages of the entry: a loader may write to one, which then does not show any
-        more what ranks write to it."""
+        """Waits for all pages of the entry: a page that a loader writes to no longer shows what
+        ranks write to it."""
         entry = self.manifest.entries[idx]
         self._end.check_not_aborted()
         self._end.wait_filled(
@@ -120,13 +120,13 @@ class FillingImage(CompleteImage):
         self._note_loaded(entry.offset // self._grid.bucket_nbytes)
 
     def finish(self) -> None:
-        """Called when everything was taken."""
+        """Called when every entry was taken."""
         self._end.check_not_aborted()
         self._note_loaded(self._grid.num_buckets)
 
     def settle(self) -> None:
-        """Waits for copies to the GPU, also after a failure: the image and the parameters are then
-        used otherwise."""
+        """Waits for copies to the GPU, even after a failure: the memory of both sides
+        is reused then."""
         self._copies.wait()
 
     def _note_loaded(self, num_buckets: int) -> None:
@@ -135,7 +135,7 @@ class FillingImage(CompleteImage):
             self._copies.mark(num_buckets)
 
     def _loader_tensors(self) -> Mapping[str, Tensor]:
-        """In a private mapping, which shows what ranks fill later."""
+        """Tensors in a private mapping, which shows what ranks fill later."""
         wire = self._description
         with received_fd(wire["fd_socket"], wire["image"]["name"], _OPEN_TIMEOUT_S) as fd:
             copy = mmap.mmap(fd, wire["image"]["nbytes"], access=mmap.ACCESS_COPY)

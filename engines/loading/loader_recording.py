@@ -1,10 +1,10 @@
 """Watches a model's own loader: which tensors it reads, and what it writes to which parameters.
 
-    given tensor ──view──▶ copy_ ──▶ view of a parameter       recorded: may be replayed
-                           fill_, zero_ ──▶ view               recorded: padding
-    anything else that reads a given tensor                     its name is read otherwise
-    anything else that writes to a parameter, or reads one      its layer needs the loader
-      that is also written
+    given tensor ──view──▶ copy_ ──▶ view of a parameter         recorded: may be replayed
+                           fill_, zero_ ──▶ view                 recorded: padding
+    anything else that reads a given tensor                      its name is read otherwise
+    anything else that writes to a parameter, or reads one       its layer needs the loader
+        that is also written
 
 Loaders of foreign engines silently skip weights that they do not know or do not get, so the
 recording also tells what was left out.
@@ -37,12 +37,7 @@ _FILLS: Final[frozenset[Any]] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WrittenView:
-    """A view of a parameter or buffer.
-
-    Attributes:
-        storage: address of its storage.
-        view: within the storage.
-    """
+    """A view within the parameter or buffer storage at address `storage`."""
 
     storage: int
     view: StridedView
@@ -51,7 +46,7 @@ class WrittenView:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCopy:
-    """`name` is the given tensor's; `source` is a view of it as contiguous memory."""
+    """A copy from `source`, a view of the contiguous given tensor `name`."""
 
     name: str
     source: StridedView
@@ -60,14 +55,12 @@ class RecordedCopy:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFill:
-    """One value for all elements of a view."""
-
     value: float
     target: WrittenView
 
 
 class ModelTensors:
-    """Where the parameters and buffers of a model are, at one time.
+    """The parameters and buffers of a model at one time.
 
     Attributes:
         layers: the modules that own a tensor in a storage, by the storage's address.
@@ -94,13 +87,13 @@ class ModelTensors:
             self._memories.setdefault(address, place.memory)
 
     def moved(self) -> set[nn.Module]:
-        """The layers of which a tensor was replaced, or has other memory than it had."""
+        """The layers of which a tensor was replaced, or has moved to other memory."""
         # vLLM's parameters are of a subclass, whose methods would take ten times as long.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return {place.layer for place in self._places if place.is_replaced or place.is_moved}
 
     def put_back(self) -> None:
-        """Gives tensors back the memory that they had, unless they were replaced."""
+        """Gives moved tensors back their memory, unless they were replaced."""
         for place in self._places:
             if place.is_moved and not place.is_replaced:
                 place.tensor.data = place.memory
@@ -119,7 +112,7 @@ class ModelTensors:
 
 
 class _Place(NamedTuple):
-    """A tensor under its name in a layer, with its memory and the address of it."""
+    """A tensor under its name in a layer, with its memory and that memory's address."""
 
     layer: nn.Module
     kind: Mapping[str, Tensor | None]
@@ -141,8 +134,8 @@ class LoaderRecording:
     """Watches every operation in its `with` block, on one thread.
 
     Attributes:
-        tensors: where the model's were when the recording began.
-        copies, fills: in order; of several writes to the same view the last.
+        tensors: the model's, where they were when the recording began.
+        copies, fills: in order; only the last of several writes to the same view.
         read_otherwise: names of given tensors that were not only copied to parameters.
         changed: addresses of storages that were written otherwise, and by which operation.
         read_back: addresses of storages that were read.
@@ -200,8 +193,8 @@ class LoaderRecording:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Operations in the block are none of the loader's; they only count as reads of what was
-        given."""
+        """Operations in the block are not the loader's; they only count as reads of
+        given tensors."""
         self._is_paused = True
         try:
             yield
@@ -209,7 +202,7 @@ class LoaderRecording:
             self._is_paused = False
 
     def check_filled(self, engine: str) -> None:
-        """Raises WeightSyncError for parameters that got no value, or only a part."""
+        """Raises WeightSyncError for parameters that were not written, or only in part."""
         missing = [name for name, p in self._model.named_parameters() if self._lacks(name, p)]
         if missing:
             raise WeightSyncError(
@@ -218,7 +211,6 @@ class LoaderRecording:
             )
 
     def num_written(self, parameter: Tensor) -> int:
-        """Elements of a parameter that were written."""
         return sum(view.numel for view in self._written.get(storage_of(parameter), ()))
 
     def unread(self) -> list[str]:
@@ -230,12 +222,10 @@ class LoaderRecording:
             return False  # the loader has replaced it by another tensor
         return self.num_written(parameter) < parameter.numel()
 
-    # -- what the loader does ------------------------------------------------------------
-
     def note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """One operation, after it was carried out."""
+        """Records one operation, after it was carried out."""
         made = {storage_of(tensor) for tensor in _tensors(result)}
         read: list[Tensor] = []
         written: list[Tensor] = []
@@ -346,7 +336,7 @@ class _Given:
         return None
 
     def view_of(self, name: str, tensor: Tensor) -> StridedView | None:
-        """A tensor as a view of the given one."""
+        """`tensor` as a view of the given one."""
         start, dtype, is_contiguous = self._tensors[name]
         if tensor.dtype != dtype or not is_contiguous or tensor.is_conj() or tensor.is_neg():
             return None

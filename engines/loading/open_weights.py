@@ -1,16 +1,15 @@
 """Opens the weights of an update in an engine's worker process.
 
-A description is a plain map. The engine's process makes it, and the engine's own channels carry it
-to the workers:
+The engine's process makes a description, a plain map, and its own channels carry it to the workers:
 
     image     image, bucket_nbytes, manifest, fd_socket, progress     image_import
     exports   exports, manifest, fd_socket, progress,
               has_checksums, is_staged                                weight_import
     copy      path, nbytes, manifest                                  an image without a sync
 
-The first two notice that the sync was aborted: between tensors, and before and after the copies of
-a plan. An engine on several nodes adds to that of an image its nbytes, and the paths of the copies
-on its nodes; the first one is not used.
+Image and exports notice an abort of the sync between tensors, and before and after a plan's copies.
+An engine on several nodes adds the image's nbytes, and the paths of its copies on the nodes; the
+first path is unused.
 """
 
 from __future__ import annotations
@@ -36,15 +35,13 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class WorkerMemory:
-    """What a worker keeps open from one update to the next: the ranks' memory, or the image of its
-    node."""
+    """What a worker keeps open between updates: the ranks' memory, or its node's image."""
 
     def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
         self.exports = OpenedMemory(make_opener)
         self.image = KeptImage()
 
     def close(self) -> None:
-        """Idempotent."""
         self.exports.close()
         self.image.close()
 
@@ -52,10 +49,10 @@ class WorkerMemory:
 class OpenUpdate:
     """An update that a worker opens while it may still generate, and loads later.
 
-    open ─▶ is_staged ─▶ taken      `close` if it is not loaded, and when ranks may have ended
+        open ─▶ is_staged ─▶ taken        `close` if it is not loaded, and when ranks may have ended
 
     Attributes:
-        staged: what the update's copies bring, in spare memory; None if nothing is staged.
+        staged: the copies' values in spare memory; None if nothing is staged.
     """
 
     def __init__(self, device: torch.device, memory: WorkerMemory | None = None) -> None:
@@ -67,14 +64,13 @@ class OpenUpdate:
 
     @property
     def is_staged(self) -> bool:
-        """Nothing is being staged any more."""
         return self.staged is None or self.staged.is_done
 
     def open(self, description: Mapping[str, Any], loading: PlannedLoading | None = None) -> None:
-        """See `open_weights`. Leaves an update that was not loaded.
+        """Opens an update, and leaves one that was not loaded; see `open_weights`.
 
         Args:
-            loading: will load it, and begins to stage it if that is in the description.
+            loading: stages the update if the description asks for it.
         """
         self._leave()
         weights = open_weights(description, self._device, memory=self._memory)
@@ -86,7 +82,7 @@ class OpenUpdate:
 
     @contextmanager
     def taken(self) -> Generator[WeightSource]:
-        """What was opened last; it is closed at the end of the block."""
+        """Yields the source opened last, and closes it."""
         source, self._source = self._source, None
         if source is None:
             raise WeightSyncError("no update was opened in this worker")
@@ -94,7 +90,7 @@ class OpenUpdate:
             yield source
 
     def close(self) -> None:
-        """Leaves the update, and closes what stays open in between. Idempotent."""
+        """Leaves the update, and closes the memory kept between updates. Idempotent."""
         self._leave()
         self._memory.close()
 
@@ -113,15 +109,11 @@ def open_weights(
     *,
     memory: WorkerMemory | None = None,
 ) -> Generator[WeightSource]:
-    """Opens the described source; it is closed at the end of the block. The first of the engine's
-    workers reports the engine's progress.
+    """Opens the described source. The engine's first worker reports its progress.
 
     Args:
         device: of the tensors, unless they come from an image.
-        memory: what the worker keeps open. Without it, nothing stays open.
-
-    Raises:
-        WeightSyncError, ProtocolError: it disagrees with the manifest, or cannot be read.
+        memory: stays open afterwards; without it, nothing does.
     """
     description = _on_this_node(description)
     if "progress" not in description:
@@ -157,7 +149,7 @@ def _open_exports(
 
 
 def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where this worker finds an update, of which a follower has a copy on its own node."""
+    """The update as this worker's node has it: followers have a copy of their own."""
     paths: Sequence[str] = description.get("paths", ())
     if not paths:
         return description
@@ -169,5 +161,5 @@ def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _worker_rank() -> int:
-    """The index of this worker among the engine's; each has as many on each of its nodes."""
+    """The worker's index in the engine; each of its nodes has as many workers."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

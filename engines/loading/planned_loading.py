@@ -1,9 +1,3 @@
-"""Loads versions into one model: by copies where its loader only copies, else by its loader.
-
-first version    the engine's loader, watched ──▶ CopyPlan, accepted or not
-later versions   its loader for the layers that need it, then the plan
-"""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,22 +16,27 @@ class ModelLoader(Protocol):
     """The loader of an engine's model. A load that fails may leave the model half-loaded."""
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        """Loads all weights and checks that they are complete. Returns what it watched, and why
-        layers need the loader, for those that it knows."""
+        """Loads all weights and checks that they are complete.
+
+        Returns:
+            The recording, and the reasons why some layers need the loader.
+        """
         ...
 
     def load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
     ) -> None:
-        """Loads layers, or all and checks that they are complete."""
+        """Loads layers; without `layers`, loads all and checks that they are complete."""
         ...
 
 
 class PlannedLoading:
-    """Lives as long as the model. Calls come from one thread.
+    """Loads versions into one model: by copies where its loader only copies, else by its loader.
 
-    Attributes:
-        plan: of the last version; it may leave everything to the loader.
+        first version    the engine's loader, watched ──▶ CopyPlan, accepted or not
+        later versions   its loader for the layers that need it, then the plan
+
+    Lives as long as the model. Calls come from one thread.
     """
 
     def __init__(self, model: nn.Module, loader: ModelLoader) -> None:
@@ -48,13 +47,9 @@ class PlannedLoading:
         self._lacked_memory = False  # to stage the update that is loaded next
 
     def stage(self, source: WeightSource) -> StagedCopies | None:
-        """Begins to read what the plan's copies bring, for `load`, while the model is in use. The
-        caller waits for it before it closes the source. None if there is nothing to read, no plan
-        that fits, or no memory.
-
-        Raises:
-            WeightSyncError: the ranks' memory cannot be read.
-        """
+        """Begins to read the values that `load` copies, while the model is in use; None if
+        there are none, no plan fits, or memory is short. The caller waits for it before it
+        closes the source."""
         self._lacked_memory = False
         if self.plan is None or not self.plan.fits(source.manifest):
             return None
@@ -65,14 +60,7 @@ class PlannedLoading:
             return None
 
     def load(self, source: WeightSource, staged: StagedCopies | None = None) -> str:
-        """Gives the model the weights of `source`. Returns how it was done, for the engine's log.
-
-        Args:
-            staged: what `stage` returned for the same source.
-
-        Raises:
-            WeightSyncError: they do not fill the model, cannot be read, or the sync was aborted.
-        """
+        """Loads `source`, with its `stage` if any. Returns how, for the engine's log."""
         plan = self.plan
         if plan is None or not plan.fits(source.manifest):
             self.plan = None

@@ -1,12 +1,3 @@
-"""The copies of a plan, which are carried out once for each version in the same memory.
-
-first version        copy after copy
-second, and later    a CUDA graph of all copies, in branches that run side by side, on one GPU
-
-A copy of the graph begins while the one before in another branch ends, and the CPU launches all of
-them at once. Copies from host memory are always made one after the other: each waits for its part.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -21,22 +12,26 @@ _NUM_BRANCHES: Final = 4
 
 
 class RepeatedCopies:
-    """One thread. The memory of both sides must stay where it is.
+    """The copies of a plan, carried out once for each version in the same memory.
 
-    Args:
-        copies: to different elements.
+        first version      copy after copy
+        second, and later  a CUDA graph of all copies, in branches that run side by side, on one GPU
+
+    In the graph a copy begins while another branch's ends, and the CPU launches all of them at
+    once. Copies from host memory are made one after the other: each waits for its part. Targets
+    must be disjoint, and both sides' memory must stay in place. One thread.
     """
 
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies
         devices = {tensor.device for copy in copies for tensor in (copy.values, copy.target)}
-        # A graph has one GPU's copies: those of another would be made once, while it is recorded.
+        # A graph has one GPU's copies: another's would be made only once, while it is recorded.
         self._is_on_one_gpu = [device.type for device in devices] == ["cuda"]
         self._was_carried_out = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def carry_out(self, wait: Callable[[int], None] | None = None) -> None:
-        """Carries all of them out. Those on a GPU may still be in progress afterwards.
+        """Makes all copies; on a GPU they may still be in progress afterwards.
 
         Args:
             wait: returns when the blocks of an entry may be read.

@@ -1,11 +1,3 @@
-"""The copies of a plan in two halves: an engine generates during the first one.
-
-ranks' memory ──begin, on a stream of its own──▶ spare memory ──finish──▶ parameters
-
-The first half casts and cuts, and goes through the links between GPUs. The second one stays within
-the engine's GPU.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,17 +14,14 @@ _ALIGNMENT: Final = 256
 
 
 class StagedCopies:
-    """Owns spare memory for what its copies bring, over all versions in the same memory.
+    """The copies of a plan in two halves: an engine generates during the first one.
 
-    begin ─▶ is_done, wait ─▶ finish      once for each version
+        ranks' memory ──begin, on a stream of its own──▶ spare memory ──finish──▶ parameters
+        begin ─▶ is_done, wait ─▶ finish        once for each version
 
-    The ranks' memory must stay until the copies are done: whoever begins also waits. One thread.
-
-    Args:
-        copies: with targets on one device.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory for them. `begin` raises it, too.
+    The first half casts and cuts, and uses the links between GPUs. The second stays within the
+    engine's GPU. Owns the spare memory over all versions in the same memory; torch.OutOfMemoryError
+    if there is none. The ranks' memory must stay until `wait` returns. One device, one thread.
     """
 
     @torch.inference_mode()
@@ -59,13 +48,13 @@ class StagedCopies:
         return self._done is None or self._done.query()
 
     def wait(self) -> None:
-        """Returns when nothing is read from the ranks' memory any more. Idempotent."""
+        """Returns when the ranks' memory is no longer read. Idempotent."""
         if self._done is not None:
             self._done.synchronize()
 
     @torch.inference_mode()
     def begin(self) -> None:
-        """Begins to read a version. On the CPU it is done afterwards."""
+        """Begins to read a version; on the CPU it also ends."""
         if self._stream is None or self._done is None:
             self._to_spare.carry_out()
             return
@@ -81,12 +70,11 @@ class StagedCopies:
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Gives the targets what was read; copies may still be in progress when it returns."""
+        """Copies the values to the targets; copies may still be in progress when it returns."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
         self._to_targets.carry_out()
 
 
 def _viewed(memory: Tensor, target: Tensor) -> Tensor:
-    """The first bytes of uint8 memory as a contiguous tensor like `target`."""
     return memory[: target.nbytes].view(target.dtype).view(target.shape)

@@ -1,9 +1,3 @@
-"""An update whose weights the engine's workers themselves read from the ranks' GPUs.
-
-ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ worker: its loader or its plan
-                                  compares checksums ◀──regions── what it has loaded
-"""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +15,11 @@ Regions = list[list[int]]
 
 
 class WeightImport:
-    """One update; the arguments are those of prepare_update."""
+    """One update, with prepare_update's arguments, whose workers read the ranks' GPUs themselves.
+
+    ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ worker: its loader or its plan
+                                    compares checksums ◀──regions── what it has loaded
+    """
 
     def __init__(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")
@@ -31,15 +29,10 @@ class WeightImport:
         self._read: list[dict[tuple[int, int], int]] = []  # checksums, by worker
 
     def receiving(self) -> AbstractContextManager[None]:
-        """The workers read the ranks' memory themselves."""
         return nullcontext()
 
     def take_reports(self, per_worker: Sequence[Regions]) -> int:
-        """Takes the workers' reports of what they have; returns the bytes of the model.
-
-        Raises:
-            WeightSyncError: no worker reports anything.
-        """
+        """Takes the workers' reports; returns the bytes of the model."""
         if not per_worker:
             raise WeightSyncError("no worker of the engine has read the weights")
         self._read = [
@@ -49,7 +42,7 @@ class WeightImport:
         return self._nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares what was sent with what every worker has; returns what differs."""
+        """Compares the ranks' checksums with every worker's; returns the differences."""
         mismatches: list[str] = []
         for offset, nbytes, sent in regions:
             for worker, read in enumerate(self._read):
@@ -65,4 +58,4 @@ class WeightImport:
         return mismatches
 
     def stop(self) -> None:
-        """An abort ends the waits of workers."""
+        """Does nothing: an abort of the sync ends the workers' waits."""

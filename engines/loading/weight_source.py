@@ -1,5 +1,3 @@
-"""The weights of an update as an engine's worker process reads them: tensors, or blocks of them."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,14 +15,14 @@ from umbra.runtime.weights.transports.shared_memory.gpu_copies import cut_at_pie
 
 
 class BlockCopy(NamedTuple):
-    """A copy from a view of a block, or all of it, to a view of a parameter.
+    """A copy from a view of a block to a view of a parameter.
 
     Attributes:
-        idx: of the block's entry.
-        number: of the block among those of the entry.
-        values: in the dtype that the block's holder has.
-        on_wire: the dtype to which values are cast before they get that of the target, as they
-            would be on their way to the loader; None if that makes no difference.
+        idx: the block's entry.
+        number: the block's index among those of the entry.
+        values: in the dtype of the block's holder.
+        on_wire: a dtype that values are cast to before the target's, as on their way to the
+            loader; None if that makes no difference.
     """
 
     idx: int
@@ -38,7 +36,7 @@ class BlockCopy(NamedTuple):
         self.target.copy_(self._cast_values(), non_blocking=True)
 
     def parts(self) -> list[BlockCopy]:
-        """The same in copies that a GPU can make of locked pages; see `cut_at_pieces`."""
+        """The same in copies that a GPU can make from locked pages; see `cut_at_pieces`."""
         if not (self.values.is_cpu and self.target.is_cuda):
             return [self]
         return [
@@ -47,7 +45,6 @@ class BlockCopy(NamedTuple):
         ]
 
     def expected(self) -> CastValues:
-        """What the target has afterwards."""
         return CastValues(self._cast_values(), self.target.dtype)
 
     def _cast_values(self) -> Tensor:
@@ -55,59 +52,55 @@ class BlockCopy(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """The weights of one update."""
+    """The weights of one update as an engine's worker process reads them: tensors, or their blocks.
+
+    Raises WeightSyncError if the ranks' memory cannot be read, or the sync was aborted.
+    """
 
     manifest: Manifest
 
     @property
     def memory(self) -> object | None:
-        """The same object as in an earlier update if every block is where it was then: views of
-        blocks may be used again as long as it exists. None: they are lost at the end of the
-        update."""
+        """The same object as in an earlier update if every block is still in place: views of blocks
+        may be reused as long as it exists. None: views are lost at the end of the update."""
         ...
 
     @property
     def regions(self) -> Regions:
-        """What was read, once everything was taken; empty without checksums."""
+        """The regions read, once everything was taken; empty without checksums."""
         ...
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields names with their tensors, all or some; a tied tensor comes under each of its names
-        in a row.
+        """Yields names with their tensors, all or some; a tied tensor comes under each of its
+        names in a row.
 
         A tensor is valid as long as the source is open, and longer if it came from a GPU.
-
-        Raises:
-            WeightSyncError: the ranks' memory cannot be read, or the sync was aborted.
         """
         ...
 
     def reading(self, copies: Sequence[BlockCopy]) -> AbstractContextManager[None]:
-        """A context in which these copies are carried out; at its end the blocks count as loaded.
-        Errors as in `tensors`."""
+        """A context for carrying out these copies; at its end the blocks count as loaded."""
         ...
 
     def wait(self, idx: int) -> None:
-        """Within `reading`: returns when the blocks of an entry may be read, which is sooner for
-        earlier entries. Errors as in `tensors`."""
+        """Within `reading`: returns when an entry's blocks may be read, sooner for
+        earlier entries."""
         ...
 
     def blocks(self, idx: int) -> list[ShardBlock]:
-        """The blocks of an entry; empty if there are none that a copy can be split by."""
+        """The blocks of an entry; empty if no copy can be split by them."""
         ...
 
     def block(self, idx: int, number: int) -> Tensor:
-        """One of them, in the dtype and with the strides that its holder has. Not to be written
-        to."""
+        """A block in its holder's dtype and strides. Must not be written to."""
         ...
 
     def whole(self, idx: int) -> Tensor:
-        """An entry in one piece, contiguous, in the dtype of the manifest."""
+        """An entry in one piece, contiguous, in the manifest's dtype."""
         ...
 
 
 def wanted_names(manifest: Manifest, names: Collection[str] | None) -> list[list[str]]:
-    """The wanted names of each entry."""
     aliases: dict[str, list[str]] = {}
     for alias, name in manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)

@@ -1,5 +1,3 @@
-"""Actors around foreign engine libraries, built from the pool's settings."""
-
 from __future__ import annotations
 
 import gc
@@ -17,7 +15,7 @@ from umbra.runtime.engine_api.hub_snapshot import local_model
 
 
 class AdapterEngine(EngineShell[AdapterCore]):
-    """The shell with everything that an adapter needs except its core."""
+    """The shell around a foreign engine's library."""
 
     def __init__(
         self,
@@ -50,12 +48,7 @@ class MakeCore(Protocol):
 
 
 class ConfiguredEngine(AdapterEngine):
-    """Accepts the fields of its settings class by name; its signature lists them.
-
-    Attributes:
-        settings_class: the dataclass with these fields.
-        core_class: makes the core from an instance of it.
-    """
+    """An adapter made from settings: accepts the fields of `settings_class` by name."""
 
     settings_class: ClassVar[type[AdapterSettings]]
     core_class: ClassVar[MakeCore]

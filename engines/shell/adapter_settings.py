@@ -23,10 +23,10 @@ class AdapterSettings:
         kv_cache_num_tokens: for all sequences together. None: the engine's choice.
         tick_ms: time between two deltas, unless the engine reports the end of a request earlier.
         num_threads: threads of operations on the CPU.
-        load_weights: read them from `model_path` and serve as version 0.
-        lora_rank: the largest rank of the LoRA adapters that syncs bring. The engine reads the
-            model's weights from `model_path`, keeps them, and serves once it has an adapter, which
-            it applies to every request. 0: syncs bring weights of the model.
+        load_weights: whether the engine reads `model_path` and serves as version 0.
+        lora_rank: largest rank of the LoRA adapters that syncs bring; 0 if they bring the
+            model. The engine keeps the weights of `model_path`, and serves once it has an adapter,
+            which it applies to every request.
         engine_args: more options of the engine, by name.
     """
 
@@ -50,27 +50,24 @@ class AdapterSettings:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether it starts with the weights in `model_path`."""
         return self.load_weights or self.lora_rank > 0
 
     def config_changes(self) -> dict[str, Any]:
-        """The entries of config.json that the library must replace to have the model that
-        transformers loads."""
+        """Changes to config.json, so that the library has the same model as transformers."""
         config = _read_whole_config(self.model_path)
         return untied(config) if has_own_head(Path(self.model_path), config) else {}
 
     @property
     def lora_base(self) -> LoraBase | None:
-        """See `AdapterCore`."""
         return LoraBase(Path(self.model_path), self.lora_rank) if self.lora_rank else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanningSettings(AdapterSettings):
-    """Settings of a foreign engine that may be on several nodes.
+    """Settings of a foreign engine that may span nodes.
 
     Attributes:
-        followers: the actors of its parts on other nodes; each part has as many workers.
+        followers: the actors of its parts on other nodes; all parts have as many workers.
         kind: the engine's short name.
     """
 
@@ -88,27 +85,24 @@ class SpanningSettings(AdapterSettings):
 
     @property
     def num_workers(self) -> int:
-        """Worker processes, one for each GPU where there are GPUs."""
+        """One for each GPU, or 1."""
         return engine_kind(self.kind).tensor_parallel_size(self.engine_args)
 
     @property
     def num_parts(self) -> int:
-        """Nodes of the engine."""
         return 1 + len(self.followers)
 
     @property
     def num_local_workers(self) -> int:
-        """Workers on the node of the leading part, which are the first ones."""
+        """The leading part's workers, which come first."""
         return self.num_workers // self.num_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Which options of a foreign engine a user may set in `pool.engine_args`.
+    """The options of a foreign engine that a user may set in `pool.engine_args`.
 
     Attributes:
-        library: its name, for messages.
-        owner: the class that has the options.
         own_settings: options that correspond to a setting of umbra's, which must be used instead.
         fixed: options that umbra sets, and the reason.
     """
@@ -119,11 +113,7 @@ class EngineOptions:
     fixed: Mapping[str, str]
 
     def check(self, engine_args: Mapping[str, Any], known: Collection[str]) -> None:
-        """Raises ConfigError that names the first refused option and the remedy.
-
-        Args:
-            known: names of the options that the installed version has.
-        """
+        """Raises ConfigError with the remedy for the first option that is refused."""
         for name in engine_args:
             if name in self.own_settings:
                 raise ConfigError(f"pool.engine_args.{name}: set {self.own_settings[name]} instead")

@@ -2,8 +2,6 @@
 
 shared memory   ranks ──fill──▶ image of the node ◀──read── Core.load_weights ◀── ImageImport
 CUDA IPC        ranks ──exports──────────────────▶ read by  Core.load_weights ◀── WeightImport
-
-When `load` returns, the model has the weights, whichever transport carried them.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class AdapterUpdates(WeightUpdates):
             self._holds_memory = False
 
     async def release(self) -> None:
-        """Neither the image nor the ranks' memory is the engine's: they stay open."""
+        """The image and the ranks' memory stay open: neither is the engine's."""
         await self.end()
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@
                                         consumer B attaches: A's stream ends, A's requests are
                                         dropped, B reads from an empty queue
 
-A batch never outlives its consumer: a new epoch begins when a consumer detaches.
+A batch never outlives its consumer: each detachment begins a new epoch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from umbra.runtime.engine_api.delta_buffer import DeltaColumns, empty_batch
 
 
 class DeltaStream:
-    """Owned by the engine; all calls are on its loop.
-
-    The queue is bounded by the consumer's own requests: a few bytes for every token of the requests
-    in flight.
+    """Owned by the engine. Its queue holds a few bytes for every token of the consumer's requests.
 
     Args:
         on_consumer_gone: drops all requests; called with the new epoch.
@@ -36,7 +33,6 @@ class DeltaStream:
         self._has_consumer = False
 
     def put(self, batch: DeltaColumns) -> None:
-        """Queues a batch that was made in this epoch."""
         self._batches.append(batch)
         self._changed.set()
 
@@ -46,11 +42,10 @@ class DeltaStream:
         self._changed.set()
 
     async def read(self) -> AsyncGenerator[DeltaColumns, None]:
-        """Yields an empty batch at once, which confirms the attachment, then the batches that come.
+        """Yields an empty batch at once, which confirms the attachment, then the batches to come.
 
-        Requests submitted before the first consumer attaches belong to it. A second consumer ends
-        the first one's stream and starts with nothing. When the consumer detaches, its requests are
-        dropped.
+        The first consumer owns the requests submitted before. A second one ends the first one's
+        stream and drops its requests, as detaching does.
         """
         if self._has_consumer:
             self._drop_requests()

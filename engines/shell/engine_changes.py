@@ -1,9 +1,3 @@
-"""Runs calls that change an engine one after the other, each to its end.
-
-caller A ── make ──▶ [A | B]   begins once earlier changes are done
-caller B ── make ──▶           B's caller is cancelled: B still runs after A
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,11 +14,14 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Owns the tasks that make the changes; leaving it cancels them. Use `async with`.
+    """Runs calls that change an engine one after the other, each to its end.
 
-    Cancelling a caller does not cancel its change: the engine's processes and threads would do
-    their part in any case, and this side would no longer know their state. Even a change that has
-    not begun runs, because `EngineGate` counts a pause as made when it is asked for.
+        caller A ── make ──▶ [A | B]     begins once earlier changes are done
+        caller B ── make ──▶             B's caller is cancelled: B still runs after A
+
+    A cancelled caller does not cancel its change: the engine's processes would do their part in any
+    case, and this side would no longer know their state. Even a change that has not begun runs,
+    because `EngineGate` counts a pause as made when it is requested. Leaving cancels all changes.
     """
 
     def __init__(self) -> None:
@@ -44,10 +41,9 @@ class Changes:
     async def make(
         self, change: Callable[[], Coroutine[Any, Any, _T]], traced: span | None = None
     ) -> _T:
-        """Returns or raises what the change does. Must not be called within a change.
+        """Returns or raises the change's outcome. Must not be called within a change.
 
-        Args:
-            traced: measures the change, without its wait for earlier ones.
+        `traced` measures the change without its wait for earlier ones.
         """
         outcome: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         task = self._group.create_task(self._settle(change, outcome, traced or nullcontext()))

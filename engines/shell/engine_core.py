@@ -1,8 +1,8 @@
 """The core of an engine: the small part that differs between engines. `EngineShell` does the rest.
 
-    Core            states: every engine
-    └ PolledCore    requests whose tokens are taken once a tick (`PolledRequests`)
-      └ AdapterCore   weights that the engine loads from a description (`AdapterUpdates`)
+    Core                states: every engine
+    └ PolledCore        requests whose tokens are taken once a tick (`PolledRequests`)
+      └ AdapterCore     weights that the engine loads from a description (`AdapterUpdates`)
 
 docs/write-an-engine.md explains them method by method.
 """
@@ -31,10 +31,8 @@ class NewOutput:
 
     Attributes:
         logprobs: one for each token.
-        finish_reason: "stop", "length", "abort" or the engine's own word; None: the request
-            continues.
-        num_older: this many of the first tokens may have been made by the weights before the
-            current ones.
+        finish_reason: "stop", "length", "abort" or the engine's own word; None while it continues.
+        num_older: how many of the first tokens may come from the weights before the current ones.
     """
 
     tokens: Sequence[int]
@@ -44,7 +42,7 @@ class NewOutput:
 
 
 class Output(Protocol):
-    """Collects the tokens of one request in the engine's frontend."""
+    """The tokens of one request in the engine's frontend."""
 
     @property
     def changed(self) -> asyncio.Event:
@@ -57,22 +55,23 @@ class Output(Protocol):
 
 
 class Core(ABC):
-    """Owns an engine, and its processes where it has some, from `start` to `stop`.
+    """Owns an engine, and its processes if any, from `start` to `stop`.
 
     The shell calls one method at a time from one event loop, except for `abort`, `check_request`
     and synchronous methods. The engine's own exceptions arrive as EngineError; umbra's errors and
     ValueError pass through.
 
     Attributes:
-        name: of the engine, for messages.
+        name: the engine's, for messages.
         lora_names: adapters that requests may name.
         died: set when a process of the engine ends; the engine is unusable then.
         is_paused: follows the engine's state, even if the engine pauses or resumes by itself.
         vocab_size: known once the engine has started; requests' tokens are below it.
-        memory: bytes, "weights_nbytes" and "kv_nbytes". With `frees_memory_asleep` they describe
-            the engine awake, else they are current.
-        truncates: it samples with top-p and top-k; else requests that have them are refused.
-        keeps_requests_asleep: frozen requests survive a sleep; else they are aborted before it.
+        memory: bytes, "weights_nbytes" and "kv_nbytes". With `frees_memory_asleep` they
+            describe the engine awake, else they are current.
+        truncates: whether it samples with top-p and top-k; else such requests are refused.
+        keeps_requests_asleep: whether frozen requests survive a sleep; else they are
+            aborted before.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Core(ABC):
         return True
 
     def check_options(self) -> str:
-        """The name and version of the engine's library, without starting anything; "" for none.
+        """The library's name and version, or "", without starting anything.
 
         Raises:
             ConfigError, DataError: the library or the settings cannot be used.
@@ -99,7 +98,7 @@ class Core(ABC):
         return ""
 
     async def start(self) -> None:
-        """May block the loop, because processes are started from the main thread only.
+        """May block the loop, because only the main thread may start processes.
 
         Raises:
             ConfigError, DataError: the engine or the settings cannot be used.
@@ -115,34 +114,30 @@ class Core(ABC):
         """Raises ValueError for a request that the engine would refuse or silently change."""
         return
 
-    # -- states --------------------------------------------------------------------------
-
     @abstractmethod
     async def pause(self, *, keep: bool) -> None:
-        """Returns when nothing runs. Requests are frozen with their cache if `keep`; otherwise they
-        end after their tokens are delivered. Sets `is_paused`."""
+        """Returns when nothing runs, and sets `is_paused`. With `keep`, requests are frozen with
+        their cache; otherwise they end after their tokens are delivered."""
 
     @abstractmethod
     async def resume(self) -> None:
         """Clears `is_paused`."""
 
     async def sleep(self, level: int) -> None:
-        """Frees memory: level 1 keeps the weights on the host, level 2 loses them. Nothing runs;
-        there are frozen requests only with `keeps_requests_asleep`."""
+        """Frees memory: level 1 keeps the weights on the host, level 2 loses them. Nothing runs,
+        and requests are frozen only with `keeps_requests_asleep`."""
         return
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Allocates memory again."""
         return
 
-    # -- weights -------------------------------------------------------------------------
-
     @abstractmethod
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Why some worker cannot read the ranks' memory, or "": see `Engine.probe_import`."""
 
     def check_update(self, manifest: Manifest) -> None:
-        """Raises WeightSyncError for an update that the engine could not load, before it does."""
+        """Raises WeightSyncError for an update that the engine cannot load."""
         if manifest.lora is not None:
             raise WeightSyncError(
                 f"the sync brings a LoRA adapter, and {self.name} was started for weights of the "
@@ -154,7 +149,7 @@ class PolledCore(Core):
     """A core whose tokens collect in outputs on the event loop.
 
     Attributes:
-        ended: set when a request has ended, if the engine reports that; the taker clears it.
+        ended: set when a request has ended, if the engine reports it; the taker clears it.
     """
 
     def __init__(self) -> None:
@@ -168,8 +163,8 @@ class PolledCore(Core):
         """Takes a request.
 
         Args:
-            key: names the request here and is never reused, unlike the request's id.
-            cache_salt: it may share cached prefixes only with requests of the same salt.
+            key: names the request and, unlike its id, is never reused.
+            cache_salt: only requests with the same salt may share cached prefixes.
             num_running: requests expected to run at once, including this one.
         """
 
@@ -181,9 +176,8 @@ class PolledCore(Core):
 class AdapterCore(PolledCore):
     """The core of an adapter: its library loads weights by itself, mostly in worker processes.
 
-    Args:
-        lora_base: the model, if updates bring LoRA adapters for it; `load_weights` then applies
-            them to all later requests. None: they bring weights of the model.
+    With `lora_base`, updates bring LoRA adapters of that model, which `load_weights` applies to all
+    later requests; otherwise they bring the model's weights.
     """
 
     def __init__(self, lora_base: LoraBase | None = None) -> None:
@@ -196,15 +190,14 @@ class AdapterCore(PolledCore):
         return
 
     def log_loading(self, ways: Iterable[str]) -> None:
-        """Logs how the workers, whose own logs may not show it, have loaded weights."""
+        """Logs how the workers loaded weights, because their own logs may not show it."""
         for way in dict.fromkeys(ways):
             level = logging.DEBUG if way in self._ways else logging.INFO
             logger.log(level, "%s: %s", self.name, way)
             self._ways.add(way)
 
     def check_all_read(self, unread: Iterable[Collection[str]]) -> None:
-        """Raises WeightSyncError if there is a tensor of the trainer that no worker has read: what
-        is trained is more than what generates.
+        """Raises WeightSyncError if no worker has read one of the trainer's tensors.
 
         Args:
             unread: the names that each worker has not read.
@@ -226,13 +219,15 @@ class AdapterCore(PolledCore):
             self._lora_base.check(manifest.lora, manifest.shapes)
 
     async def open_weights(self, description: Mapping[str, Any]) -> None:
-        """Called before `load_weights` with the same description, while the engine may still
-        generate: its workers can open the weights already. Not every description is loaded."""
+        """Opens the weights in the workers while the engine may still generate.
+
+        `load_weights` follows with the same description, unless the update is dropped.
+        """
         return
 
     async def is_staged(self) -> bool:
-        """Whether workers are done with what they read, while the engine generates, of the weights
-        that were opened last. True if they read nothing then, or if the weights were closed."""
+        """Whether workers have read all that they can read of the opened weights while the engine
+        generates. True if they read nothing, or if the weights were closed."""
         return True
 
     @abstractmethod
@@ -240,18 +235,15 @@ class AdapterCore(PolledCore):
         """Loads the described weights into the model, in every worker of the engine.
 
         Args:
-            description: of an `ImageImport` or a `WeightImport`, for `open_weights` in the
-                workers.
+            description: an `ImageImport`'s or `WeightImport`'s, for `open_weights` in workers.
 
         Returns:
-            The regions of the ranks' own memory that each worker has read, if the update has
-            checksums.
+            The regions that each worker has read of the ranks' memory, if the update has checksums.
 
         Raises:
             EngineError: they do not fit, or loading failed; the weights are then undefined.
         """
 
     async def close_memory(self) -> None:
-        """Closes the ranks' memory and the image in every worker, if they are open there; see
-        `WorkerMemory`."""
+        """Closes the ranks' memory and the image in every worker; see `WorkerMemory`."""
         return

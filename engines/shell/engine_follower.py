@@ -1,13 +1,12 @@
-"""A follower: the part of an engine on another node than its leading part's; an actor of its own.
+"""A follower: the actor of an engine's part on another node than the leading part's.
 
     leading part (engine's actor) ── follow ──▶ EngineFollower
-                                                 └ program of the engine's library, and its workers
-
-                ── open_image, write_image ──▶ memory from which the workers load an update
+                                                  └ program of the engine's library, and its workers
+                ── open_image, write_image ──▶  memory from which the workers load an update
 
 The program runs as long as the leading part holds the stream. If the leading part ends, on purpose
-or not, the program is killed, and the follower waits for the next one. If the program ends, so does
-the follower, whose supervisor restarts it; the pool then kills the leading part.
+or not, the follower kills the program and waits for the next one. If the program ends, so does the
+follower, whose supervisor restarts it; the pool then kills the leading part.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _IMAGE: Final = "umbra-weights"
 
 
 class EngineFollower:
-    """Owns the program that runs, of which there is one at a time, and the image of the weights."""
+    """Owns the running program, one at a time, and the image of the weights."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -50,10 +49,10 @@ class EngineFollower:
         """Runs a program until the caller leaves the stream or is lost. Yields its pid.
 
         Args:
-            program: a module. It reads a JSON map from its standard input: these options and
-                variables, this node's "address", and the job's "folder" for sockets.
+            program: a module. It reads a JSON map from its standard input: `options`,
+                `variables`, this node's "address", and the job's "folder" for sockets.
             options: of the engine's library, for this part.
-            variables: for its environment.
+            variables: for the program's environment.
         """
         context = actor_context()
         folder = Path(context.supervisor.ref.ipc_endpoint.removeprefix("ipc://")).parent
@@ -79,11 +78,7 @@ class EngineFollower:
             self._failed.set()
 
     async def open_image(self, nbytes: int) -> str:
-        """Makes memory for an image of all weights, unless it is there; returns its path.
-
-        Raises:
-            WeightSyncError: the node lacks the memory.
-        """
+        """Makes memory for an image of all weights, unless it is there; returns its path."""
         if self._image is None or len(self._image) != nbytes:
             self.close_image()
             loop = asyncio.get_running_loop()
@@ -98,13 +93,11 @@ class EngineFollower:
         return f"/proc/{os.getpid()}/fd/{self._image_fd}"
 
     def write_image(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """Writes a part of the image."""
         if self._image is None:
             raise WeightSyncError("there is no image to write to; open_image comes first")
         self._image[offset : offset + data.nbytes] = data.data
 
     def close_image(self) -> None:
-        """Frees the image. Idempotent."""
         if self._image is not None:
             self._image.close()
             os.close(self._image_fd)

@@ -1,9 +1,3 @@
-"""What an engine may do now: the engine's own copy of the lifecycle that the supervisor keeps.
-
-Both sides apply the same pure state machine, so an engine driven without a supervisor, or by a
-faulty one, refuses what would corrupt it: serving without weights, overwriting weights in use.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,7 +23,11 @@ from umbra.runtime.errors import EngineError
 
 
 class EngineGate:
-    """Starts in PENDING_WEIGHTS. Every method raises IllegalTransition if the state forbids it."""
+    """The engine's own copy of the lifecycle that the supervisor keeps; starts in PENDING_WEIGHTS.
+
+    An engine driven by no supervisor, or by a faulty one, raises IllegalTransition for calls that
+    would corrupt it: serving without weights, overwriting weights in use.
+    """
 
     def __init__(self) -> None:
         self._lifecycle = EngineLifecycle().apply(EngineStarted())
@@ -41,12 +39,12 @@ class EngineGate:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that the engine holds for certain."""
+        """The version of the weights that the engine holds for certain."""
         return self._lifecycle.version
 
     @property
     def next_version(self) -> int:
-        """Of the weights that an update brings; -1 without one."""
+        """The version that the update in progress brings, or -1."""
         return -1 if self._lifecycle.updating_to is None else self._lifecycle.updating_to
 
     @property
@@ -55,7 +53,7 @@ class EngineGate:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests make progress; while draining they still do."""
+        """Whether requests make progress, as they still do while draining."""
         return self.state == EngineState.SERVING
 
     @property
@@ -110,20 +108,18 @@ class EngineGate:
         self._apply(Woken())
 
     def begin_update(self, version: int, *, is_idle: bool) -> None:
-        """From here on its weights have no version. A serving engine that is idle needs no pause
-        first."""
+        """From here on the weights have no version. An idle engine need not be paused first."""
         if is_idle:
             self.pause()
         self._apply(BeginUpdate(version))
 
     def commit_update(self) -> int:
-        """Returns the version now held."""
         version = self.next_version
         self._apply(CommitUpdate(version))
         return version
 
     def abort_update(self) -> None:
-        """Without an update that has begun, nothing changes."""
+        """Changes nothing unless an update has begun."""
         if self.state == EngineState.UPDATING:
             self._apply(AbortUpdate())
 

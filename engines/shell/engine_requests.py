@@ -1,5 +1,3 @@
-"""Requests of an engine as the shell sees them, from their submission to their last token."""
-
 from __future__ import annotations
 
 import asyncio
@@ -12,8 +10,6 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
 class RequestCounts(TypedDict):
-    """The request counts in `EngineStats`."""
-
     running: int
     waiting: int
     tokens_total: int
@@ -21,10 +17,9 @@ class RequestCounts(TypedDict):
 
 
 class EngineRequests(ABC):
-    """Owns the requests, and moves their tokens to the stream. Event loop only.
+    """Owns an engine's requests, and moves their tokens to `stream`. Event loop only.
 
     Attributes:
-        stream: carries batches to the consumer.
         all_ended: set while there is no request.
     """
 
@@ -44,11 +39,11 @@ class EngineRequests(ABC):
 
     @abstractmethod
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Submits new requests, whose ids are free, to the engine: all, or on error none."""
+        """Submits requests whose ids are free: all, or none if it raises."""
 
     @abstractmethod
     async def abort(self, ids: Collection[int]) -> None:
-        """Ends the requests `ids`. When it returns, their tokens and ends are in the stream."""
+        """Ends requests. When it returns, their tokens and ends are in the stream."""
 
     @abstractmethod
     async def deliver(self) -> None:
@@ -56,7 +51,7 @@ class EngineRequests(ABC):
 
     @abstractmethod
     def begin_update(self) -> None:
-        """Other weights come: no token is made until `commit_update`, or until the update ends."""
+        """No token is made until `commit_update`, or until the update ends."""
 
     @abstractmethod
     def commit_update(self, version: int) -> None:

@@ -1,12 +1,3 @@
-"""The shell of every engine: umbra's protocol over a core, its requests and its weight updates.
-
-    Engine protocol ──▶ EngineShell ──▶ Core             starts, pauses, sleeps, wakes
-                        gate, order     EngineRequests   requests in, tokens out
-                        of calls        WeightUpdates    new weights in
-
-Methods are those of `engine_protocol.Engine`.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,15 +23,19 @@ from umbra.runtime.weights.manifest import Manifest
 
 _Core = TypeVar("_Core", bound=Core)
 _PREPARED_INTERVAL_S: Final = 0.005
-# Between questions whether an update is prepared, each of which waits for the engine's current step
-# and delays the next one. More often delays tokens; less often delays the update.
+# Interval of asking whether an update is prepared. Each question waits for the engine's current
+# step and delays the next one: shorter intervals delay tokens, longer ones the update.
 
 
 class EngineShell(Generic[_Core]):
-    """Entering it starts the core, leaving it ends it. `run()` raises when the engine fails.
+    """The shell of every engine: umbra's protocol, `engine_protocol.Engine`, over a core.
 
-    Args:
-        load_weights: the core starts with weights, and serves as version 0.
+        Engine protocol ──▶ EngineShell ──▶ Core             starts, pauses, sleeps, wakes
+                            gate, order     EngineRequests   requests in, tokens out
+                            of calls        WeightUpdates    new weights in
+
+    Entering it starts the core, leaving it ends it. With `load_weights` the core starts with
+    weights, and the engine serves them as version 0.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class EngineShell(Generic[_Core]):
         gauge("requests", lambda: {"in flight": len(requests.ids)})
 
     def check_options(self) -> str:
-        """Called instead of entering it; see `Core.check_options`."""
+        """Called instead of entering; see `Core.check_options`."""
         return self._core.check_options()
 
     async def __aenter__(self) -> Self:
@@ -111,8 +106,6 @@ class EngineShell(Generic[_Core]):
     async def _fail_with_core(self) -> None:
         await self._core.died.wait()
         raise EngineError(f"a process of {self._core.name} has ended; the log has the reason")
-
-    # -- requests ------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self._gate.admit()
@@ -196,8 +189,6 @@ class EngineShell(Generic[_Core]):
             if self._core.is_paused:
                 await self._core.resume()
 
-    # -- memory --------------------------------------------------------------------------
-
     async def sleep(self, level: SleepLevel) -> None:
         await self._changes.make(lambda: self._put_to_sleep(level), span("sleep", level=level))
 
@@ -223,15 +214,13 @@ class EngineShell(Generic[_Core]):
                     raise WakeError(f"{type(error).__name__}: {error}") from error
             self._gate.woken()
 
-    # -- weights -------------------------------------------------------------------------
-
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return await self._changes.make(lambda: self._core.probe_import(allocations))
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None:
-        """Requests are added, and the update may be left, while it is being prepared."""
+        """Other changes, such as new requests, run while the update is being prepared."""
         await self._changes.make(lambda: self._prepare_update(version, manifest, buckets))
         while self._prepared_version == version:
             if await self._changes.make(self._weights.is_prepared):
@@ -303,8 +292,6 @@ class EngineShell(Generic[_Core]):
         if self._gate.state != EngineState.UPDATING:
             raise WeightSyncError("no update is in progress; load comes first")
 
-    # -- health --------------------------------------------------------------------------
-
     async def stats(self) -> EngineStats:
         """`resident_nbytes` includes the engine's own processes."""
         counts = await self._requests.counts()
@@ -325,7 +312,6 @@ class EngineShell(Generic[_Core]):
 
 
 def _first_error(error: Exception) -> Exception:
-    """The first plain exception in a group and its subgroups."""
     if not isinstance(error, ExceptionGroup):
         return error
     group = cast("ExceptionGroup[Exception]", error)

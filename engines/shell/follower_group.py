@@ -1,5 +1,3 @@
-"""The followers of an engine on several nodes, as its leading part sees them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,22 +18,18 @@ from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.rpc.rpc_client import Handle
 
 _START_LIMIT_S: Final = 120.0
-# For a follower's process to be there, and for its program to be started. All parts of an engine
-# are started at once; a follower that was killed is back after its restart delay.
+# Time for a follower's process and its program to start. All parts of an engine are started at
+# once; a follower that was killed is back after its restart delay.
 _CALL_LIMIT_S: Final = 60.0
 _IMAGE_LIMIT_S: Final = 600.0
-# For memory as large as the model: a machine may take 2.5 s for each GB that it has never used.
+# Memory as large as the model: a machine may take 2.5 s for each GB that it has never used.
 _CHUNK_NBYTES: Final = 16 << 20
-# Of an image. The follower does nothing else while it copies one, which takes milliseconds.
+# The follower does nothing else while it copies a chunk, which takes milliseconds.
 _SIOCGIFADDR: Final = 0x8915
 
 
 class FollowerGroup:
-    """Owned by the engine's core, which closes it.
-
-    Args:
-        names: of the followers' actors.
-    """
+    """The followers of an engine on several nodes. Owned and closed by the engine's core."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -45,12 +39,10 @@ class FollowerGroup:
     async def start(
         self, program: str, options: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
     ) -> None:
-        """Starts a program on each follower's node; see `EngineFollower.follow`.
+        """Starts a program on each follower's node, with its own options; see
+        `EngineFollower.follow`.
 
-        Nothing here waits for their ends: the supervisor kills this process when a follower ends.
-
-        Args:
-            options: for each follower.
+        The programs' ends need no watch: the supervisor kills this process when a follower ends.
         """
         context = actor_context()
         for name, own in zip(self._names, options, strict=True):
@@ -76,13 +68,13 @@ class FollowerGroup:
         host_variable: str,
         part_options: Callable[[int, str, int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Starts a library's parts on the followers' nodes, which then wait for this one; returns
-        more options for this one.
+        """Starts a library's parts on the followers' nodes, where they wait for this part; returns
+        this part's extra options.
 
         Args:
-            host_variable: of the environment, in which the library expects this node's address.
-            part_options: more options of a part, by its number, 0 for this one, and by the address
-                and the port at which all meet.
+            host_variable: environment variable in which the library expects this node's address.
+            part_options: a part's extra options, by its number (0 here), and the address and
+                port at which all meet.
         """
         address = own_address()
         port = _free_port(address)
@@ -93,17 +85,8 @@ class FollowerGroup:
         return own
 
     async def send_image(self, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies the image of an update to all followers, if there are any, when it is filled.
-
-        Args:
-            description: of the update, see `open_weights`.
-
-        Returns:
-            It, with the path on each node.
-
-        Raises:
-            WeightSyncError, TransportError, RemoteError: a follower could not take it.
-        """
+        """Copies the image of an update, once filled, to all followers; returns the description
+        with the path on each node."""
         if not self._handles:
             return dict(description)
         image = await asyncio.to_thread(filled_image, description)
@@ -116,7 +99,6 @@ class FollowerGroup:
         return {**description, "nbytes": image.nbytes, "paths": paths}
 
     async def close_images(self) -> None:
-        """Frees the followers' images."""
         for handle in self._handles:
             await handle.call("close_image", timeout_s=_CALL_LIMIT_S)
 
@@ -134,8 +116,7 @@ async def _send(image: NDArray[np.uint8], follower: Handle) -> str:
 
 
 def own_address() -> str:
-    """This node's address for the engine's parts on other nodes. Raises ConfigError if it has
-    none."""
+    """This node's address for the engine's other parts; ConfigError if it has none."""
     if address := actor_context().tcp_host:
         return address
     raise ConfigError(
@@ -145,15 +126,14 @@ def own_address() -> str:
 
 
 def _free_port(address: str) -> int:
-    """A port that is free now at this address."""
     with socket.create_server((address, 0)) as server:
         port: int = server.getsockname()[1]
         return port
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Variables that make torch's collectives use the interface that has the address; none if it
-    is not an interface's first."""
+    """Variables that make torch's collectives use the interface with this address; empty unless it
+    is an interface's first address."""
     for _, name in socket.if_nameindex():
         if _address_of(name) == address:
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

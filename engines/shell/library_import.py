@@ -1,5 +1,3 @@
-"""Imports a foreign engine late, with errors that state the remedy."""
-
 from __future__ import annotations
 
 import importlib
@@ -16,17 +14,14 @@ _T = TypeVar("_T")
 
 
 def load_library(name: str, module: str, pick: Callable[[str], _T], *, missing: str) -> _T:
-    """Returns what `pick` makes of the library's version. Warns about an untested version.
+    """Imports a foreign engine; returns what `pick` makes of its version, with a
+    warning if untested.
+
+    Every error is a ConfigError with the remedy.
 
     Args:
-        name: for messages.
-        module: the library's package.
-        pick: imports the needed names; its ImportError or AttributeError names what a version
-            lacks.
+        pick: imports the needed names; its ImportError or AttributeError names the missing one.
         missing: the remedy if the library is not installed.
-
-    Raises:
-        ConfigError: the library is not installed, cannot be imported, or lacks a needed name.
     """
     try:
         library: Any = importlib.import_module(module)

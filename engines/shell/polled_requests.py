@@ -1,9 +1,3 @@
-"""Requests whose tokens collect on the event loop, for example in a library's frontend.
-
-One loop takes the tokens of all requests once a tick, so Python runs per request and tick, not per
-token.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,12 +15,12 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _QUIET_PASSES = 3
 # Passes of the event loop without a token after which the engine's frontend has handled all earlier
-# messages: vLLM's frontend handles a part of them in each pass.
+# messages: vLLM's frontend handles some of them in each pass.
 
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A request that the core runs, under a key that is never reused, unlike its id."""
+    """A request that the core runs under `key`, which, unlike the id, is never reused."""
 
     request: GenerationRequest
     key: str
@@ -39,9 +33,10 @@ class _Running:
 
 
 class PolledRequests(EngineRequests):
-    """Args:
-    max_num_seqs: requests that the core runs at once.
-    tick_ms: time between two deltas, unless the core reports the end of a request earlier.
+    """Requests whose tokens collect on the event loop, for example in a library's frontend.
+
+    One loop takes the tokens of all requests once a tick, so Python runs per request and tick,
+    not per token.
     """
 
     def __init__(self, core: PolledCore, *, max_num_seqs: int, tick_ms: float) -> None:
@@ -76,8 +71,7 @@ class PolledRequests(EngineRequests):
             self._take()
 
     async def _tick(self) -> None:
-        """Waits while tokens collect in the core; after the end of a request it waits only
-        briefly."""
+        """Lets tokens collect for a tick; less once a request has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._tick_s):
                 await self._core.ended.wait()
@@ -91,13 +85,11 @@ class PolledRequests(EngineRequests):
             keys, self._to_abort = self._to_abort, []
             await self._core.abort(keys)
 
-    # -- tokens --------------------------------------------------------------------------
-
     def _take(self) -> int:
-        """Sends all tokens that have come, under the version held, and returns their number.
+        """Sends all new tokens under the version held; returns their number. Raises the
+        engine's failure.
 
-        Between two versions, some tokens of the older one may still come. Raises the engine's
-        failure.
+        During an update, tokens of the older version may still arrive.
         """
         runs, older_runs = _Runs(), _Runs()
         finishes: list[tuple[int, str]] = []
@@ -147,8 +139,6 @@ class PolledRequests(EngineRequests):
         self._version = version
         self._num_updates += 1
 
-    # -- requests ------------------------------------------------------------------------
-
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
         epoch = self.stream.epoch
         added: list[_Running] = []
@@ -171,7 +161,7 @@ class PolledRequests(EngineRequests):
         self._note_ends()
 
     async def abort(self, ids: Collection[int]) -> None:
-        """Ends the requests; tokens sampled but not delivered by the engine are lost."""
+        """Tokens sampled but not delivered by the engine are lost."""
         await self._core.abort([self._by_id[i].key for i in ids])
         self._take()
 
@@ -208,8 +198,6 @@ class PolledRequests(EngineRequests):
 
 
 class _Runs:
-    """Runs of tokens made under one version, on the way to the buffer."""
-
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []

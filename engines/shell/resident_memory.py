@@ -1,5 +1,3 @@
-"""Reads how much memory the machine has, and how much of it processes hold."""
-
 from __future__ import annotations
 
 import os
@@ -8,12 +6,11 @@ from umbra.runtime.process.process_tree import ProcessTree
 
 
 def resident_nbytes() -> int:
-    """Bytes resident in this process and all below it; memory that they share counts once."""
+    """Bytes resident in this process and its descendants; memory that they share counts once."""
     tree = ProcessTree(os.getpid())
     tree.look()
     return tree.resident_nbytes()
 
 
 def physical_nbytes() -> int:
-    """Bytes of memory in this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

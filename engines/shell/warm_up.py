@@ -1,5 +1,3 @@
-"""Sends one short request to a foreign engine when it starts, before it reports ready."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,13 +27,11 @@ _REQUEST: Final = GenerationRequest(
 
 
 async def warm_up(core: AdapterCore) -> None:
-    """Runs a two-token request, so that the engine compiles during its start.
+    """Runs a two-token request before the engine reports ready, so that it compiles
+    during its start.
 
     Compiling takes many seconds with vLLM on the CPU. From then on, callers and the stall watchdog
-    can rely on tokens coming promptly. The start's own deadline applies.
-
-    Raises:
-        EngineError: it cannot generate.
+    can expect tokens promptly. The start's own deadline applies.
     """
     started = time.monotonic()
     output = await core.add("warm-up", _REQUEST, "warm-up", 1)

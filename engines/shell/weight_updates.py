@@ -1,5 +1,3 @@
-"""The engine's side of a weight update, as the shell sees it."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -7,27 +5,23 @@ from typing import Any, Protocol
 
 
 class WeightUpdates(Protocol):
-    """Loads new weights. The shell calls one method after the other, except `stop`:
+    """The engine's side of a weight update. The shell calls one method at a time, except `stop`:
 
-    begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end          `abort` if the update is aborted
+    begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end        `abort` if the update is aborted
     """
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        """Prepares for one version; arguments and errors as in `Engine.prepare_update`."""
+        """Prepares one version; arguments and errors as in `Engine.prepare_update`."""
         ...
 
     async def is_prepared(self) -> bool:
-        """Whether what `begin` started is done; the shell asks until it is. `load` may come
-        earlier, and then waits."""
+        """Whether the work that `begin` started is done. `load` may come earlier,
+        and then waits."""
         return True
 
     async def load(self) -> int:
-        """Loads all weights as the ranks provide them, and returns their bytes. When it returns,
-        the engine has the new weights.
-
-        Raises:
-            WeightSyncError: the sync was aborted, or `stop` was called.
-        """
+        """Loads all weights as the ranks provide them; returns their bytes. Raises WeightSyncError
+        if the sync was aborted or `stop` was called."""
         ...
 
     async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
@@ -43,15 +37,14 @@ class WeightUpdates(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Leaves the update, and lets go of the ranks' memory, because ranks may have ended. Also
-        called without an update, before other ranks come. Idempotent."""
+        """Leaves the update and closes the ranks' memory, because ranks may have ended. Also called
+        before other ranks come. Idempotent."""
         ...
 
     async def release(self) -> None:
-        """Called when the engine goes to sleep: leaves the update, and frees what is the engine's
-        own."""
+        """Leaves the update before a sleep, and frees the engine's own memory."""
         ...
 
     async def close(self) -> None:
-        """Called when the engine ends, even during a `load`. Frees everything. Idempotent."""
+        """Frees everything, even during a `load`. Idempotent."""
         ...
