@@ -1,5 +1,3 @@
-"""The core of the echo engine: it makes tokens when they are taken, as many as time allows."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,17 +11,16 @@ from umbra.engines.shell.engine_core import NewOutput, PolledCore
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MAX_BURST: Final = 1024
-# Tokens of one request made at once where no speed is set. With this limit, a long request still
-# arrives in several batches.
+# Tokens of one request made at once where no speed is set: a long one still takes several batches.
 
 
 class EchoCore(PolledCore):
-    """Runs up to `max_num_seqs` requests, in the order of their arrival.
+    """Makes tokens when they are taken, as many as time allows, for up to `max_num_seqs` requests.
 
     Args:
         tokens_per_s: speed of each running request; None: as fast as possible.
-        weights: bytes that a level 2 sleep loses. With `weights_in_logprobs`, logprobs depend on
-            them.
+        weights: bytes that a level 2 sleep loses; logprobs depend on them with
+            `weights_in_logprobs`.
     """
 
     name = "echo"
@@ -61,7 +58,6 @@ class EchoCore(PolledCore):
                 self.remove(key)
 
     def remove(self, key: str) -> None:
-        """Ends a request, so that another one may run."""
         if self._live.pop(key).since is not None:
             self._num_running -= 1
         self._start_waiting()
@@ -95,8 +91,6 @@ class EchoCore(PolledCore):
             return [0.0] * len(keys)
         return echo_logprobs(keys, self._weights.fingerprint()).tolist()
 
-    # -- states: the engine has no memory to free, but it keeps the same states --------------
-
     async def pause(self, *, keep: bool) -> None:
         self.is_paused = True
         if not keep:
@@ -122,7 +116,7 @@ class _EchoOutput:
     """A request in progress.
 
     Attributes:
-        since: loop time up to which the request has its tokens; None: it waits for others to end.
+        since: loop time up to which the request has its tokens; None while it waits to run.
     """
 
     def __init__(self, core: EchoCore, key: str, request: GenerationRequest) -> None:

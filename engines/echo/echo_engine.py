@@ -1,12 +1,3 @@
-"""An engine without a model: the whole protocol, made-up tokens, no torch.
-
-Target: `umbra.engines.echo.echo_engine:EchoEngine`.
-
-Each token of a trajectory depends on its seed, its position and all tokens before it, including the
-prompt (`EchoTokens`). So a trajectory that was cut resumes exactly, on any engine, and differs if
-it is resumed from another context. The engine serves tests, benchmarks and trials of a cluster.
-"""
-
 from __future__ import annotations
 
 from umbra.engines.echo.echo_core import EchoCore
@@ -17,17 +8,21 @@ from umbra.runtime.errors import ConfigError
 
 
 class EchoEngine(EngineShell[EchoCore]):
-    """Also accepts the embedded engine's settings, but ignores model_path, dtype, device,
-    kv_cache_num_tokens and num_threads.
+    """An engine without a model: the whole protocol, made-up tokens, no torch.
+
+    It serves tests, benchmarks and trials of a cluster. Each token depends on the trajectory's
+    seed, its position and all tokens before it (`EchoTokens`), so a trajectory that was cut
+    resumes exactly, on any engine, and differs if it is resumed from another context. The
+    embedded engine's settings are accepted; model_path, dtype, device, kv_cache_num_tokens and
+    num_threads are ignored.
 
     Args:
         vocab_size: tokens are below it; a prompt with others is refused.
         tokens_per_s: speed of each running request; None: as fast as possible.
         verify_checksums: check what a sync delivers (imports torch).
-        weights_in_logprobs: keep the bytes of the weights that syncs deliver, and make every
-            logprob a function of them, of the token and of its context (`echo_logprobs`; else it is
-            0). A test that knows the bytes of each version can then prove which weights made a
-            token, whatever version its label names.
+        weights_in_logprobs: keep the bytes that syncs deliver, and derive every logprob from
+            them, the token and its context (`echo_logprobs`); otherwise it is 0. A test that knows
+            each version's bytes can prove which weights made a token, whatever its label.
         load_weights: serve as version 0 at once.
     """
 
@@ -71,5 +66,5 @@ class EchoEngine(EngineShell[EchoCore]):
         )
 
     def weights_fingerprint(self) -> int:
-        """A number for the bytes that the engine holds now; for no bytes if it keeps none."""
+        """A number for the bytes that the engine holds; without weights, for no bytes."""
         return self._held.fingerprint()

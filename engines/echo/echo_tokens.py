@@ -1,8 +1,3 @@
-"""The tokens of the echo engine: each depends on the seed, its position and all tokens before it.
-
-N: tokens drawn at once.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -17,7 +12,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 class Drawn(NamedTuple):
-    """Tokens, each with a key: a number that depends on the seed, the token's position, the token
+    """N tokens, each with a key: a number that depends on the seed, the token's position, the token
     and all tokens before it."""
 
     tokens: npt.NDArray[np.int32]  # [N]
@@ -27,16 +22,13 @@ class Drawn(NamedTuple):
 class EchoTokens:
     """Draws the tokens that follow a context, one after the other, in constant time each.
 
-    A trajectory that was cut continues with the same tokens in any process, if seed, context and
+    A trajectory that was cut continues with the same tokens in any process if seed, context and
     position are right. A wrong context gives other tokens.
 
     Args:
         seed: the trajectory's.
         context: prompt and all tokens so far.
-        position: index of the next token in the completion.
-
-    Attributes:
-        position: index of the next token, now.
+        position: index of the next token in the completion; advances with each draw.
     """
 
     def __init__(
@@ -69,11 +61,11 @@ class EchoTokens:
 
 
 def echo_logprobs(keys: npt.NDArray[np.uint64], fingerprint: int) -> npt.NDArray[np.float32]:
-    """A stand-in for logprobs, below 0, of the tokens with these keys under these weights.
+    """Stand-ins for logprobs, below 0.
 
     Args:
         keys: see `Drawn`; any shape.
-        fingerprint: of the weights; see `echo_weights.weights_fingerprint`.
+        fingerprint: of the weights; see `weights_fingerprint`.
     """
     bits = keys ^ np.uint64(fingerprint)
     # 52 bits and a half: the largest value is still below 1 after rounding to float64.

@@ -1,5 +1,3 @@
-"""The echo engine's side of a weight sync: it reads every byte, and keeps the bytes if asked to."""
-
 from __future__ import annotations
 
 import asyncio
@@ -27,8 +25,8 @@ def weights_fingerprint(tensors: Iterable[bytes | bytearray | memoryview]) -> in
 
 
 class EchoWeights:
-    """The bytes that an engine holds. Like parameters, they are overwritten in place while an
-    update loads, even if that update is aborted half-way."""
+    """The bytes that an engine holds. An update overwrites them in place, even one
+    aborted half-way."""
 
     def __init__(self) -> None:
         self.image = bytearray()
@@ -47,7 +45,7 @@ class EchoWeights:
         self._fingerprint = None
 
     def fingerprint(self) -> int:
-        """See `weights_fingerprint`; that of no bytes before the first update."""
+        """Before the first update, the fingerprint of no bytes."""
         if self._fingerprint is None:
             image = memoryview(self.image)
             self._fingerprint = weights_fingerprint(
@@ -60,9 +58,11 @@ class EchoWeights:
 
 
 class EchoUpdates(WeightUpdates):
-    """Args:
-    weights: receives the bytes; None: the bytes are dropped.
-    verify: compare checksums, which imports torch.
+    """The echo engine's side of a sync: reads every byte.
+
+    Args:
+        weights: receives the bytes; None: the bytes are dropped.
+        verify: compare checksums, which imports torch.
     """
 
     def __init__(self, weights: EchoWeights | None, *, verify: bool) -> None:
@@ -96,7 +96,6 @@ class EchoUpdates(WeightUpdates):
         return nbytes
 
     async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares nothing unless the setting `verify` is on."""
         if not self._verify or self._weights is None:
             return []
         return _mismatches(self._weights.image, regions)

@@ -1,9 +1,3 @@
-"""Device memory that can be handed back to the operating system while its tensors stay valid.
-
-Weights and KV cache are views of an Arena. `release()` frees the pages but keeps the addresses,
-so every view, and every plan made of views, is good again after `restore()`.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -18,13 +12,14 @@ from umbra.runtime.weights.transports.shared_memory.pages import populate_range,
 
 
 class Arena:
-    """Owns one flat range of bytes; zero-filled at first and after a restore.
+    """One flat range of device memory that can be freed while its tensors stay valid.
 
-    On the CPU it is an anonymous mapping: pages count as resident once touched, and
-    MADV_DONTNEED gives them back at once. On CUDA the storage is resized to nothing and back.
+    Weights and KV cache are views of it. `release` frees the pages but keeps the addresses,
+    so every view is good again after `restore`. The memory is zero-filled at first and
+    after a restore.
 
-    Raises:
-        ConfigError: the system does not give that much.
+    On the CPU it is an anonymous mapping: pages count as resident once touched, and MADV_DONTNEED
+    frees them at once. On CUDA the storage is resized to nothing and back.
     """
 
     def __init__(self, size_nbytes: int, device: torch.device) -> None:
@@ -41,8 +36,8 @@ class Arena:
                     f"this machine cannot provide {size_nbytes / 1e9:.1f} GB of memory ({error}); "
                     "lower kv_cache_num_tokens, max_num_seqs or max_context_len"
                 ) from error
-            # Attention strides over the whole cache: with small pages the address translations
-            # alone cost a third of a decode step of a small model.
+            # Attention strides over the whole cache: with small pages, address translations alone
+            # cost a third of a small model's decode step.
             with contextlib.suppress(OSError):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
             self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)  # [size_nbytes]
@@ -50,17 +45,17 @@ class Arena:
             self.data = torch.zeros(self.size_nbytes, dtype=torch.uint8, device=device)
 
     def view(self, offset_nbytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor over part of the arena; the offset must be a multiple of the element size."""
+        """The offset must be a multiple of the element size."""
         size_nbytes = math.prod(shape) * dtype.itemsize
         return self.data[offset_nbytes : offset_nbytes + size_nbytes].view(dtype).view(shape)
 
     def populate(self) -> None:
-        """Makes all pages present now, so that the first write to them is as fast as later ones."""
+        """Makes all pages present, so that the first write is as fast as later ones."""
         if self._mapping is not None:
             populate_range(self.data.data_ptr(), self.size_nbytes)
 
     def release(self) -> None:
-        """Frees the memory; contents are lost. Views must not be read until `restore()`."""
+        """Frees the memory; contents are lost. Views must not be read until `restore`."""
         if not self.is_resident:
             return
         self.is_resident = False
@@ -72,7 +67,6 @@ class Arena:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Makes the memory usable again, zero-filled."""
         if self.is_resident:
             return
         if self._mapping is None:

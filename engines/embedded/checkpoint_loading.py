@@ -1,5 +1,3 @@
-"""Reads a checkpoint: safetensors files, sharded or not, into parameters by name."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,17 +23,15 @@ _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)  # buffers that old checkpo
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of an engine's `dtype` setting."""
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is not supported; allowed: {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def load_checkpoint(model_path: str, parameters: Parameters) -> None:
-    """Fills all parameters from the weights in `model_path`, converting to their dtype.
+    """Fills all parameters from safetensors files in `model_path`, converting to their dtype.
 
-    Raises:
-        DataError: files or tensors are missing, unexpected, mis-shaped or of an unusable dtype.
+    Raises DataError for files or tensors that are missing, unexpected, mis-shaped or unusable.
     """
     missing = set(parameters.destinations)
     with ExitStack() as stack:

@@ -1,12 +1,3 @@
-"""The one thread that owns an engine's torch work, and how the event loop reaches it.
-
-event loop                               compute thread
-  run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
-  future  ◀── call_soon_threadsafe ────── result or error
-  on_batch ◀─ call_soon_threadsafe ────── token deltas, a batch a tick; more when requests end
-  failure()   ◀ call_soon_threadsafe ──── a step raised: the thread has ended
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,8 +20,7 @@ T = TypeVar("T")
 Job = Callable[[EmbeddedWorker], Any]
 
 _STOP_TIMEOUT_S: Final = 10.0
-# Limit on waiting for a step in progress: longer than any sane step, shorter than the supervisor
-# waits.
+# Limit on waiting for a step in progress: longer than any sane step, shorter than the supervisor's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +31,21 @@ class _QueuedJob:
 
 
 class ComputeThread:
-    """Owns the thread and, inside it, the worker, from `start` to `stop`.
+    """The one thread that owns an engine's torch work. Owns it, and in it the worker, until `stop`.
+
+        event loop                                 compute thread
+          run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
+          future    ◀── call_soon_threadsafe ────── result or error
+          on_batch  ◀── call_soon_threadsafe ────── token deltas: a batch a tick, or at an end
+          failure() ◀── call_soon_threadsafe ────── a step raised: the thread has ended
 
     Args:
         build: makes the worker; called in the thread.
         on_batch: called on the loop with a batch and the epoch that it belongs to.
 
     Attributes:
-        num_steps: steps that have ended; the loop may read it, as well as
-        is_stepping: whether a step is in progress.
+        num_steps, is_stepping: steps that have ended, and whether one is in progress; the loop
+            may read both.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
 
     async def start(self) -> None:
-        """Builds the worker in the thread. Raises what the builder raises."""
+        """Builds the worker in the thread. Raises the builder's errors."""
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -89,25 +85,22 @@ class ComputeThread:
             self._thread.join(_STOP_TIMEOUT_S)
 
     def end_waits(self) -> None:
-        """Makes an update's `load` that waits for ranks raise WeightSyncError soon."""
+        """Makes a `load` that waits for ranks raise WeightSyncError soon."""
         if self._worker is not None:
             self._worker.receiver.stop()
 
     async def failure(self) -> Exception:
-        """Waits until a step fails."""
         await self._has_failed.wait()
         assert self._error is not None
         return self._error
 
     async def run(self, job: Callable[[EmbeddedWorker], T], *, flushes: bool = False) -> T:
-        """Runs `job` in the thread between two steps. A queued job runs even if the caller is
-        cancelled.
+        """Runs `job` in the thread between two steps, even if the caller is cancelled.
+
+        Raises EngineError with the traceback if the thread has failed.
 
         Args:
             flushes: `on_batch` has had all tokens and finishes when this returns.
-
-        Raises:
-            EngineError: the thread has failed; the message carries its traceback.
         """
         if self._error is not None:
             raise self._error
@@ -132,7 +125,7 @@ class ComputeThread:
 
         self.post(forget)
 
-    # -- in the thread -------------------------------------------------------------------
+    # The methods from here to `_call_soon` run in the thread.
 
     def _main(self) -> None:
         try:
@@ -188,8 +181,6 @@ class ComputeThread:
     def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody needs the call
             self._loop.call_soon_threadsafe(callback, *args)
-
-    # -- on the loop ---------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"

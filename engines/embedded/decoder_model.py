@@ -3,8 +3,8 @@
 The operations are few and large: with a fraction of a million parameters, the number of torch calls
 costs a step as much as their arithmetic.
 
-B: sequences, T: tokens a sequence (padded on the right), M: tokens in a flat batch, E: hidden
-size, H: query heads, K: key/value heads, G: query heads per key/value head, D: head dimension.
+B: sequences, T: tokens a sequence (padded on the right), M: tokens in a flat batch, E: hidden size,
+H: query heads, K: key/value heads, G: query heads per key/value head, D: head dimension.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from umbra.runtime.engine_api.decoder_config import ModelConfig
 
 
 class DecoderModel:
-    """Parameters and the two passes that use them. Call both under `torch.inference_mode()`."""
+    """Parameters and the two passes that use them, both under `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -46,16 +46,14 @@ class DecoderModel:
         first_row: int,
         copies: Tensor | None,
     ) -> Tensor:
-        """Runs whole prompts and fills cache rows from `first_row` on.
+        """Runs whole prompts, fills cache rows from `first_row` on, returns each one's last
+        logits [B, V].
 
         Args:
             token_ids: [B, T] int64, padded on the right with any token.
             last: [B] int64, index of each prompt's last token.
-            copies: [N] int64, which prompt each row gets (a group shares one), or None for one row
-                per prompt in order.
-
-        Returns:
-            Logits after each prompt's last token, [B, V].
+            copies: [N] int64, which prompt each row gets (a group shares one), or None for one
+                row per prompt in order.
         """
         num_seqs, num_tokens = token_ids.shape
         positions = torch.arange(num_tokens, device=token_ids.device).repeat(num_seqs)
@@ -81,15 +79,12 @@ class DecoderModel:
         return self._logits(hidden.index_select(0, ends))
 
     def decode(self, token_ids: Tensor, positions: Tensor, cache: KvCache, *, span: int) -> Tensor:
-        """Runs one token per sequence; sequence i is cache row i.
+        """Runs one token per sequence, sequence i being cache row i; returns logits [B, V].
 
         Args:
             token_ids: [B] int64.
             positions: [B] int64, each token's index in its sequence, below `span`.
             span: tokens of the longest sequence, this step's included.
-
-        Returns:
-            Logits [B, V].
         """
         num_seqs, config = len(token_ids), self.config
         num_groups = num_seqs * config.num_kv_heads
@@ -142,7 +137,6 @@ class DecoderModel:
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
 
     def _finish_layer(self, layer: LayerParameters, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, both with their residuals."""
         hidden = _add_linear(hidden, attended, layer.output, layer.output_bias)
         gate_up = F.linear(self._norm(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, -1)

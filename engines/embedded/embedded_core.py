@@ -1,11 +1,3 @@
-"""The embedded engine without threads or sockets: requests in, token deltas out, step by step.
-
-One step admits what fits (prefill, first token), then gives every running sequence one more
-token (decode). All sequences of a step share one forward pass.
-
-B: sequences in a pass, V: vocabulary.
-"""
-
 from __future__ import annotations
 
 from collections import deque
@@ -34,7 +26,13 @@ NOT_FINITE: Final = "error: the model's logits are not finite; its weights are b
 
 
 class EngineCore:
-    """Owns the queue, the row table and the KV cache; borrows the model. Not thread-safe.
+    """The embedded engine without threads or sockets: requests in, token deltas out, step by step.
+
+    A step admits what fits (prefill, first token), then gives every running sequence one more token
+    (decode), all in one forward pass. Owns the queue, the row table and the KV cache; borrows the
+    model. Not thread-safe.
+
+    B: sequences in a pass, V: vocabulary.
 
     Attributes:
         version: of the weights; tokens are stamped with it.
@@ -72,7 +70,6 @@ class EngineCore:
 
     @property
     def has_finishes(self) -> bool:
-        """Whether the next take carries a finish."""
         return self._deltas.has_finishes
 
     @property
@@ -81,11 +78,7 @@ class EngineCore:
         return int(rows.lens[: rows.count].sum())
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests.
-
-        Raises:
-            ValueError: an id is in use; then no request is queued.
-        """
+        """Queues all requests, or none: raises ValueError if an id is in use."""
         ids = [request.id for request in requests]
         taken = sorted(set(ids) & self._arrivals.keys())
         if taken or len(set(ids)) < len(ids):
@@ -111,7 +104,7 @@ class EngineCore:
         return len(chosen)
 
     def forget(self) -> None:
-        """Drops all requests and undelivered deltas, because nobody reads them."""
+        """Drops all requests and undelivered deltas."""
         self.abort()
         self._deltas.clear()
 
@@ -137,8 +130,6 @@ class EngineCore:
             if self._rows.count:
                 self._evict_to_fit()
                 self._decode()
-
-    # -- prefill -------------------------------------------------------------------------
 
     def _admit(self) -> None:
         rows, limits = self._rows, self._limits
@@ -183,8 +174,6 @@ class EngineCore:
         kept = min(self._longest(), self.cache.capacity)
         self.cache.set_capacity(capacity, num_rows=self._rows.count, num_tokens=kept)
 
-    # -- decode --------------------------------------------------------------------------
-
     def _evict_to_fit(self) -> None:
         """Evicts requests until every running row can store its last token's keys and values."""
         rows = self._rows
@@ -221,10 +210,8 @@ class EngineCore:
         )
         self._sample(0, logits)
 
-    # -- sampling and finishing ----------------------------------------------------------
-
     def _sample(self, first: int, logits: Tensor) -> None:
-        """Samples one token for each row from `first` on; `logits` are theirs, in order."""
+        """Samples one token for each row from `first` on; `logits` has these rows, in order."""
         rows = self._rows
         chosen = slice(first, rows.count)
         temperatures, is_greedy = rows.temperatures[chosen], rows.is_greedy[chosen]
@@ -256,7 +243,7 @@ class EngineCore:
             self.cache.clear_beyond((rows.lens[: rows.count] - 1).tolist())
 
     def _truncate(self, chosen: slice, logits: Tensor) -> None:
-        """Makes the tokens impossible that top-k and top-p of these rows leave out."""
+        """Masks the tokens that the rows' top-k and top-p leave out."""
         rows = self._rows
         top_ps, top_ks = rows.top_ps[chosen], rows.top_ks[chosen]
         is_truncated = (top_ps < 1) | (top_ks > 0)
@@ -296,7 +283,7 @@ class EngineCore:
 def _unique(
     prompts: Sequence[npt.NDArray[np.int32]],
 ) -> tuple[list[npt.NDArray[np.int32]], Int64Array | None]:
-    """Distinct prompts, and which of them each request has (None: all differ).
+    """Distinct prompts, and the index of each request's prompt (None: all differ).
 
     The samples of a group share a prompt, so it is computed once.
     """

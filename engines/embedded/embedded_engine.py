@@ -1,10 +1,3 @@
-"""The embedded engine as an actor: umbra's own engine, in plain torch, for CPU and CUDA.
-
-Target: `umbra.engines.embedded.embedded_engine:EmbeddedEngine`.
-All torch work happens in one compute thread, so the event loop answers at once whatever the model
-does.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,11 +16,11 @@ from umbra.runtime.engine_api.hub_snapshot import local_model
 
 
 class EmbeddedEngine(EngineShell["EmbeddedCore"]):
-    """See `EmbeddedConfig` for the settings. `tick_ms` is the shortest time between two deltas in
-    which no request ends.
+    """umbra's own engine as an actor, in plain torch, for CPU and CUDA; see `EmbeddedConfig`.
 
-    Entering it builds the model; leaving it ends the compute thread. If the thread fails, `run()`
-    raises, and so do all calls and streams from then on.
+    All torch work happens in one compute thread, so the event loop answers at once whatever the
+    model does. If the thread fails, `run` and all later calls and streams raise. `tick_ms` is the
+    shortest time between two deltas in which no request ends.
     """
 
     def __init__(
@@ -64,8 +57,6 @@ class EmbeddedEngine(EngineShell["EmbeddedCore"]):
 
 
 class EmbeddedCore(Core):
-    """Owns the compute thread."""
-
     name = "the embedded engine"
     truncates = True
     keeps_requests_asleep = True
@@ -76,7 +67,7 @@ class EmbeddedCore(Core):
 
     @property
     def frees_memory_asleep(self) -> bool:
-        """`memory` already reports what is resident."""
+        """False: `memory` already reports the resident bytes."""
         return False
 
     async def start(self) -> None:
@@ -135,7 +126,7 @@ class EmbeddedRequests(EngineRequests):
         await self.thread.run(lambda worker: worker.core.abort(ids), flushes=True)
 
     async def deliver(self) -> None:
-        """Nothing to do: a pause has flushed everything."""
+        """Returns at once: a pause has flushed everything."""
 
     def begin_update(self) -> None:
         pass
@@ -162,10 +153,8 @@ class EmbeddedRequests(EngineRequests):
 
 
 class EmbeddedUpdates(WeightUpdates):
-    """Loads buckets, or the ranks' own memory, straight into the parameters, in the compute thread.
-
-    The thread computes nothing else while `load` waits for ranks.
-    """
+    """Loads weights straight into the parameters, in the compute thread, which then
+    waits for ranks."""
 
     def __init__(self, thread: ComputeThread) -> None:
         self._thread = thread
@@ -192,6 +181,5 @@ class EmbeddedUpdates(WeightUpdates):
         await self._thread.run(lambda worker: worker.receiver.release())
 
     async def close(self) -> None:
-        """Mappings are freed with the process: unmapping them here would wait for a hanging
-        step."""
+        """The process's end frees the mappings: unmapping here would wait for a hanging step."""
         self._thread.end_waits()

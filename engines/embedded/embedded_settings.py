@@ -1,5 +1,3 @@
-"""Settings of an embedded engine, and the limits that follow from them on this machine."""
-
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -17,7 +15,7 @@ from umbra.runtime.errors import ConfigError
 _KV_SHARE_OF_GPU_MEMORY: Final = 0.8
 # Share of a GPU's free memory used where no size is set. Activations and logits need the rest.
 _KV_SHARE_OF_HOST_MEMORY: Final = 0.5
-# Share of a host's memory where no size is set: the most that may be requested, not what is taken.
+# Share of a host's memory where no size is set: an upper limit, since pages are taken once used.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +23,10 @@ class EmbeddedConfig:
     """Settings of an embedded engine.
 
     Attributes:
-        kv_cache_num_tokens: for all sequences together. None: enough for max_num_seqs sequences of
-            max_context_len, but no more than most of a GPU's free memory, or half of a host's
-            (whose pages are taken only once used).
+        kv_cache_num_tokens: for all sequences together. None: enough for max_num_seqs sequences
+            of max_context_len, but at most most of a GPU's free memory, or half of a host's.
         num_threads: threads of torch's operations on the CPU.
-        load_weights: read them from `model_path` and serve as version 0.
+        load_weights: whether to read `model_path` and serve as version 0.
     """
 
     model_path: str
@@ -43,7 +40,6 @@ class EmbeddedConfig:
 
 
 def parse_device(name: str) -> torch.device:
-    """Raises ConfigError if `name` is not a device of this machine."""
     if name == "cpu":
         return torch.device("cpu")
     if name == "cuda" or name.startswith("cuda:"):
@@ -54,7 +50,6 @@ def parse_device(name: str) -> torch.device:
 
 
 def check_context_len(config: EmbeddedConfig, model: ModelConfig) -> None:
-    """Raises ConfigError if the context exceeds the model's positions."""
     if config.max_context_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_context_len={config.max_context_len} exceeds the model's "
@@ -98,8 +93,7 @@ def make_limits(
 
 @contextmanager
 def explaining_out_of_memory() -> Generator[None]:
-    """Turns a failed allocation in the block into a ConfigError that names the settings to
-    lower."""
+    """Turns a failed allocation into a ConfigError that names the settings to lower."""
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError) as error:
@@ -112,7 +106,7 @@ def explaining_out_of_memory() -> Generator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """On the CPU, torch raises a plain RuntimeError for this."""
+    """On the CPU, torch raises a plain RuntimeError."""
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         return "you tried to allocate" in str(error)
     return True

@@ -1,5 +1,3 @@
-"""The part of the embedded engine that its compute thread owns: model, core, weight receiver."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +24,8 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 class EmbeddedWorker:
-    """Owns model and core. One thread builds and uses it; `receiver.stop` may come from another.
-
-    Raises (the constructor):
-        ConfigError, DataError: settings or model directory cannot be used; the message says why.
-    """
+    """Owns model, core and weight receiver. One thread builds and uses it, but any may call
+    `receiver.stop`."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         if config.num_threads < 1:

@@ -3,7 +3,7 @@
 Rows 0..n-1 are the running sequences, so attention over all of them reads one strided view of the
 cache: no gather, no page table. A page table would let short sequences share unused space; elastic
 rows do it here. All rows have `capacity` tokens, and capacity follows the longest running sequence
-in steps (see `scheduler`). Changing it moves every row once.
+in steps (see `scheduler`). A change moves every row once.
 
 L: layers, R: rows that fit, K: key/value heads, C: capacity, D: head dimension.
 """
@@ -54,7 +54,7 @@ class KvCache:
         return self._arenas[0].is_resident
 
     def release(self) -> None:
-        """Gives the memory back; every row is lost."""
+        """Frees the memory; every row is lost."""
         for arena in self._arenas:
             arena.release()
 
@@ -78,15 +78,14 @@ class KvCache:
             new[:num_rows, :, :num_tokens] = kept
 
     def move_row(self, source: int, target: int, *, num_tokens: int) -> None:
-        """Copies one row's first tokens over another row."""
         for layer in (*self.keys, *self.values):
             layer[target, :, :num_tokens] = layer[source, :, :num_tokens]
 
     def clear_beyond(self, lens: list[int]) -> None:
         """Zeroes all but the first lens[i] tokens of row i.
 
-        Unused tokens are multiplied by a zero probability, which cancels any number but not
-        a NaN or infinity that a broken model left behind.
+        Unused tokens are multiplied by a zero probability, which cancels any number but not the NaN
+        or infinity that a broken model left behind.
         """
         for layer in (*self.keys, *self.values):
             layer[len(lens) :] = 0

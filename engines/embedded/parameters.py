@@ -1,10 +1,3 @@
-"""The parameters of a decoder model: one arena, fused matrices, and views by Hugging Face name.
-
-Matrices that read the same input are fused (q, k, v; gate, up): fewer, larger products a step.
-Copying a checkpoint tensor into its view in `destinations` puts it, bit for bit, where the
-forward pass reads it.
-"""
-
 from __future__ import annotations
 
 import math
@@ -38,10 +31,12 @@ class LayerParameters:
 
 
 class Parameters:
-    """Owns the weights arena.
+    """Owns a decoder's weights arena: fused matrices, and views by Hugging Face name.
 
-    `destinations` maps every Hugging Face name to a contiguous view, `aliases` names of tied
-    tensors to the name that holds the bytes. Call `refresh()` after writing to any of them.
+    Matrices that read the same input are fused (q, k, v; gate, up): fewer, larger products a step.
+    A checkpoint tensor copied into its view in `destinations` is, bit for bit, where the forward
+    pass reads it. `aliases` maps names of tied tensors to the name that holds the bytes. Call
+    `refresh()` after writing to any view.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,7 +70,7 @@ class Parameters:
             self.head = self._add("lm_head.weight", config.vocab_size, width)
 
     def refresh(self) -> None:
-        """Recomputes what is derived from the parameters."""
+        """Recomputes derived tensors."""
         config = self._config
         for idx, layer in enumerate(self.layers):
             if layer.qk_norm is not None:
@@ -84,7 +79,6 @@ class Parameters:
                 layer.qk_norm[config.num_heads :] = self.destinations[f"{prefix}.k_norm.weight"]
 
     def release(self) -> None:
-        """Frees the memory; the weights are lost."""
         self._host_copy = None
         self.arena.release()
 

@@ -19,8 +19,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines [P, 1, D] and signed sines [P, 1, D], on the CPU.
 
-    `x * cos + x.roll(D / 2, -1) * sin` rotates x: the sign of "rotate half" is in the sines.
-    Angles are float32 whatever the dtype, as in transformers, so logits agree with a trainer's.
+    `x * cos + x.roll(D / 2, -1) * sin` rotates x: the sign of "rotate half" is in the sines. Angles
+    are float32 whatever the dtype, as in transformers, so logits agree with a trainer's.
     """
     frequencies = _frequencies(config, head_dim)
     angles = torch.arange(num_positions).float()[:, None] * frequencies
@@ -31,7 +31,7 @@ def rope_tables(
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Inverse wavelengths [D/2] float32, stretched as the config says."""
+    """Inverse wavelengths [D/2] float32, stretched by the config."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
     plain = 1.0 / (config.theta**exponents)
     if config.kind == "default":

@@ -1,9 +1,3 @@
-"""The running sequences as columns: row i of every array is cache row i.
-
-Columns instead of objects: with a small model, Python per sequence would cost more than the model.
-R: rows, C: longest context, W: widest list of stop tokens.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,7 +14,13 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class RowTable:
-    """Rows 0..count-1 are in use, without gaps."""
+    """The running sequences as columns: row i of every array is cache row i; 0..count-1 are in use.
+
+    Columns instead of objects: with a small model, Python per sequence would cost more
+    than the model.
+
+    R: rows, C: longest context, W: widest list of stop tokens.
+    """
 
     def __init__(self, *, max_rows: int, max_context_len: int) -> None:
         self.count = 0
@@ -55,7 +55,6 @@ class RowTable:
         )
 
     def append(self, request: GenerationRequest, arrival: int) -> None:
-        """Puts a request on row `count`."""
         row, num_tokens = self.count, len(request.tokens)
         self.count += 1
         self.requests.append(request)
@@ -92,7 +91,7 @@ class RowTable:
         return stopped, self.lens[rows] >= self.ends[rows]
 
     def cut_runs(self, rows: Int64Array, buffer: DeltaBuffer, version: int) -> None:
-        """Moves the tokens that the consumer does not have yet to `buffer`."""
+        """Moves the tokens that the consumer lacks to `buffer`."""
         counts = self.lens[rows] - self.sent[rows]
         rows, counts = rows[counts > 0], counts[counts > 0]
         if not len(rows):

@@ -1,8 +1,3 @@
-"""Chooses the next tokens, and computes the log-probability of each.
-
-B: sequences, V: vocabulary.
-"""
-
 from __future__ import annotations
 
 from typing import Final
@@ -19,6 +14,8 @@ def sample(
     logits: Tensor, *, temperatures: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling, in float32, or float64 for float64 logits; sums in float64.
+
+    B: sequences, V: vocabulary.
 
     Args:
         logits: [B, V].

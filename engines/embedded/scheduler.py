@@ -1,11 +1,11 @@
 """Decides which requests run next, and how long a cache row must be: no tensors, no clock.
 
-Rows have one common capacity, which climbs and falls in steps with the longest running sequence.
-Fewer long rows fit than short ones, so a sequence that outgrows the capacity may cost others
-their row: they return to the head of the queue and are recomputed later, exactly.
+All rows have one capacity, which climbs and falls in steps with the longest running sequence. Fewer
+long rows fit than short ones, so a sequence that outgrows the capacity may cost others their row:
+they return to the head of the queue and are recomputed later, exactly.
 
-Order is first come, first served: a request that does not fit blocks those behind it, so none
-starves.
+Requests are served in order of arrival: one that does not fit blocks all later ones,
+so none starves.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MIN_CAPACITY: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine may hold at a time.
+    """Limits of an engine.
 
     Attributes:
         kv_cache_num_tokens: tokens of all rows together.
-        prefill_num_tokens: tokens (padding included) of one prefill batch. A larger number stalls
-            running sequences longer and takes more memory; a smaller one makes more, less efficient
-            batches.
+        prefill_num_tokens: tokens of a prefill batch, padding included. A larger number
+            stalls running sequences longer and takes more memory; a smaller one makes less
+            efficient batches.
     """
 
     max_num_seqs: int
@@ -80,7 +80,6 @@ def plan_admission(
     Args:
         waiting_lens: tokens of each waiting request, in order.
         longest_running: tokens of the longest running sequence, 0 when none runs.
-        capacity: of the rows now.
     """
     count, longest = 0, longest_running
     longest_prompt = 0
@@ -103,7 +102,7 @@ def plan_admission(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Rows become `capacity` tokens long after `evicted` (row numbers) have left."""
+    """Rows become `capacity` tokens long after `evicted` (row indices) have left."""
 
     capacity: int
     evicted: tuple[int, ...]
@@ -116,7 +115,7 @@ def plan_growth(
 
     Args:
         lens: tokens each running row must hold in the coming step.
-        arrivals: for each row, its index in the order of arrival.
+        arrivals: each row's index in the order of arrival.
     """
     outgrown = [row for row, num_tokens in enumerate(lens) if num_tokens > capacity]
     if not outgrown:

@@ -1,9 +1,3 @@
-"""Counter-based randomness: one uniform number for each (trajectory seed, completion position).
-
-No state travels with a trajectory: any engine, batch or incarnation that samples its n-th token
-draws the same number.
-"""
-
 from __future__ import annotations
 
 from typing import Final
@@ -19,10 +13,11 @@ _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Numbers in the open interval (0, 1), 52 bits each. `seeds` and `positions` have one shape.
+    """One number in (0, 1) for each (trajectory seed, completion position), 52 bits each.
 
-    The mixing function is splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, 2014), applied to the seed and then to seed and counter together.
+    No state travels with a trajectory: any engine, batch or incarnation that samples its n-th token
+    draws the same number. The mixing function is splitmix64 (Steele, Lea, Flood: Fast Splittable
+    Pseudorandom Number Generators, 2014), applied to the seed, then to seed and counter together.
     """
     stream = _mix(seeds + _GOLDEN)
     bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)

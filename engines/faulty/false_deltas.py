@@ -1,8 +1,3 @@
-"""Falsified batches of deltas: a run is lost, or tokens are sent again.
-
-S: runs in a batch, N: tokens in a batch.
-"""
-
 from __future__ import annotations
 
 import numpy as np
@@ -12,7 +7,7 @@ from umbra.runtime.engine_api.delta_buffer import DeltaColumns, Int32Array
 
 
 def without_run(batch: DeltaColumns, run: int) -> DeltaColumns:
-    """The batch without one of its runs. All finishes stay, including that of the run's request."""
+    """The batch without one run. All finishes stay, including the run's own request's."""
     counts = np.diff(batch["offsets"])  # [S]
     counts[run] = 0
     return _shortened(batch, counts, np.arange(len(counts)) != run)
@@ -30,7 +25,7 @@ def first_halves(batch: DeltaColumns) -> DeltaColumns:
 def _shortened(
     batch: DeltaColumns, counts: Int32Array, keeps: npt.NDArray[np.bool_]
 ) -> DeltaColumns:
-    """The first `counts` [S] tokens of the runs in `keeps` [S]; the others' counts are 0."""
+    """The first `counts` [S] tokens of the S runs in `keeps` [S]; the others' counts are 0."""
     lengths = np.diff(batch["offsets"])
     within_run = np.arange(len(batch["tokens"])) - np.repeat(batch["offsets"][:-1], lengths)  # [N]
     has_token = within_run < np.repeat(counts, lengths)  # [N]

@@ -1,8 +1,3 @@
-"""A fault as a user describes it: its kind, when it comes and how often. Parsing checks it.
-
-{kind = "drop", what = "run", every_tokens = 500, times = 2, incarnations = [1]}
-"""
-
 from __future__ import annotations
 
 import math
@@ -16,15 +11,16 @@ from umbra.runtime.errors import ConfigError
 FaultKind = Literal["kill", "stop", "stall", "slow", "drop", "repeat", "error"]
 
 CALLS: Final = tuple(name for name in vars(Engine) if not name.startswith("_"))
-"""Every call of the engine protocol, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One kind of fault and the points at which it comes.
+    """One kind of fault and the points at which it comes, as a user's table describes it:
 
-    Points are counted in tokens that the engine has generated in this incarnation, over all
-    requests.
+    {kind = "drop", what = "run", every_tokens = 500, times = 2, incarnations = [1]}
+
+    Points are counted in tokens that the engine has generated in this incarnation,
+    over all requests.
 
     Attributes:
         kind: kill and stop are signals to the engine's own process; stall sends nothing for a
@@ -52,7 +48,6 @@ class Fault:
     call: str = ""
 
     def concerns(self, engine: str, incarnation: int) -> bool:
-        """Whether the fault may come in this incarnation of this engine."""
         return (self.engines is None or engine in self.engines) and (
             self.incarnations is None or incarnation in self.incarnations
         )
@@ -70,11 +65,7 @@ class Fault:
 
 
 def parse_faults(raw: object) -> list[Fault]:
-    """Checks the `faults` of an engine's settings.
-
-    Raises:
-        ConfigError: names the fault, the key and the allowed values.
-    """
+    """Raises ConfigError that names the fault, the key and the allowed values."""
     if not isinstance(raw, list | tuple):
         raise ConfigError(f"faults must be a list of tables, got {raw!r}")
     entries = cast("list[object]", raw)
@@ -142,7 +133,7 @@ def _is_list_of(value: Any, is_right: Callable[[Any], bool]) -> bool:
 
 
 _POINT_KEYS: Final = ("after_tokens", "every_tokens", "incarnations", "engines")
-# An incarnation is killed once, and slow from its point on: those two kinds have no `times`.
+# An incarnation is killed once, and slow from its point on, so kill and slow have no `times`.
 _OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "kill": (),
     "stop": ("times",),

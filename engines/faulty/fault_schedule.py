@@ -1,11 +1,3 @@
-"""Decides which fault comes when in one incarnation of an engine: pure, without clock or process.
-
-    generated tokens  0 ────────●──────────●───●────────▶
-                             points, known from the seed before the first token
-
-A batch of deltas that reaches a point suffers the fault. A call fails once its point is passed.
-"""
-
 from __future__ import annotations
 
 import math
@@ -31,14 +23,14 @@ class DueFault:
 
 
 class FaultSchedule:
-    """Counts one incarnation's tokens and returns the faults that are due; the same arguments give
-    the same points.
+    """The faults due in one incarnation: pure, and the same arguments give the same points.
 
-    Several points of one fault within one batch count as one fault. Without `every_tokens`, the
-    fault hits its next `times` batches (or calls) in a row.
+        generated tokens  0 ────────●──────────●───●────────▶
+                               points, known from the seed before the first token
 
-    Attributes:
-        num_tokens: generated in this incarnation so far.
+    A batch of deltas that reaches a point suffers the fault, a call once its point is passed.
+    Several points of one fault within a batch count as one. Without `every_tokens`, the fault hits
+    its next `times` batches (or calls) in a row.
     """
 
     def __init__(
@@ -57,7 +49,7 @@ class FaultSchedule:
                 self._of_batches.append(timer)
 
     def on_batch(self, num_tokens: int) -> list[DueFault]:
-        """The faults that a batch of `num_tokens` tokens suffers, in the order of the settings."""
+        """The faults that the next batch suffers, in the order of the settings."""
         self.num_tokens += num_tokens
         dues = [timer.take(self.num_tokens) for timer in self._of_batches]
         return [due for due in dues if due is not None]
@@ -72,7 +64,7 @@ class FaultSchedule:
 
 
 class _Timer:
-    """The points of one fault in one incarnation; `key` seeds everything that is random."""
+    """The points of one fault in one incarnation; `key` seeds everything random."""
 
     def __init__(self, fault: Fault, key: str) -> None:
         self._fault = fault
@@ -104,6 +96,7 @@ def fault_points(fault: Fault, rng: random.Random) -> Iterator[int]:
 
 
 def _distance(mean: float, rng: random.Random) -> int:
-    """Geometric with that mean: 1 + the tokens that pass before one, at 1 / mean each, is hit."""
+    """Geometric with that mean: 1 + the tokens before the first that is hit, each with
+    odds 1 / mean."""
     draw = rng.random()
     return 1 if mean == 1 else 1 + int(math.log1p(-draw) / math.log1p(-1 / mean))

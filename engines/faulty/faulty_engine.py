@@ -1,14 +1,3 @@
-"""An engine that fails on purpose, at points known from a seed: it wraps any other engine.
-
-Target: `umbra.engines.faulty.faulty_engine:FaultyEngine`.
-
-It serves chaos tests, and trials of agent loops and settings. With the same seed, an incarnation of
-an engine fails at the same tokens again.
-
-    manager ◀── deltas, falsified or late ── FaultyEngine ◀── deltas ── inner engine
-            ─── calls, some refused ───────▶              ─── calls ──▶
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,12 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class FaultyEngine:
-    """Owns the inner engine, and enters, runs and leaves it.
+    """Wraps another engine, and fails on purpose: the same seed fails at the same tokens again.
+
+        manager ◀── deltas, falsified or late ── FaultyEngine ◀── deltas ── inner engine
+                ─── calls, some refused ───────▶              ─── calls ──▶
+
+    It serves chaos tests, and trials of agent loops and settings. Owns the inner engine.
 
     Args:
         inner: the engine that does the work: a short name, or its "module:Class".
-        seed: decides the points at which faults come; engines and incarnations differ in any case.
-        faults: tables, see `umbra.engines.faulty.fault.Fault`.
+        seed: decides the points of faults, which differ between engines and incarnations.
+        faults: tables, see `Fault`.
         settings: the inner engine's.
     """
 
@@ -73,12 +67,9 @@ class FaultyEngine:
         return await self._entered.__aexit__(kind, error, trace)
 
     async def run(self) -> None:
-        """Runs the inner engine's `run`, if it has one."""
         inner: Any = self._inner
         if hasattr(inner, "run"):
             await inner.run()
-
-    # -- deltas --------------------------------------------------------------------------
 
     async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         async with aclosing(self._inner.deltas()) as batches:
@@ -122,8 +113,6 @@ class FaultyEngine:
         left_s = self._silent_until - asyncio.get_running_loop().time()
         if max(self._hold_s, left_s) > 0:
             await asyncio.sleep(max(self._hold_s, left_s))
-
-    # -- calls ---------------------------------------------------------------------------
 
     def _may_fail(self, call: str) -> None:
         due = self._schedule.on_call(call)
@@ -194,8 +183,7 @@ class FaultyEngine:
         return await self._inner.stats()
 
     def progress(self) -> object | None:
-        """The inner engine's progress, if it reports any: a falsified batch is no stall of the
-        engine."""
+        """The inner engine's progress, if any: a falsified batch is no stall of the engine."""
         inner: Any = self._inner
         return inner.progress() if hasattr(inner, "progress") else None
 
