@@ -1,5 +1,3 @@
-"""What the supervisor answers about actors: to ranks, actors, and other supervisors."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,12 +16,10 @@ from umbra.runtime.settings import from_wire
 
 
 class ActorCalls:
-    """Its public methods are calls of the supervisor, which owns it.
+    """The supervisor's calls about actors, for ranks, actors and other supervisors. Owned by it.
 
     Args:
-        links: to the other nodes.
-        check_may_stop, check_may_restart: raise ConfigError if a pool forbids that of the actor of
-            that name.
+        check_may_stop, check_may_restart: raise ConfigError if a pool forbids it for that actor.
     """
 
     def __init__(
@@ -63,13 +59,11 @@ class ActorCalls:
             raise ActorDied(f"node {node} ({self._links.nodes[node].node_id}): {error}") from None
 
     def signalled(self, name: str, incarnation: int) -> bool:
-        """Called by an actor of this node that got a stop signal; see
-        `SupervisedActor.signalled`."""
+        """Called by an actor that got a stop signal; see `SupervisedActor.signalled`."""
         actor = self._actors.find(name)
         return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
-        """See `Session.stop`."""
         if lead := self._lead_that_has(name):
             await lead.call("stop", name, timeout_s, timeout_s=timeout_s + 0.5)
             return
@@ -77,7 +71,6 @@ class ActorCalls:
         await self._actors.stop(name, timeout_s)
 
     async def restart(self, name: str, timeout_s: float) -> ActorRef:
-        """See `Session.restart`."""
         if lead := self._lead_that_has(name):
             found: ActorRef = await lead.call("restart", name, timeout_s, timeout_s=timeout_s + 0.5)
             return found
@@ -93,13 +86,8 @@ class ActorCalls:
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
         """The live incarnation of an actor; waits for one that is starting, or not spawned yet.
 
-        `lost_incarnation`: the caller has lost its connection to that one, whose end may not have
-        been noticed here. The call then waits for its successor.
-
-        Another node asks rank 0's for an actor that it does not have.
-
-        Raises:
-            ActorNotFound, ActorDied, DeadlineExceeded.
+        A caller that lost its connection passes `lost_incarnation`, whose end may not have been
+        noticed here, and gets its successor. Other nodes' actors are resolved by the lead.
         """
         lead = self._links.lead
         if name not in self._actors and lead is not None:
@@ -110,15 +98,11 @@ class ActorCalls:
 
     @idempotent
     def list_actors(self) -> list[dict[str, Any]]:
-        """Name, role, state, pid, incarnation and restarts of every actor."""
         return self._actors.describe()
-
-    # -- actors that another node wants on this one -----------------------------------------
 
     async def host_actor(
         self, epoch: int, spec: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of another node; see `HostedActors.host`."""
         await self._links.check_epoch(epoch)
         async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
             yield state
@@ -126,6 +110,5 @@ class ActorCalls:
     async def command_hosted(
         self, epoch: int, command: str, name: str, *arguments: Any
     ) -> ActorRef | None:
-        """Called by the supervisor of another node; see `HostedActors.command`."""
         await self._links.check_epoch(epoch)
         return await self._actors.hosted.command(command, name, *arguments)

@@ -2,7 +2,7 @@
 
     python -m umbra.runtime.actor.actor_check
 
-Standard input has the actor's `ActorSpec`, and the last line of standard output is a JSON object,
+Standard input has the actor's `ActorSpec`. The last line of standard output is a JSON object,
 {"ok": text} or {"error": message}.
 """
 
@@ -27,17 +27,13 @@ from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.settings import from_wire, to_wire
 
 _LIMIT_S: Final = 300.0
-"""For the imports of an engine's library. A longer limit delays the report of one that hangs."""
+"""Covers the imports of an engine's library. A longer limit delays the report of one that hangs."""
 _NUM_LINES: Final = 10
 
 
 def check_actor(spec: ActorSpec) -> str:
-    """What the actor reports about itself.
-
-    Raises:
-        ActorError: it cannot be constructed; the message is what its start would say.
-    """
-    # Files, not pipes, whose end would be that of a process which the actor may have started.
+    """The actor's report about itself. Raises ActorError with the message of a failed start."""
+    # Files, not pipes: a process that the actor has started could hold a pipe open.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__],

@@ -51,13 +51,12 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _REPORT_LIMIT_S: Final = 10.0
-"""If the supervisor has not answered by then, the actor presumes that it cannot stop it, and ends
-itself."""
+"""Time for the supervisor to answer; afterwards the actor presumes it dead, and ends itself."""
 _REAP_INTERVAL_S: Final = 1.0
-"""A longer interval leaves more processes that have ended; a shorter one wakes idle actors."""
+"""A longer interval leaves more ended processes; a shorter one wakes idle actors."""
 _FREE_LIMIT_S: Final = 1.0
-"""For the main thread to come back from user code when the actor ends. Longer: user code that hangs
-delays the successor. Shorter: what would soon be done is cut off, exit handlers included."""
+"""Time for the main thread to return from user code at the end. Longer: user code that hangs delays
+the successor. Shorter: code about to return is cut off, exit handlers included."""
 
 
 class _Host:
@@ -127,8 +126,7 @@ class _Host:
             await self._run(server, ticker, target, client.handle(supervisor))
 
     def _progress_of(self, target: object) -> Callable[[], object] | None:
-        """Only an engine's `progress` is used: on other actors a method of that name may mean
-        anything."""
+        """Only an engine's `progress`: on other actors a method of that name may mean anything."""
         return getattr(target, "progress", None) if self._spec.stall_limit_s else None
 
     def _bind(
@@ -184,7 +182,7 @@ class _Host:
         self._stop.set()
 
     async def _on_main_thread(self, function: Callable[[], T]) -> T:
-        """Calls it there; the actor's loop waits, or has that thread."""
+        """Calls `function` there; the actor's loop waits, or has that thread."""
         if self.main_thread is None:
             return function()
         return await asyncio.wrap_future(self.main_thread.put(function))
@@ -228,7 +226,6 @@ class _Host:
 
 
 async def _reap_adopted() -> None:
-    """Runs until cancelled."""
     children = AdoptedChildren()
     while True:
         await asyncio.sleep(_REAP_INTERVAL_S)
@@ -246,7 +243,7 @@ def _unpack_config(data: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point. Exits with 128 + a stop signal's number, or with 1 after an error, whose
+    """Exits with 128 + a stop signal's number, or with 1 after an error, whose
     traceback it logs."""
     die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     become_subreaper()
@@ -274,7 +271,7 @@ def main() -> None:
 
 
 def _serve_beside(main_thread: FunctionQueue, serve: Callable[[], int]) -> int:
-    """Serves on another thread, while this one, the main thread, runs what is put there."""
+    """Serves on another thread, while this one, the main thread, runs the queued functions."""
     status = 1
 
     def serve_and_stop() -> None:

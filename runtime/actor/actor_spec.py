@@ -1,11 +1,11 @@
 """The specification of an actor, and the context of the actor in this process.
 
-An actor is an object of any class, served in a process of its own. Its public methods are
-callable from other processes (see `umbra.runtime.rpc.rpc_server` for how each kind of method runs).
-Three optional methods belong to its lifetime:
+An actor is an object of any class, served in a process of its own. Its public methods are callable
+from other processes (see `umbra.runtime.rpc.rpc_server` for how each kind of method runs). Three
+optional methods belong to its lifetime:
 
-    async __aenter__ / __aexit__   entered before the actor is announced, left at shutdown
-    async run()                    runs beside the calls; if it raises, the actor dies with it
+    async __aenter__ / __aexit__     entered before the actor is announced, left at shutdown
+    async run()                      runs beside the calls; if it raises, the actor dies with it
 """
 
 from __future__ import annotations
@@ -40,22 +40,20 @@ class ActorSpec:
         restart: what to do when the process ends.
         essential: its final death fails the job; otherwise only calls to it fail.
         start_timeout_s: from spawn to announced.
-        hung_limit_s: a process whose heartbeat thread is silent for this long is hung, and is
-            killed. A short limit kills healthy processes on an overloaded machine.
-        busy_limit_s: a loop that has not ticked for this long is hung, and its process is killed.
-        stall_limit_s: for engines (0: not watched). An engine whose `progress()` does not change
-            for this long is killed. If one of its processes is stopped, it is killed within
-            seconds.
+        hung_limit_s: a process whose heartbeat thread is silent for this long is killed. A
+            short limit kills healthy processes on an overloaded machine.
+        busy_limit_s: a process whose loop has not ticked for this long is killed.
+        stall_limit_s: an engine whose `progress()` does not change for this long is killed;
+            within seconds if one of its processes is stopped. 0: not watched.
         grace_s: from SIGTERM to SIGKILL.
         env: added to the environment.
         sys_path: folders put in front of `sys.path`, for user code.
-        memory_limit_nbytes: the process and all below it are killed when their resident memory
-            reaches this; 0 means no limit.
-        role: what the process is, for listings and logs.
-        frees_main_thread: the actor's loop runs on another thread, and the target may use the main
-            one (`ActorContext.main_thread`), where alone Python lets code handle signals.
-        gpus: of an engine: the GPUs that it computes on, by index or UUID; none on the CPU. None:
-            it may be on any GPU.
+        memory_limit_nbytes: resident memory at which the process and its descendants are
+            killed; 0 means no limit.
+        role: the kind of process, for listings and logs.
+        frees_main_thread: whether the actor's loop leaves the main thread to the target
+            (`ActorContext.main_thread`), because Python handles signals only there.
+        gpus: an engine's GPUs, by index or UUID; () on the CPU; None: it may be on any GPU.
     """
 
     name: str
@@ -89,12 +87,11 @@ class ActorContext:
     """The name, incarnation and supervisor of the actor running in this process.
 
     Attributes:
-        num_restarts: incarnations that ended before this one. An actor spawned again under an old
-            name (after an elastic restart) continues that name's incarnations, but counts restarts
-            from 0.
+        num_restarts: incarnations that ended before this one. An actor spawned again under an
+            old name (after an elastic restart) continues that name's incarnations, but counts
+            restarts from 0.
         supervisor: the supervisor of this node.
-        main_thread: runs functions on the process's main thread; None where the actor's loop has
-            it.
+        main_thread: runs functions on the process's main thread; None if the actor's loop has it.
         tcp_host: this node's address for other nodes; "" in a job that listens on none.
     """
 
@@ -108,14 +105,11 @@ class ActorContext:
     tcp_host: str = ""
 
     def connect(self, ref: ActorRef) -> Handle:
-        """A handle to another actor; if the connection is lost, it asks this node's supervisor."""
+        """A handle to another actor; after a lost connection it asks this node's supervisor."""
         return self.client.handle(ref, self.successor)
 
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation of `name`, once there is one.
-
-        `lost_incarnation`: the one whose connection was lost, if any. Its end may not have been
-        noticed yet, so it is not returned.
+        """The live incarnation of `name`, once there is one other than `lost_incarnation`.
 
         Raises:
             ActorNotFound, ActorDied: no such actor, or it will not be restarted.
@@ -128,7 +122,7 @@ class ActorContext:
         return ref
 
     async def successor(self, lost: ActorRef, timeout_s: float) -> ActorRef:
-        """The incarnation that replaces one that was lost."""
+        """The incarnation that replaces a lost one."""
         return await self.resolve(lost.name, timeout_s, lost.incarnation)
 
 
@@ -136,11 +130,7 @@ _current: list[ActorContext] = []
 
 
 def actor_context() -> ActorContext:
-    """The context of the actor that this process serves.
-
-    Raises:
-        RuntimeError: this process is no actor.
-    """
+    """The context of the actor that this process serves; RuntimeError outside an actor."""
     if not _current:
         raise RuntimeError("actor_context() is for code that runs inside an actor's process")
     return _current[0]

@@ -1,5 +1,3 @@
-"""Makes an object from its `module:Class`: an actor, or the engine inside another."""
-
 from __future__ import annotations
 
 import importlib
@@ -11,11 +9,7 @@ from umbra.runtime.errors import ConfigError
 
 
 def load_target(target: str) -> type:
-    """Imports `module:Class`.
-
-    Raises:
-        ConfigError: the module or the class cannot be imported; the message names it and the cause.
-    """
+    """Imports `module:Class`. Raises ConfigError that names the cause."""
     module_name, _, class_name = target.partition(":")
     if not module_name or not class_name:
         raise ConfigError(f"actor target {target!r} must be written module:Class")
@@ -35,14 +29,9 @@ def load_target(target: str) -> type:
 def make_target(
     target: str, kwargs: Mapping[str, Any], kwarg_settings: Mapping[str, str] | None = None
 ) -> Any:
-    """An instance of `module:Class`.
+    """An instance of `module:Class`. Raises ConfigError that lists the accepted arguments.
 
-    Args:
-        kwarg_settings: the user's setting that an argument comes from, for the message.
-
-    Raises:
-        ConfigError: it cannot be imported, or does not accept these arguments; the message lists
-            those that it accepts.
+    `kwarg_settings` names the user's setting that an argument comes from, for the message.
     """
     kind = load_target(target)
     try:

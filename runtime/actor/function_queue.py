@@ -1,5 +1,3 @@
-"""Functions that one thread runs for others, such as an actor's main thread, where it is free."""
-
 from __future__ import annotations
 
 import concurrent.futures
@@ -28,7 +26,6 @@ class FunctionQueue:
         self._functions = queue.SimpleQueue[Callable[[], object] | None]()
 
     def serve(self) -> None:
-        """Runs functions until `stop`."""
         self.thread_id = threading.get_ident()
         while True:
             try:
@@ -40,16 +37,15 @@ class FunctionQueue:
         self.has_stopped.set()
 
     def serve_on_a_thread(self, name: str) -> None:
-        """Starts a daemon thread for `serve`."""
         threading.Thread(target=self.serve, name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Makes `serve` return after the functions that were put before. Called on any thread."""
+        """Makes `serve` return after the functions queued so far. Called on any thread."""
         self._functions.put(None)
 
     def put(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Returns the result's future. A function whose future is cancelled before its turn is not
-        run."""
+        """Returns the result's future. A function whose future is cancelled before its
+        turn is skipped."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:

@@ -1,10 +1,9 @@
 """Distinguishes a hung actor from a busy one.
 
 A thread of each actor answers pings on a socket of its own and reports how long ago the actor's
-event loop last ticked. So an observer can distinguish three cases: no answer (the process is
-stopped or stuck in C code that holds the interpreter), an answer with an old tick (the loop is
-blocked: busy, or hung after `busy_limit_s`), and a healthy loop. An actor that works outside its
-loop (an engine) also reports whether it makes progress.
+event loop last ticked. No answer: the process is stopped, or stuck in C code that holds the
+interpreter. An old tick: the loop is blocked, and counts as hung after `busy_limit_s`. An actor
+that works outside its loop (an engine) also reports whether it makes progress.
 """
 
 from __future__ import annotations
@@ -20,22 +19,16 @@ import zmq
 
 from umbra.runtime.errors import ProtocolError
 
-# The loop records a tick this often. A longer interval blurs the age, a shorter one wakes idle
-# actors.
+# A longer interval blurs the loop's age, a shorter one wakes idle actors.
 TICK_INTERVAL_S: Final = 0.25
-# The most that a tick adds to a stall. More would count time in which this process was stopped,
-# too; less counts too little if the loop is often late.
+# The most that a tick adds to a stall. More would count time in which this process was stopped;
+# less counts too little if the loop is often late.
 _MOST_PER_TICK_S: Final = 1.0
 
 
 class Beat(NamedTuple):
-    """The answer to a ping.
-
-    Attributes:
-        incarnation: of the actor.
-        loop_age_s: since its loop last ticked.
-        stalled_s: see `LoopTicker`.
-    """
+    """The answer to a ping: the actor's incarnation, seconds since its loop last ticked, and
+    `LoopTicker.stalled_s`."""
 
     incarnation: int
     loop_age_s: float
@@ -47,7 +40,6 @@ class Beat(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Beat:
-        """Raises ProtocolError if it is malformed."""
         try:
             fields: Any = msgpack.unpackb(data)
         except Exception as error:  # malformed msgpack fails in many ways
@@ -75,7 +67,6 @@ class LoopTicker:
         self._progress = progress
 
     async def run(self) -> None:
-        """Ticks until cancelled."""
         last_mark: object = None
         while True:
             now = time.monotonic()
@@ -89,7 +80,7 @@ class LoopTicker:
 
 
 class HeartbeatResponder:
-    """The answering thread. A context manager; leaving it ends the thread and its socket."""
+    """The answering thread, which leaving the context ends."""
 
     def __init__(
         self,

@@ -1,5 +1,3 @@
-"""Actors on this node that another node's supervisor wanted here; see `RemoteActor`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +30,7 @@ class _Hosted:
 
 
 class HostedActors:
-    """Owned by the supervisor.
+    """The actors on this node that another node's supervisor runs here; see `RemoteActor`.
 
     Args:
         start: starts an actor whose processes each wait for the event.
@@ -49,12 +47,13 @@ class HostedActors:
         self._hosted: dict[str, _Hosted] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether another node's supervisor wants the actor of that name here."""
         return name in self._hosted
 
     async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
-        """Starts an actor, yields its state after every change, and returns when it has ended for
-        good. If the caller is lost, the actor ends, unless it is kept warm."""
+        """Starts an actor, yields its state after every change, returns when it has ended for good.
+
+        If the caller is lost, the actor ends, unless it is kept warm.
+        """
         may_start = asyncio.Event()
         hosted = self._hosted[spec.name] = _Hosted(self._start(spec, may_start), may_start)
         try:
@@ -79,15 +78,8 @@ class HostedActors:
             hosted.changed.set()
 
     async def command(self, command: str, name: str, *arguments: Any) -> ActorRef | None:
-        """Does what the other supervisor wants of an actor.
-
-        Returns:
-            For "restart", the address of the next incarnation, once that serves.
-
-        Raises:
-            ActorDied, DeadlineExceeded: see `SupervisedActor.restart`.
-            ActorNotFound, ProtocolError: there is no such actor or command.
-        """
+        """Obeys the other supervisor. "restart" returns the next incarnation's address
+        once it serves."""
         if name not in self._hosted:
             raise ActorNotFound(f"no other node has an actor {name!r} here")
         hosted = self._hosted[name]

@@ -1,7 +1,7 @@
-"""When the job ends on a node, and what it leaves behind. Pure: no clock, task or socket.
+"""The end of the job on a node. Pure: no clock, task or socket.
 
 running ── a stop signal, or a request to stop ──▶ stopping ── the last rank has left ──▶ over
-   │  ▲                                               └─ another signal, a while later ──▶ over
+   │  ▲                                                └─ another signal, a while later ──▶ over
    │  └── torchrun has started the ranks again
    └── the last rank has left
          ├─ done or stopped for good, or torchrun starts none after a failure ───────────▶ over
@@ -17,7 +17,7 @@ from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL
 
 
 class StopDecision(StrEnum):
-    """What a stop signal does."""
+    """The effect of a stop signal."""
 
     STOP_RANKS = "stop_ranks"
     END = "end"  # without waiting for them
@@ -25,7 +25,7 @@ class StopDecision(StrEnum):
 
 
 class AfterRanks(StrEnum):
-    """What happens on a node when its last rank has left."""
+    """The actors' fate when a node's last rank has left."""
 
     OVER = "over"
     KEEP = "keep"  # all actors, for ranks that torchrun starts here
@@ -55,7 +55,7 @@ class JobEnd:
         self._stopped_at = None
 
     def begin_epoch(self) -> None:
-        """The nodes meet. Those that were lost do not count any more."""
+        """The nodes meet, so nodes lost earlier no longer count."""
         self._has_lost_node = False
 
     def lose_node(self) -> None:
@@ -63,8 +63,8 @@ class JobEnd:
         self._has_lost_node = True
 
     def stop(self, number: int, now: float) -> StopDecision:
-        """Takes a stop signal to the supervisor, or a request. One stop may come as several
-        signals, all within `STOP_WINDOW_S`."""
+        """Takes a stop signal or request. One stop may be several signals within
+        `STOP_WINDOW_S`."""
         if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
             is_preemption = number == PREEMPT_SIGNAL
             return StopDecision.IGNORE if is_preemption else StopDecision.END
@@ -72,8 +72,8 @@ class JobEnd:
         return StopDecision.STOP_RANKS
 
     def is_preempted(self, number: int, *, is_first_signal: bool, has_failed: bool) -> bool:
-        """Whether the launcher has to start the job again: after a preemption, also of one whose
-        ranks have failed and would have been started again."""
+        """Whether the launcher must start the job again: after a preemption, even if its ranks have
+        failed and would have been started again."""
         prevents_restart = has_failed and self.may_restart
         return number == PREEMPT_SIGNAL and (is_first_signal or prevents_restart)
 
@@ -84,7 +84,7 @@ class JobEnd:
 
         Args:
             was_stopped: the ranks got a stop signal.
-            have_all_detached: they said that they leave.
+            have_all_detached: every rank announced that it leaves.
         """
         if self.is_for_good or self._stopped_at is not None:
             is_over = True
@@ -100,10 +100,10 @@ class JobEnd:
 
     @property
     def ends_torchrun(self) -> bool:
-        """Whether torchrun would start the ranks of a job again that was stopped for good."""
+        """Whether torchrun would restart the ranks of a job that was stopped for good."""
         return self.is_for_good and self.may_restart
 
     def may_forget_keys(self, *, has_failed: bool) -> bool:
-        """Whether no other node goes on with the job's keys: it would if this one is cut off, was
-        stopped, or its ranks have failed."""
+        """Whether no other node continues with the job's keys: one would after this node was cut
+        off or stopped, or its ranks failed."""
         return not (self._has_lost_node or has_failed or self._stopped_at is not None)

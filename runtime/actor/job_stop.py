@@ -19,8 +19,8 @@ from umbra.runtime.first_of import first_of
 
 STOP_WINDOW_S: Final = 1.0
 """Longest time between the first and the last process receiving the same stop. A longer window
-delays the restart of an actor that was signalled alone; a shorter one mistakes a slow stop for many
-failures."""
+delays the restart of an actor that was signalled alone; a shorter one mistakes a slow stop for
+many failures."""
 
 
 class JobStop:
@@ -42,11 +42,9 @@ class JobStop:
         self._absent.set()
 
     async def settle(self, own_stop: asyncio.Event) -> None:
-        """Call it after a signal to an actor: returns when it is known whether the job is being
-        stopped.
+        """After a signal to an actor: returns once it is known whether the job is being stopped.
 
-        Args:
-            own_stop: set when umbra asks the actor to end, as it does at the end of each stop.
+        `own_stop` is set when umbra asks the actor to end, as it does at the end of each stop.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_WINDOW_S):

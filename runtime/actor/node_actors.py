@@ -1,5 +1,3 @@
-"""The actors that a supervisor knows: those of its node, and those that it wants on other nodes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -39,21 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class NodeActors:
-    """Owned by the supervisor.
+    """The actors of this node, and the remote ones that it runs on others. Owned by the supervisor.
 
     Attributes:
-        hosted: those of this node that another node's supervisor wants here.
+        hosted: actors of this node that another node's supervisor runs.
 
     Args:
-        links: to the other nodes.
         ranks: of this node, which share its GPUs with the actors.
-        job_stop, note, explain_late: of `SupervisedActor`.
         processes_path: a file that describes the processes for people and scripts.
         over: once set, no actor is started, because nobody would stop it.
-        take_warm: returns the running engine of that name which no pool uses, if there is one.
-        keeps_warm: whether an actor outlives the other node's supervisor that wants it here.
-        on_change: called after each change of an actor of this node.
-        on_remote_change: called with the index of the node after each change of an actor there.
+        take_warm: returns the running engine of that name which no pool uses, or None.
+        keeps_warm: whether an actor outlives the remote supervisor that runs it.
     """
 
     def __init__(
@@ -109,15 +103,13 @@ class NodeActors:
             self._changed.set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is an actor of that name on this node."""
         return name in self._own
 
     def own(self) -> Collection[SupervisedActor]:
-        """Those of this node."""
         return self._own.values()
 
     def find(self, name: str) -> ActorProcess:
-        """Raises ActorNotFound if this supervisor knows no such actor."""
+        """Raises ActorNotFound for a name that this supervisor does not know."""
         actor = self._own.get(name) or self._remote.get(name)
         if actor is None:
             known = ", ".join(sorted({*self._own, *self._remote})) or "none"
@@ -127,10 +119,7 @@ class NodeActors:
         return actor
 
     def start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
-        """Starts an actor on this node.
-
-        Args:
-            may_start: no process is started while it is not set.
+        """Starts an actor on this node; its processes wait for `may_start`.
 
         Raises:
             ConfigError: the name is taken, or too long.
@@ -161,7 +150,7 @@ class NodeActors:
         return actor
 
     def start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
-        """Starts an actor on the node of that index; likewise. Called on rank 0's."""
+        """Starts an actor on the node of that index. Lead only."""
         if node == 0:
             return self.start(spec, may_start)
         there, epoch = self._links.supervisor_of(node), self._links.epoch
@@ -174,7 +163,6 @@ class NodeActors:
         return actor
 
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int) -> ActorRef:
-        """See `ActorCalls.resolve`."""
         deadline = time.monotonic() + timeout_s
         if not lost_incarnation:
             with contextlib.suppress(TimeoutError):
@@ -186,10 +174,7 @@ class NodeActors:
     async def stop(self, name: str, timeout_s: float) -> None:
         """Ends an actor for good, waits until its process is reaped, and frees its name.
 
-        Raises:
-            ActorNotFound: there is none of that name.
-            DeadlineExceeded: it has not ended in time; it ends later.
-            ActorDied: its process cannot be ended.
+        After DeadlineExceeded it still ends, later.
         """
         actor = self.find(name)
         actor.stop()
@@ -203,7 +188,6 @@ class NodeActors:
         self.forget(actor)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Name, role, state, pid, incarnation and restarts of every actor of this node."""
         return [
             {
                 "name": actor.spec.name,
@@ -217,7 +201,7 @@ class NodeActors:
         ]
 
     def forget(self, actor: ActorProcess) -> None:
-        """Frees the name of an actor that has ended. Another one may have it by now."""
+        """Frees the name of an actor that has ended, unless another one has it by now."""
         for known in (self._own, self._remote):
             if known.get(actor.spec.name) is actor:
                 del known[actor.spec.name]
@@ -262,7 +246,8 @@ class NodeActors:
         self._on_change(actor)
 
     async def _write_changes(self) -> None:
-        """Writes the last state of all actors. In a thread, as a shared file system may hang."""
+        """Writes the last state of all actors, in a thread, because a shared file
+        system may hang."""
         is_last = False
         while not is_last:
             await self._changed.wait()

@@ -1,11 +1,3 @@
-"""An actor on another node, as the supervisor that wanted it there sees it.
-
-    RemoteActor ── host_actor ───────────────▶ supervisor there    a stream of its states comes back
-                ── command_hosted ───────────▶                     permit, stop, restart, kill
-
-The supervisor there starts the process, restarts it and watches it, as any other of its own.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +30,7 @@ _CALL_LIMIT_S: Final = 10.0
 
 
 class ActorProcess(Protocol):
-    """`SupervisedActor` for an actor on this node, `RemoteActor` for one on another node."""
+    """An actor of this node (`SupervisedActor`) or of another one (`RemoteActor`)."""
 
     spec: ActorSpec
     state: ActorState
@@ -62,13 +54,13 @@ class ActorProcess(Protocol):
 
 
 class RemoteActor:
-    """Implements `ActorProcess`. `run()` lives until the actor has ended for good.
+    """An actor on another node, as the supervisor that runs it there sees it.
 
-    Args:
-        there: the supervisor of its node.
-        epoch: in which that is a node of the job.
-        may_start: no process is started while it is not set.
-        on_change: called after each change that the other node reports.
+        RemoteActor ── host_actor ───────────────▶ supervisor there    a stream of states comes back
+                    ── command_hosted ───────────▶                     permit, stop, restart, kill
+
+    The supervisor there starts the process, restarts it and watches it like its own. `run` lives
+    until the actor has ended for good. `epoch` is the one in which the two nodes met.
     """
 
     def __init__(
@@ -101,7 +93,6 @@ class RemoteActor:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stop.is_set()
 
     @property
@@ -109,13 +100,11 @@ class RemoteActor:
         return self._num_restarts
 
     def stop(self) -> None:
-        """Asks for the final end; `run()` returns afterwards."""
         if not self._stop.is_set():
             self._stop.set()
             self._command("stop")
 
     async def restart(self, timeout_s: float) -> ActorRef:
-        """Replaces the process; see `SupervisedActor.restart`."""
         command = self._epoch, "restart", self.spec.name, timeout_s
         try:
             ref: ActorRef = await self._there.call(
@@ -126,19 +115,15 @@ class RemoteActor:
         return ref
 
     def kill(self, reason: str) -> None:
-        """SIGKILLs this incarnation; the restart policy decides what follows."""
         self._command("kill", self.incarnation, reason)
 
     async def failed_to_wake(self) -> None:
-        """Reports that the engine could not wake; returns at once."""
         self._command("failed_to_wake")
 
     def woke(self) -> None:
-        """Reports that the engine is awake."""
         self._command("woke")
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation; see `SupervisedActor.wait_running`."""
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._changed:
@@ -156,7 +141,7 @@ class RemoteActor:
         return self.ref
 
     async def run(self) -> None:
-        """Follows the process. Whatever ends the stream of its states ends it."""
+        """Follows the process. Any end of the stream of its states ends the actor."""
         why = f"{self.spec.name} was stopped"
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -177,8 +162,8 @@ class RemoteActor:
         self.ended.set()
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
-        # No deadline per item: a process that does not change reports nothing. A node that is lost
-        # is noticed by its link, and its connection dropped.
+        # No deadline per item: a process that does not change reports nothing. Its link notices the
+        # loss of the node and drops the connection.
         arguments = self._epoch, to_wire(self.spec)
         async with self._there.stream("host_actor", *arguments, timeout_s=None) as states:
             async for state in states:
@@ -188,7 +173,7 @@ class RemoteActor:
                     self._permits.append(tasks.create_task(self._permit(self.incarnation)))
 
     async def _permit(self, ended_incarnation: int) -> None:
-        """Lets the next process start, which has its number from here on."""
+        """Lets the next process start, whose incarnation counts from here on."""
         await first_of(self._may_start, self._stop)
         if not self.is_stopping and self.incarnation == ended_incarnation:
             self.incarnation += 1

@@ -1,5 +1,3 @@
-"""Decides when a process that has ended is started again: pure, the clock is an argument."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -14,9 +12,8 @@ RestartMode = Literal["never", "on_failure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """`mode`: "on_failure" starts the process again, "never" does not.
-
-    Any end that umbra did not request is a failure, whatever the exit status.
+    """Whether ("on_failure") and when a process is started again: any end that umbra
+    did not request.
 
     At most `max_restarts` restarts are made within any `window_s` seconds. The first one waits for
     `backoff_initial_s`, each later one within the window twice as long, at most `backoff_max_s`.
@@ -24,11 +21,11 @@ class RestartPolicy:
 
     mode: RestartMode = "on_failure"
     max_restarts: int = 5
-    """With more, a process that cannot start is tried for longer before the job fails. With fewer,
-    a job of days ends after a handful of crashes within one window."""
+    """More: a process that cannot start is tried for longer before the job fails. Fewer: a job of
+    days ends after a handful of crashes within one window."""
     window_s: float = 600.0
-    """Longer: rare crashes add up. Shorter than max_restarts backoffs: a crash loop is never
-    noticed."""
+    """Longer: rare crashes add up. Shorter than max_restarts backoffs: crash loops
+    stay unnoticed."""
     backoff_initial_s: float = 0.1
     """Longer: each recovery waits. Zero: a process that dies at import restarts without pause."""
     backoff_max_s: float = 10.0
@@ -49,20 +46,16 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRestart:
-    """Start it again after `delay_s` seconds."""
-
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class DeclareFailed:
-    """Do not start it again: the actor has failed for good."""
-
     reason: str
 
 
 class RestartTracker:
-    """Applies a policy to the ends of one named process."""
+    """Applies a policy to the ends of one named process. Pure: the clock is an argument."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
@@ -71,10 +64,8 @@ class RestartTracker:
         self._restarts_at: deque[float] = deque()  # Ascending, within the window.
 
     def observe(self, status: ExitStatus, now: float) -> ScheduleRestart | DeclareFailed:
-        """Decides after an end at time `now` (seconds of a monotonic clock, never going back).
-
-        Must not be called for ends that umbra requested: those are final.
-        """
+        """Decides after an end at time `now` (seconds of a monotonic clock), unless
+        umbra requested it."""
         policy = self.policy
         if policy.mode == "never":
             return DeclareFailed(str(status))

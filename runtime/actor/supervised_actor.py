@@ -48,10 +48,10 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.settings import to_wire
 from umbra.runtime.tracing.spans import instant, span
 
-# How long a dead actor's children may take to end. The supervisor's periodic check takes over a
-# child that hangs in a driver, which would otherwise hold up the restart forever.
+# A dead actor's children may take this long to end. Without a limit, a child that hangs in a driver
+# would hold up the restart forever; the supervisor's periodic check takes over.
 _ORPHAN_DEADLINE_S: Final = 10.0
-# How long a dead engine's GPU memory may take to be free. A longer limit holds up a restart that
+# A dead engine's GPU memory may take this long to be free. A longer limit holds up a restart that
 # might work; a shorter one starts engines that run out of memory.
 _GPU_DEADLINE_S: Final = 30.0
 # From a lost connection to the end of its process, beyond the actor's own grace. A longer limit
@@ -59,7 +59,7 @@ _GPU_DEADLINE_S: Final = 30.0
 _LOST_LIMIT_S: Final = 1.0
 # Lines searched for a lack of GPU memory; the tracebacks of an engine's processes follow it.
 _MAX_LOG_LINES: Final = 2000
-# From a child's end to the end of the pipe that it wrote to, if nobody else holds the pipe.
+# From a child's end to the end of its pipe, if nobody else holds the pipe.
 _OUTCOME_LIMIT_S: Final = 0.2
 
 
@@ -75,7 +75,7 @@ class NodeSettings:
     """Settings that every actor of a node is started with.
 
     Attributes:
-        supervisor: where actors find their supervisor.
+        supervisor: of this node.
         keys: public and secret CURVE key, or () if the job has no tcp.
         trace_dir: folder of the run's trace; "" for none.
     """
@@ -91,17 +91,16 @@ class NodeSettings:
 
 
 class SupervisedActor:
-    """Owns the actor's process. `run()` lives until the actor has ended for good.
+    """Owns the actor's process. `run` lives until the actor has ended for good.
 
     Args:
         on_change: called on the loop after each change of `state`.
         on_note: called with news for the operator.
         num_earlier: incarnations that other actors of this name have had.
-        job_stop: whether the job is being stopped.
         may_start: no process is started while it is not set.
         describe_gpu_memory: reports who holds GPU memory now, and which setting to change.
-        explain_late: called if the first start takes too long, which the job does not survive, and
-            before the process is killed. It returns text to append to the error.
+        explain_late: called before a first start that takes too long is killed, and the job
+            with it; returns text to append to the error.
     """
 
     def __init__(
@@ -148,7 +147,6 @@ class SupervisedActor:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stop.is_set()
 
     @property
@@ -156,15 +154,15 @@ class SupervisedActor:
         return max(0, self.incarnation - self._num_earlier - 1)
 
     def stop(self) -> None:
-        """Asks for the final end: SIGTERM, grace, SIGKILL. `run()` returns afterwards."""
+        """Asks for the final end: SIGTERM, grace, SIGKILL. `run` returns afterwards."""
         self._stop.set()
 
     async def restart(self, timeout_s: float) -> ActorRef:
         """Replaces the process, and waits until the next incarnation serves.
 
-        The process ends as by `stop`, also if it is still starting, so the next one begins after
-        the call. The restart policy neither counts nor delays this, but it decides if the next
-        process fails.
+        The process ends as by `stop`, even while it is starting, so its successor begins after
+        the call. The restart policy neither counts nor delays this, but it decides if the
+        successor fails.
 
         Raises:
             ActorDied: it has ended for good, before or meanwhile.
@@ -190,11 +188,10 @@ class SupervisedActor:
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows.
 
-        What the kernel says of the process now, such as that a signal has stopped it, comes before
-        the reason, which may be only a consequence.
-
-        Does nothing if it has ended or was asked to, and ignores the reason if it is ending by
-        itself, because a broken call is then not the cause. The first of several reasons counts.
+        The process's kernel state, such as stopped by a signal, precedes the reason, which may
+        be only a consequence. Does nothing after the end or a stop, and ignores the reason if
+        the process is ending by itself, because a broken call is then not the cause. The first
+        reason counts.
         """
         if self._child is not None and not self._child.has_ended():
             stat = process_stat(self._child.pid)
@@ -209,18 +206,17 @@ class SupervisedActor:
             former.set()  # whoever waits for it looks at the new one
 
     async def failed_to_wake(self) -> None:
-        """Reports that the engine could not wake, maybe for lack of GPU memory."""
+        """The engine could not wake, maybe for lack of GPU memory."""
         await self._shortages.failed_to_wake()
 
     def woke(self) -> None:
-        """Reports that the engine is awake."""
         self._shortages.woke()
 
     def signalled(self, incarnation: int) -> bool:
-        """Reports that the actor has got a stop signal. Returns whether it must end: umbra sent the
-        signal.
+        """Takes the actor's report of a stop signal; returns whether umbra sent it, so that
+        the actor ends.
 
-        Otherwise it gets another signal when it must end.
+        Otherwise the actor gets another signal when it must end.
         """
         if incarnation != self.incarnation or self._stop.is_set() or self._child is None:
             return True
@@ -230,8 +226,8 @@ class SupervisedActor:
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
         """The live incarnation; `lost_incarnation` only if it turns out to be alive.
 
-        A caller sees its connection close before the process is reaped, and one that kills the
-        actor knows even sooner, so callers may ask too early.
+        Callers may ask early: they see their connection close before the process is reaped, and one
+        that kills the actor knows even sooner.
 
         Raises:
             ActorDied: it has ended for good; the message says how, with its last log lines.
@@ -383,8 +379,7 @@ class SupervisedActor:
         return how
 
     async def _await_free_memory(self, label: str) -> None:
-        """Waits until its descendants have ended and memory of its GPUs is free for its
-        successor."""
+        """Waits until its descendants have ended and its GPUs have memory for its successor."""
         await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
         if self.spec.role == "engine":
             problem = await gpu_memory_released(
@@ -394,7 +389,7 @@ class SupervisedActor:
                 self._note(f"{label}: {problem}; the next one may run out of memory", "fault")
 
     async def _await_announcement(self, read_fd: int, child: ChildProcess) -> str:
-        """Waits until the actor serves; returns what went wrong, or ""."""
+        """Waits until the actor serves; returns the failure, or ""."""
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 outcome = await self._read_outcome(read_fd, child)
@@ -420,10 +415,9 @@ class SupervisedActor:
         return ""
 
     async def _read_outcome(self, read_fd: int, child: ChildProcess) -> dict[str, Any] | None:
-        """Reads what the child announces; None if it ended, or the actor must stop, before that.
+        """Reads the child's announcement; None if it ended, or the actor must stop, before.
 
-        The pipe's end proves nothing, because a process that the constructor forked may hold it
-        open.
+        The pipe's end proves nothing: a process that the constructor forked may hold it open.
         """
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(_read_object(read_fd))
@@ -436,7 +430,7 @@ class SupervisedActor:
                 await asyncio.wait((reading,), timeout=_OUTCOME_LIMIT_S)
             outcome = reading.result() if reading.done() else None
             if outcome is None or "error" in outcome:
-                # It ends by itself; its own end says more than one by our SIGTERM.
+                # It ends by itself, and its own end says more than one by our SIGTERM.
                 await asyncio.wait(
                     (ended, stopped),
                     timeout=self.spec.grace_s,
@@ -521,7 +515,7 @@ class SupervisedActor:
 
 
 def _with_state(pid: int, reason: str) -> str:
-    """The reason to give up a process, behind what the kernel says of it and those below it."""
+    """The reason for a kill, behind the kernel's state of the process and its descendants."""
     tree = ProcessTree(pid)
     tree.look()
     state = tree.why_stuck()
@@ -531,8 +525,10 @@ def _with_state(pid: int, reason: str) -> str:
 async def await_end_of_lost(
     changed: asyncio.Condition, state: Callable[[], ActorState], grace_s: float
 ) -> None:
-    """Waits for the end that a lost connection announces, for the actor's grace at most. The caller
-    holds the condition."""
+    """Waits for the end that a lost connection announces, for the actor's grace at most.
+
+    The caller holds the condition.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s + _LOST_LIMIT_S):
             await changed.wait_for(lambda: state() != ActorState.RUNNING)

@@ -1,8 +1,3 @@
-"""Watches one actor's processes from the supervisor: hung, blocked, stalled, or too large.
-
-Whoever kills a process adds what the kernel says of it (`SupervisedActor.kill`).
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,11 +11,11 @@ from umbra.runtime.process.process_tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
 
-# Pings come once a second: more often wakes idle actors, less often delays every verdict.
+# More frequent pings wake idle actors, rarer ones delay every verdict.
 PING_INTERVAL_S: Final = 1.0
 # Every limit covers at least this many pings: with fewer, one late answer would decide.
 _MIN_PINGS: Final = 4
-# How long an engine's process may be stopped by a signal. A longer limit keeps its requests
+# An engine's process may be stopped by a signal for this long. A longer limit keeps its requests
 # waiting; a shorter one kills it when a debugging tool stops it for a moment.
 _STOPPED_LIMIT_S: Final = 3.0
 # Pings between two searches for new processes, which take milliseconds where threads are many.
@@ -28,13 +23,11 @@ _LOOK_EVERY: Final = 10
 
 
 class Watchdog:
-    """Pings one incarnation and decides when it must be killed.
+    """Watches one actor's processes and decides when they must be killed: hung, blocked,
+    stalled, large.
 
-    It counts intervals, not clock time, so that a supervisor that was itself stopped for a while
-    does not blame its children.
-
-    Attributes:
-        tree: the processes it watches.
+    It counts pings, not clock time, so that a supervisor that was itself stopped for a while does
+    not blame its children.
     """
 
     def __init__(
