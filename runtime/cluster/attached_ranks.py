@@ -1,6 +1,3 @@
-"""The ranks attached to a supervisor, the events that all of them receive, and ranks that a signal
-has stopped."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,16 +15,13 @@ logger = logging.getLogger(__name__)
 # Events that a rank has not read yet. A rank reads on a thread of its own, so only a stopped one
 # falls behind; then it loses notes, but never failures.
 _MAX_UNREAD_EVENTS: Final = 1000
-# Between two looks at whether a signal has stopped a rank, which only its parent hears of, and the
-# looks in a row until that is reported. More report it later; fewer report a rank that a debugging
-# tool stops for a moment.
+# Interval of looks at whether a signal has stopped a rank, which only its parent notices, and looks
+# in a row before it is reported. More report late; fewer report ranks that debugging tools stop.
 _LOOK_INTERVAL_S: Final = 1.0
 _NUM_LOOKS: Final = 2
 
 
 class AttachedRank:
-    """One rank, and the events that it has not read yet."""
-
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
@@ -45,15 +39,15 @@ class AttachedRank:
 
 
 class AttachedRanks:
-    """Owned by the supervisor.
+    """The ranks attached to a supervisor, and the events that all of them receive.
 
     Args:
-        on_event: called with the loss of the job, and with a stop signal: each once, wherever on
-            the job's nodes it happened.
+        on_event: called once with the loss of the job, and once with a stop signal, on
+            whichever node either happened.
 
     Attributes:
         incarnation: of the ranks, counted by torchrun.
-        failed: set once the job is lost; all ranks, also later ones, get that event.
+        failed: set once the job is lost; all ranks, even later ones, get that event.
         attached: set while there is a rank.
     """
 
@@ -82,7 +76,7 @@ class AttachedRanks:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether they got a stop signal."""
+        """Whether the ranks got a stop signal."""
         return self._signal is not None
 
     @property
@@ -101,8 +95,7 @@ class AttachedRanks:
         return me
 
     def remove(self, gone: AttachedRank) -> bool:
-        """Returns False if another process is that rank by now, or the ranks were restarted
-        since."""
+        """Returns False if another process is that rank by now, or the ranks were restarted."""
         if self._ranks.get(gone.rank) is not gone:
             return False
         del self._ranks[gone.rank]
@@ -111,7 +104,7 @@ class AttachedRanks:
         return True
 
     def detach(self, rank: int) -> None:
-        """Ends its stream of events; its end is then expected."""
+        """Ends the rank's stream of events; the rank's end is then expected."""
         self._detached.add(rank)
         if rank in self._ranks:
             self._ranks[rank].put({"kind": "detached"})
@@ -123,12 +116,11 @@ class AttachedRanks:
         return list(self._ranks.values())
 
     def note_gpu_memory(self, rank: int, memory: RankMemory) -> None:
-        """Stores the rank's last report."""
         if rank in self._ranks:
             self._ranks[rank].gpu_memory = memory
 
     def start_over(self, incarnation: int) -> list[int]:
-        """Begins with new ranks: the old ones' failures, farewells and ends no longer count.
+        """Begins with new ranks: failures, farewells and ends of old ones no longer count.
 
         Returns:
             The old ranks that have not ended yet.
@@ -144,7 +136,7 @@ class AttachedRanks:
         return unseen
 
     def fail(self, who: str, message: str) -> None:
-        """Marks the job as lost and sends that to every rank; the first failure counts."""
+        """Marks the job as lost and reports it to every rank; the first failure counts."""
         self.fail_as(f"{who} failed: {message}")
 
     def fail_as(self, message: str) -> None:
@@ -160,13 +152,11 @@ class AttachedRanks:
     def pass_on_signal(
         self, cause: str, incarnation: int, number: int, grace_s: float | None = None
     ) -> bool:
-        """Sends every rank a stop signal that some process of the job got, once. A request that
-        gives a time is sent after a signal, too, and limits what that left open.
+        """Sends every rank a stop signal that the job got; returns whether it is the first one.
 
-        Returns whether it is the first one.
-
-        When ranks have failed, torchrun ends the others by a signal, too. That one concerns neither
-        them nor the ranks that it starts in their place.
+        Only the first counts, except that a later request with a time limits an unlimited stop.
+        When ranks have failed, torchrun ends the others by a signal, which concerns neither them
+        nor the ranks started in their place.
 
         Args:
             cause: "the supervisor got SIGTERM", "umbra stop asked for it".
@@ -190,7 +180,7 @@ class AttachedRanks:
                 await self.failed.wait()
 
     def tell_nodes(self, nodes: list[dict[str, Any]], epoch: int) -> None:
-        """Sends every rank, also later ones, the nodes of the job."""
+        """Sends every rank, even later ones, the nodes of the job."""
         self._nodes = {"kind": "nodes", "nodes": nodes, "epoch": epoch}
         for rank in self._ranks.values():
             rank.put(self._nodes)
@@ -200,7 +190,7 @@ class AttachedRanks:
         self._nodes = None
 
     async def watch_stops(self, notify: Notify) -> None:
-        """Reports each rank that a signal stops, and that continues. Runs until cancelled.
+        """Reports each rank that a signal stops or continues, until cancelled.
 
         A stopped rank is not lost: the job waits for it, as long as its deadlines allow.
         """

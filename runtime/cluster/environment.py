@@ -50,10 +50,10 @@ _START_VARIABLES: Final = ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FI
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that torchrun gave a rank.
+    """The environment without the variables that torchrun gave a rank, for other processes.
 
-    For processes that are not ranks: a library there that makes a process group of its own (vLLM)
-    would look for its peers at the ranks' store, and wait forever.
+    A library there that makes its own process group (vLLM) would look for its peers at the ranks'
+    store, and wait forever.
     """
     return {
         name: value
@@ -64,13 +64,13 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunEnvironment:
-    """Who this process is among the trainer's ranks.
+    """This process among the trainer's ranks.
 
     Attributes:
         local_world_size: ranks on this node.
         node_rank: index of this node among the `num_nodes` of the job.
         meeting_point: host and port of the ranks' store.
-        has_own_store: whether rank 0 has that store, so that it ends with the ranks. By default
+        has_own_store: whether rank 0 has that store, which then ends with the ranks; by default
             torchrun's agent has it.
         under_torchrun: whether torchrun started it; otherwise it is rank 0 of 1.
         run_id: torchrun's rendezvous id, "none" by default.
@@ -141,19 +141,20 @@ class TorchrunEnvironment:
 
     @property
     def round_id(self) -> str:
-        """Tells this start of the ranks of a node from others that have the same `incarnation`.
+        """Distinguishes starts of a node's ranks that have the same `incarnation`.
 
         torchrun's count of restarts is each agent's own, and does not rise when only the nodes
-        change. A store that rank 0 has is another one in each round of torchrun's rendezvous.
+        change. Rank 0's own store is a new one in each round of torchrun's rendezvous.
         """
         host, port = self.meeting_point
         return f"{host}:{port}" if self.has_own_store else ""
 
 
 def bind_to_agent(environ: Mapping[str, str] = os.environ) -> TorchrunAgent | None:
-    """Makes this rank end when torchrun's agent does. A rank calls this first.
+    """Makes this rank end when torchrun's agent does, at once if it has ended. A rank
+    calls this first.
 
-    Ends it at once if the agent has ended. Returns None if no launcher started this process.
+    Returns None if no launcher started this process.
     """
     if "RANK" not in environ:
         return None
@@ -167,11 +168,10 @@ def _bind(variables: tuple[tuple[str, str], ...]) -> TorchrunAgent:
 
 
 def visible_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs that this job may use on this node, as CUDA_VISIBLE_DEVICES names them. CUDA uses
-    one MIG instance only, whatever else is named.
+    """The GPUs that this job may use on this node, as CUDA_VISIBLE_DEVICES names them.
 
-    Args:
-        num_gpus: number of GPUs of this machine, visible or not.
+    CUDA uses one MIG instance only, whatever else is named. `num_gpus` counts the machine's GPUs,
+    visible or not.
 
     Raises:
         ConfigError: a GPU is named twice, or the machine does not have it.
@@ -219,8 +219,7 @@ def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def api_key(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """The key that clients of `umbra serve` must send, unless `given` replaces it; "" requires
-    none.
+    """The key that clients of `umbra serve` must send, `given` first; "" requires none.
 
     Raises ConfigError if no HTTP header can hold it.
     """

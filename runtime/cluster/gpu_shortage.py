@@ -1,5 +1,4 @@
-"""An engine finds too little GPU memory as it starts or wakes: recognises, explains and counts
-that.
+"""Recognises, explains and counts an engine's lack of GPU memory, as it starts or wakes.
 
     start or wake fails ─▶ was memory short? ─▶ who holds how much, and what to change
                                              └▶ the second time in a row is final
@@ -47,17 +46,12 @@ _NVML_LIMIT_S: Final = 2.0
 
 
 def lacks_gpu_memory(text: str) -> bool:
-    """Whether an engine's error or log reports that the GPU had too little memory."""
     return _SIGNS.search(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Memory that torch has on a rank's GPU.
-
-    Attributes:
-        reserved_nbytes: `allocated_nbytes` plus the cache of torch's allocator.
-    """
+    """Memory that torch has on a rank's GPU: `reserved_nbytes` includes its allocator's cache."""
 
     allocated_nbytes: int
     reserved_nbytes: int
@@ -68,9 +62,8 @@ async def read_gpu_memory(
 ) -> str:
     """Reads the memory now and describes it like `describe_gpu_memory`.
 
-    Args:
-        roots: rank or actor by pid; their descendants count as theirs. The supervisor and its
-            actors are below a rank, so ranks come first.
+    `roots` maps pids to ranks or actors, whose descendants count as theirs. The supervisor and its
+    actors are below a rank, so ranks come first.
     """
     uses: list[GpuUse] = []
     holders: dict[int, str] = {}
@@ -101,8 +94,8 @@ def describe_gpu_memory(
 
     Args:
         uses: empty without NVML.
-        holders: the rank, engine or other actor that each pid belongs to.
-        ranks: by the rank's name, the last reports of those that have reported.
+        holders: the rank, engine or other actor of each pid.
+        ranks: the last report of each rank that has reported, by its name.
     """
     sentences = [_describe_gpu(idx, use, holders) for idx, use in enumerate(uses)]
     sentences += [
@@ -137,11 +130,7 @@ def _gib(nbytes: int) -> str:
 
 
 class GpuShortages:
-    """The shortages of one engine over its incarnations. Owned by its `SupervisedActor`.
-
-    Args:
-        describe: reports who holds memory now; see `describe_gpu_memory`.
-    """
+    """The shortages of one engine over its incarnations. Owned by its `SupervisedActor`."""
 
     def __init__(self, describe: Callable[[], Awaitable[str]]) -> None:
         self._describe = describe

@@ -1,5 +1,3 @@
-"""Starts a node's guardian, which starts the supervisor. Local rank 0 calls it; calls block."""
-
 from __future__ import annotations
 
 import contextlib
@@ -29,28 +27,26 @@ _TAKE_OVER_LIMIT_S = 60.0
 
 
 class GuardianProcess:
-    """The guardian from its starter's side. It outlives the starter: closing leaves it running."""
+    """A node's guardian, which starts the supervisor, from local rank 0's side. Calls block.
+
+    The guardian outlives its starter: closing leaves it running.
+    """
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int, log: ChildLog) -> None:
-        """Use `start_guardian`."""
         self.pid = popen.pid
         self._popen = popen
         self._ready_fd = ready_fd
         self._log = log
 
     def wait_until_taken_over(self) -> None:
-        """Returns once it will remove what it was given.
-
-        Raises UmbraError if it ended before.
-        """
+        """Returns once the guardian removes what it was given; UmbraError if it ended before."""
         if not _is_readable(self._ready_fd, _TAKE_OVER_LIMIT_S) or not os.read(self._ready_fd, 1):
             self._popen.kill()
             self._popen.wait()
             raise UmbraError(self._explain("was not started by its guardian"))
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Returns the JSON object that the supervisor wrote as one line to its `--ready-fd`. Call
-        it once.
+        """Returns the JSON object that the supervisor wrote to its `--ready-fd`. Call it once.
 
         Raises UmbraError with the log's last lines if it ended, or was not ready in time.
         """
@@ -72,14 +68,14 @@ class GuardianProcess:
             self._ready_fd = -1
 
     def wait(self, timeout_s: float) -> ExitStatus | None:
-        """Reaps it once it has ended; None if it still runs after `timeout_s`."""
+        """Reaps the guardian once it has ended; None if it still runs after `timeout_s`."""
         try:
             return ExitStatus(self._popen.wait(timeout_s))
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self, timeout_s: float) -> ExitStatus | None:
-        """Asks it to end everything, and waits; for a start that failed.
+        """Ends everything after a start that failed, and waits.
 
         Asks again after half the time, because a first request waits for the ranks.
         """
@@ -91,7 +87,7 @@ class GuardianProcess:
         return None
 
     def close(self) -> None:
-        """Stops tracking it. It continues; if it has ended, it is reaped."""
+        """Stops tracking the guardian, which continues; reaps it if it has ended."""
         if self._ready_fd >= 0:
             os.close(self._ready_fd)
             self._ready_fd = -1
@@ -128,17 +124,19 @@ def start_guardian(
 ) -> GuardianProcess:
     """Starts the guardian, which starts `supervisor_argv --ready-fd N --guardian-pid PID`.
 
-    `config` is the supervisor's stdin, so secrets are neither on a command line nor in an
-    environment. `owner_pidfd`: the process whose end is the job's end; the caller closes it.
-    `grace_s`: the supervisor's time to stop once the owner has ended. The guardian takes over
-    `socket_dir` and removes it at the end. `keys_to_remove`: a file of keys that it removes as
-    well, "" for none. If the guardian cannot be started, the directory is removed, and the file is
-    still the caller's.
-
     Call it inside `delayed_stops`, which ends when the caller has stored the guardian. A stop
-    signal to the guardian takes effect once it has taken over.
+    signal to the guardian takes effect once it has taken over. If the guardian cannot be started,
+    `socket_dir` is removed, and the file of keys is still the caller's.
 
-    Raises ConfigError if the log cannot be written.
+    Args:
+        config: the supervisor's stdin: secrets are neither on a command line nor in an environment.
+        socket_dir: the guardian takes it over, and removes it at the end.
+        grace_s: the supervisor's time to stop once the owner has ended.
+        owner_pidfd: the process whose end is the job's end; the caller closes it.
+        keys_to_remove: a file of keys that the guardian removes as well, "" for none.
+
+    Raises:
+        ConfigError: the log cannot be written.
     """
     with contextlib.ExitStack() as until_started, contextlib.ExitStack() as stack:
         until_started.enter_context(socket_dir)

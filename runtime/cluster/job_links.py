@@ -1,12 +1,3 @@
-"""The links between the supervisors of a job: a star around the lead, which is rank 0's.
-
-If a node is lost, so is the job, unless the node only generates. Such a node comes and goes while
-the job runs: the lead admits it before it joins.
-
-If torchrun restarts the ranks, maybe on other nodes, the links of the last epoch end and the
-supervisors link again, maybe around another lead.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,31 +21,33 @@ from umbra.runtime.settings import to_wire
 
 
 class NodeEvents(Protocol):
-    """What a supervisor does when something happens on another node, which has an index."""
+    """A supervisor's reactions to other nodes, by their index."""
 
-    def on_node_event(self, node: int, event: Event) -> None:
-        """Takes an event that came from there."""
-        ...
+    def on_node_event(self, node: int, event: Event) -> None: ...
 
     def on_node_lost(self, node: int, why: str) -> None:
         """Called once for a node that is lost."""
         ...
 
     def on_node_left(self, node: int) -> None:
-        """Called once for a node that has left, on rank 0's."""
+        """Called once for a node that has left. Lead only."""
         ...
 
 
 class JobLinks:
-    """The links of one supervisor, which owns them; there are none in a job that listens on no
-    address.
+    """The links between the supervisors of a job: a star around the lead, which is rank 0's.
+
+    If a node is lost, so is the job, unless the node only generates. Such a node comes and goes
+    while the job runs: the lead admits it before it joins. If torchrun restarts the ranks, maybe on
+    other nodes, the links of the last epoch end and the supervisors link again, maybe around
+    another lead. A job that listens on no address has no links.
 
     Attributes:
         epoch: the last one that this node took part in; 0 for none.
-        has_met: whether the nodes have, since the ranks were started.
-        nodes: all nodes that the job has had in this epoch: those with ranks in the order of their
-            ranks, then those that only generate. Empty before `begin`. A node that only generates
-            knows the lead only.
+        has_met: whether the nodes have met since the ranks were started.
+        nodes: the nodes of this epoch, past ones too: nodes with ranks in their ranks'
+            order, then nodes that only generate. Empty before `begin`; only the lead on a node
+            that only generates.
         lead: the supervisor of rank 0's node; None on that node itself.
         ended: set when the lead has left or is lost.
     """
@@ -85,12 +78,8 @@ class JobLinks:
         events: NodeEvents,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Begins an epoch. The lead's members may join from here on: they would take it for lost if
-        it came later than they by `LOST_AFTER_S`.
-
-        Args:
-            node: index of this one.
-        """
+        """Begins an epoch, with the index of this node. Members may join the lead from here on;
+        they take it for lost if it begins `LOST_AFTER_S` after them."""
         self.nodes, self.epoch, self._node = list(nodes), epoch, node
         self._events = events
         if node > 0:
@@ -103,11 +92,11 @@ class JobLinks:
     async def connect(
         self, epoch: int, warm: Specs, timeout_s: float, tasks: asyncio.TaskGroup
     ) -> bool:
-        """Returns when this node is linked to rank 0's, or rank 0's to all. Returns False if the
-        ranks were started again before that.
+        """Links this node to the lead, or the lead to all; False if the ranks were
+        restarted before.
 
         Args:
-            epoch: that of the last `begin`, unless the ranks were started again since.
+            epoch: from the last `begin`, unless the ranks were started again since.
             warm: engines that run on this node for the pools of the last epoch.
 
         Raises:
@@ -133,9 +122,6 @@ class JobLinks:
         tasks: asyncio.TaskGroup,
     ) -> int:
         """Joins a running job as a node that only generates; returns its index there.
-
-        Args:
-            lead: rank 0's node.
 
         Raises:
             ConfigError: the lead refuses this node.
@@ -172,13 +158,9 @@ class JobLinks:
         await link.wait_joined(timeout_s)
 
     async def admit(self, node: JobNode) -> int:
-        """Takes in a node that only generates; returns its index.
-
-        Raises:
-            ConfigError: it cannot be a node of this job.
-        """
+        """Takes in a node that only generates; returns its index, or raises ConfigError."""
         members = await self._members()
-        # One that is gone may come back with the id that it had.
+        # A node that is gone may come back with its id.
         check_nodes([*(self.nodes[idx] for idx in (0, *members)), node])
         self.nodes.append(node)
         idx = len(self.nodes) - 1
@@ -191,27 +173,16 @@ class JobLinks:
         return f"node {self._node} ({self.nodes[self._node].node_id})" if is_named else ""
 
     def only_generates(self, node: int) -> bool:
-        """Asked on rank 0's node."""
+        """Lead only."""
         return self.nodes[node].num_ranks == 0
 
     def dismiss(self, node: int, why: str) -> None:
-        """Asks a node that only generates to leave, if it still takes part.
-
-        Args:
-            why: what has failed there; "" if nothing has.
-        """
+        """Asks a node that only generates to leave. `why` is its failure, or ""."""
         assert self._to_members is not None
         self._to_members.tell(node, {"kind": "dismissed", "why": why})
 
     def find_generator(self, name: str) -> int:
-        """The index of a node that takes part and only generates.
-
-        Args:
-            name: its index or its id.
-
-        Raises:
-            ActorNotFound: there is none of that name.
-        """
+        """The index of a node that takes part and only generates, by its index or id."""
         members = self._to_members
         known = {
             idx: node.node_id
@@ -231,7 +202,7 @@ class JobLinks:
         return self._client.handle(self.nodes[node].supervisor)
 
     def supervisors_elsewhere(self) -> dict[str, Handle]:
-        """Those of all other nodes that take part, by a name of the node; asked on rank 0's."""
+        """Supervisors of the other active nodes, by node name. Lead only."""
         return {
             f"node-{idx}": self.supervisor_of(idx)
             for idx in range(1, len(self.nodes))
@@ -239,8 +210,7 @@ class JobLinks:
         }
 
     async def ask_elsewhere(self, method: str, timeout_s: float) -> dict[str, Any]:
-        """The answers of the supervisors of all other nodes, or the UmbraError instead, by a name
-        of the node; called on rank 0's."""
+        """Each other supervisor's answer or UmbraError, by node name. Lead only."""
 
         async def ask(there: Handle) -> Any:
             try:
@@ -260,11 +230,11 @@ class JobLinks:
         raise ActorNotFound(f"there is no node {node_id!r} in the job")
 
     def has_left(self, node: int) -> bool:
-        """Whether another node has said that its end is no failure; asked on rank 0's node."""
+        """Whether a node has announced that its end is no failure. Lead only."""
         return self._to_members is not None and self._to_members.has_left(node)
 
     def tell(self, event: Event) -> None:
-        """Sends an event of this node to the lead, or of the lead to all others. What ends a node
+        """Sends an event of this node to the lead, or of the lead to all others. The end of a node
         that only generates does not concern the others."""
         if self._to_lead is not None and self._has_ranks:
             self._to_lead.report(event)
@@ -272,12 +242,11 @@ class JobLinks:
             self._to_members.broadcast(event)
 
     def tell_lead(self, event: Event) -> None:
-        """Sends an event of this node to the lead, if that is another one."""
         if self._to_lead is not None:
             self._to_lead.report(event)
 
     async def leave(self) -> None:
-        """Says that this node's end is no failure, and closes the links."""
+        """Announces that this node's end is no failure, and closes the links."""
         if self._to_lead is not None:
             await self._to_lead.leave()
         if self._to_members is not None:
@@ -286,12 +255,11 @@ class JobLinks:
             self._task.cancel()
 
     def warm_elsewhere(self) -> dict[int, Specs]:
-        """See `MemberLinks.warm`."""
         return {} if self._to_members is None else self._to_members.warm()
 
     def start_over(self) -> None:
-        """Ends the links without a farewell, because the ranks were started again and the nodes
-        will meet again. Nodes that only generate leave."""
+        """Ends the links without a farewell: the ranks were restarted, and the nodes will meet
+        again. Nodes that only generate leave."""
         if self._to_members is not None:
             for idx, node in enumerate(self.nodes):
                 if node.num_ranks == 0:
@@ -301,22 +269,18 @@ class JobLinks:
         self._forget_nodes()
 
     async def join(self, epoch: int, node: int, warm: Specs) -> AsyncGenerator[Event, None]:
-        """See `MemberLinks.join`."""
         members = await self._members_in(epoch)
         async for event in members.join(node, warm):
             yield event
 
     async def report(self, epoch: int, node: int, event: Event) -> None:
-        """See `MemberLinks.report`."""
         members = await self._members_in(epoch)
         members.report(node, event)
 
     async def check_epoch(self, epoch: int) -> None:
-        """Called first for a call from another supervisor. That one may know of an epoch before
-        this one does.
+        """Raises ActorNotFound for a supervisor's call from another epoch.
 
-        Raises:
-            ActorNotFound: the caller is in another epoch.
+        Must come first in such calls. Waits, because the caller may know an epoch before this node.
         """
         await self._await_begin()
         if epoch != self.epoch:

@@ -7,11 +7,11 @@
 
 The store is plain text and admits everybody, so it carries addresses and errors only, never keys.
 
-If the nodes may change, they meet after each start of the ranks, in a store that only this start
-has. So no address of an earlier start is there. The supervisors, which live on, number the meetings
-by epochs: each node comes with the last epoch that its supervisor took part in, and the new one is
-the largest of these plus one. Links refuse joins and reports of an earlier epoch. Epochs replace
-torchrun's count of restarts, which differs between nodes.
+If the nodes may change, they meet after each start of the ranks, in a store of this start alone,
+which has no earlier addresses. The supervisors, which live on, number the meetings by epochs: each
+node brings the last epoch of its supervisor, and the new one is the largest of these plus one.
+Links refuse joins and reports of an earlier epoch. Epochs replace torchrun's count of restarts,
+which differs between nodes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from umbra.runtime.settings import from_wire, to_wire
 
 _SHARED_FILE: Final = "shared-file"
 _SHARED_LIMIT_S: Final = 10.0
-"""How long a file that node 0 made may take to appear elsewhere: NFS caches folders for seconds."""
+"""A file that node 0 made may take this long to appear elsewhere: NFS caches
+folders for seconds."""
 _LOOK_INTERVAL_S: Final = 0.1
 _MAX_FAILURE_LEN: Final = 500
-"""Of a failed node's error. A longer text fills the output of all other nodes."""
+"""A failed node's error is cut here. A longer text fills the output of all other nodes."""
 _REPORT_LIMIT_S: Final = 10.0
-"""For reporting a failure. With less, slow nodes miss it; with more, nodes end later where one does
-not come, or where torchrun's store has ended."""
+"""Time for reporting a failure. With less, slow nodes miss it; with more, nodes end later where one
+does not come, or where torchrun's store has ended."""
 
 
 class Store(Protocol):
-    """What this module needs of torch's store."""
+    """The methods of torch's store that this module uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -61,9 +62,9 @@ class JobNode:
 
     Attributes:
         num_ranks: of the trainer; 0 on a node that only generates.
-        gpus: those that the job may use there, as CUDA_VISIBLE_DEVICES names them.
-        gpu_nbytes: their sizes; empty if NVML does not tell.
-        tcp_endpoint: of its supervisor; "" in a job of one node.
+        gpus: the node's usable GPUs, as CUDA_VISIBLE_DEVICES names them.
+        gpu_nbytes: their sizes; empty without NVML.
+        tcp_endpoint: its supervisor's; "" in a job of one node.
         key_digest: of the job's keys there.
         problem: why this node cannot take part, or "".
         failure: the error by which it failed before it met the others, or "".
@@ -108,7 +109,7 @@ def ranks_of(nodes: Sequence[JobNode], node: int) -> range:
 
 
 def check_several_nodes(environment: TorchrunEnvironment) -> None:
-    """Raises ConfigError if torchrun was not started as a job of several nodes needs it."""
+    """Raises ConfigError if torchrun's options do not suit a job of several nodes."""
     if environment.run_id in ("", "none"):
         raise ConfigError(
             "a job of several nodes needs a name: start torchrun with --rdzv-id NAME, the same on "
@@ -124,12 +125,12 @@ def check_several_nodes(environment: TorchrunEnvironment) -> None:
 
 
 def next_epoch(nodes: Sequence[JobNode]) -> int:
-    """The number of a meeting of these nodes: the same on all of them, and new to each."""
+    """The next epoch: one more than any of these nodes has seen."""
     return 1 + max(node.epoch for node in nodes)
 
 
 def request_name(nodes: Sequence[JobNode]) -> str:
-    """The name by which requests address the job of these nodes: that of its last epoch."""
+    """The name by which requests address the job: the one of its last epoch."""
     return max(nodes, key=lambda node: node.epoch).job
 
 
@@ -139,12 +140,8 @@ def job_name(environment: TorchrunEnvironment) -> str:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this host for the other nodes: as chosen by the user, or that from which it
-    reaches the host of rank 0, where torchrun's store is.
-
-    Raises:
-        ConfigError: that host has no address.
-    """
+    """This host's address for the other nodes: the user's choice, or the one from which it reaches
+    rank 0's host. Raises ConfigError if that host has no address."""
     if chosen := host_address():
         return chosen
     try:
@@ -161,7 +158,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def key_digest(keys: CurveKeys) -> str:
-    """Tells different keys apart without revealing them."""
+    """Distinguishes keys without revealing them."""
     return hashlib.sha256(keys.public + keys.secret).hexdigest()[:16]
 
 
@@ -201,9 +198,10 @@ def meet_nodes(
 
 @contextlib.contextmanager
 def failure_reported(environment: TorchrunEnvironment) -> Generator[None]:
-    """Reports an error of the block to the nodes that wait in `meet_nodes` for this one, or will
-    soon. It does nothing in a job of one node, on another rank than local rank 0, and once this
-    node has met the others."""
+    """Reports an error of the block to the nodes that wait in `meet_nodes`, now or soon.
+
+    Only local rank 0 in a job of several nodes does, and only before this node has met the others.
+    """
     try:
         yield
     except Exception as error:
@@ -227,15 +225,15 @@ def _report_failure(environment: TorchrunEnvironment, failure: str) -> None:
 
 
 def _stay_for_others(store: Store, environment: TorchrunEnvironment) -> None:
-    """Returns when all nodes have come to the store. Until then they need the job's keys, which a
-    node that ends removes, and the store itself, which ends with torchrun on node 0."""
+    """Returns when all nodes have come to the store. They need the job's keys, which a node removes
+    at its end, and the store, which ends with torchrun on node 0."""
     keys = [_key(rank) for rank in range(environment.num_nodes)]
     with contextlib.suppress(RuntimeError):  # one does not come in time
         store.wait(keys, timedelta(seconds=_REPORT_LIMIT_S))
 
 
 _own_stores: Final[list[object]] = []
-"""Keeps the ranks' store until this process ends."""
+"""Holds the ranks' store until this process ends."""
 
 
 def _key(node_rank: int) -> str:
@@ -247,11 +245,8 @@ def _encode(node: JobNode) -> str:
 
 
 def open_job_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
-    """The ranks' store. Any rank may call it, before and besides `meet_nodes`.
-
-    Args:
-        timeout_s: limit of a call of the store.
-    """
+    """The ranks' store. Any rank may open it, before and besides `meet_nodes`. A call of the store
+    may take `timeout_s`."""
     import torch.distributed
 
     dist: Any = torch.distributed

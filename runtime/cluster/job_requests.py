@@ -1,5 +1,3 @@
-"""Requests to the job that runs in a run directory: by a call, or left there as a file."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,14 +16,14 @@ _LOOK_INTERVAL_S: Final = 1.0
 
 
 class JobRequests:
-    """Owned by the supervisor of a node with ranks. The one of rank 0's node is the lead. It makes
-    itself known in the run directory, and looks there.
+    """Requests to the job in a run directory, by a call or a file. Owned by a
+    supervisor with ranks.
 
-    The directory may be on a shared file system that answers late, so threads use it: for what is
-    written there, one after the other.
+    The lead makes itself known in the directory, and looks there. The directory may be on a shared
+    file system that answers late, so threads use it; writes come one after the other.
 
     Args:
-        act_on: called with each request to this job. It raises ActorNotFound if it cannot.
+        act_on: called with each request to this job; raises ActorNotFound if it cannot.
 
     Attributes:
         is_lead: whether this supervisor looks for requests.
@@ -46,7 +44,6 @@ class JobRequests:
             await asyncio.to_thread(self._notice.post, address)
 
     async def mark_preempted(self) -> None:
-        """Tells the launcher to start the job again."""
         async with self._order:
             await asyncio.to_thread(self._notice.mark_preempted)
 
@@ -57,10 +54,9 @@ class JobRequests:
                 await asyncio.to_thread(self._notice.withdraw, self._address)
 
     async def look(self) -> None:
-        """Takes the requests of those who cannot reach the supervisor's socket, until cancelled.
+        """Takes requests from clients that cannot reach the supervisor's socket, until cancelled.
 
-        It must not be cancelled before the job is over: the request that it has just taken would be
-        lost.
+        Must not be cancelled before the job is over: a request just taken would be lost.
         """
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
@@ -75,7 +71,7 @@ class JobRequests:
                 logger.warning("cannot take a request from the run directory: %s", error)
 
     def _try(self, request: JobRequest) -> str:
-        """Returns why it cannot be fulfilled, or ""."""
+        """Returns why the request cannot be fulfilled, or ""."""
         try:
             self._act_on(request)
         except ActorNotFound as error:

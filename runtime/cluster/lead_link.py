@@ -1,7 +1,7 @@
-"""The link of a node's supervisor to the lead's, and what both ends of such links share.
+"""The link of a node's supervisor to the lead's, and constants of both ends.
 
-    member ── join ────▶ lead     a stream: what happens elsewhere comes back, and heartbeats
-    member ── report ──▶ lead     what happens on the member's node, and heartbeats
+    member ── join ────▶ lead     a stream: events elsewhere come back, and heartbeats
+    member ── report ──▶ lead     events of the member's node, and heartbeats
 
 Both send something at least every `HEARTBEAT_S`. An end that is silent for `LOST_AFTER_S` is lost.
 """
@@ -32,7 +32,6 @@ class LeadLink:
 
     Args:
         node: index of this node.
-        epoch: see `job_nodes`.
         warm: engines that run here for the pools of the last epoch.
         on_event: called with 0, the lead's index, and each event of another node.
         on_lost: called once with 0 and the reason if the lead is lost.
@@ -83,8 +82,7 @@ class LeadLink:
             self._on_lost(0, why)
 
     async def leave(self) -> None:
-        """Sends what is left to report, and that this node's end is no failure. The lead may be
-        gone already."""
+        """Sends the remaining reports, and that this node's end is no failure, maybe to no one."""
         self.report({"kind": "left"})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_LIMIT_S):

@@ -1,5 +1,3 @@
-"""The lead's links to the supervisors of all other nodes; `lead_link` has what passes over them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,7 @@ class _Member:
 
 
 class MemberLinks:
-    """The lead's links to all members.
+    """The lead's links to the supervisors of all other nodes; see `lead_link`.
 
     Args:
         nodes: the nodes with ranks; the first is the lead's own.
@@ -105,7 +103,7 @@ class MemberLinks:
         self._on_left(idx)
 
     def _forget(self, idx: int) -> None:
-        """A node that only generates no longer takes part. The others do until the job ends."""
+        """A node that only generates stops taking part; others take part until the job ends."""
         if self._members[idx].node.num_ranks == 0:
             del self._members[idx]
 
@@ -115,25 +113,21 @@ class MemberLinks:
         return self._members[idx]
 
     def __contains__(self, idx: int) -> bool:
-        """Whether the node takes part."""
         return idx in self._members
 
     def __iter__(self) -> Iterator[int]:
-        """The nodes that take part."""
         return iter(self._members)
 
     def tell(self, idx: int, event: Event) -> None:
-        """Sends an event to a member, if it still takes part."""
         if idx in self._members:
             self._members[idx].events.put_nowait(event)
 
     def broadcast(self, event: Event) -> None:
-        """Sends an event to all members."""
         for member in self._members.values():
             member.events.put_nowait(event)
 
     async def leave(self) -> None:
-        """Says that the lead's end is no failure. Members may be gone already."""
+        """Announces that the lead's end is no failure. Members may be gone already."""
         self.broadcast({"kind": "left"})
         members = list(self._members.values())  # they leave meanwhile
         with contextlib.suppress(TimeoutError):
@@ -164,7 +158,7 @@ class MemberLinks:
                 member.events.task_done()
 
     def report(self, idx: int, event: Event) -> None:
-        """Takes what a member's `LeadLink` sends."""
+        """Takes a report of a member's `LeadLink`."""
         member = self._member(idx)
         member.heard.set()
         if event["kind"] == "left":

@@ -1,14 +1,14 @@
-"""Decides how large KV caches are, and whether a job's processes fit their GPUs' memory. Pure.
+"""Sizes KV caches, and checks that a job's processes fit their GPUs' memory. Pure.
 
-    phase        ranks                                  hybrid    colocated  standalone
-    sync         parameters, optimizer                  weights   asleep     awake
-    generation   what train.offload leaves there        awake     asleep     awake
-    colocated    what train.offload leaves there        asleep    awake      awake, hosts asleep
-    train        all of it, gradients, activations      asleep    asleep     awake
+    phase        ranks                              hybrid  colocated  standalone
+    sync         parameters, optimizer              weights   asleep   awake
+    generation   what train.offload leaves there    awake     asleep   awake
+    colocated    what train.offload leaves there    asleep    awake    awake, hosts asleep
+    train        all of it, gradients, activations  asleep    asleep   awake
 
 An engine that is awake has its weights, its KV cache and an overhead; one that sleeps keeps a part
-of the overhead. Pools whose needs are not given count as nothing. Ranks without a hybrid pool keep
-in all phases what training took.
+of the overhead. Pools without given needs count as nothing. Ranks without a hybrid pool keep the
+memory of training in all phases.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeed:
-    """What one rank takes of its GPU, in bytes.
+    """A rank's memory on its GPU, in bytes.
 
     Attributes:
         sync_nbytes: parameters, optimizer state and the CUDA context.
-        generation_nbytes: what is left of it while engines generate.
+        generation_nbytes: the part of it that stays while engines generate.
         training_nbytes: the same as for a sync, with gradients.
         activations_nbytes: an estimate of the most that training takes besides.
-        keeps_cache: torch's allocator keeps in all phases what training took.
+        keeps_cache: whether torch's allocator keeps the memory of training in all phases.
     """
 
     sync_nbytes: int
@@ -54,18 +54,18 @@ class RankNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeed:
-    """What one engine of a pool takes of each of its GPUs, in bytes.
+    """An engine's memory on each of its GPUs, in bytes.
 
     Attributes:
         mode: the pool's.
         shares_with: name of the pool that a colocated one is time-sliced with.
-        is_updated: it reads weights from the ranks.
+        is_updated: whether it reads weights from the ranks.
         weights_nbytes: of its parameters, twice if updates are staged.
         kv_token_nbytes: size of one token in the KV cache.
         overhead_nbytes: CUDA context, graphs and buffers, while it is awake.
-        asleep_nbytes: the part of it that stays while it sleeps.
+        asleep_nbytes: the part of the overhead that stays while it sleeps.
         kv_num_tokens: size of the KV cache, if the user set it.
-        least_kv_num_tokens, most_kv_num_tokens: otherwise the bounds of what the plan gives it.
+        least_kv_num_tokens, most_kv_num_tokens: bounds of the planned size otherwise.
     """
 
     mode: PoolMode
@@ -82,13 +82,13 @@ class EngineNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Which memory the processes are expected to take.
+    """The memory that the processes are expected to take.
 
     Attributes:
         kv_num_tokens: size of an engine's KV cache, by pool.
-        expected_nbytes: by phase, node and GPU. It has the GPUs of ranks and of the pools whose
-            needs are known, and the phases of the job.
-        activations_fit: training is expected to fit with the most that it takes besides.
+        expected_nbytes: by phase, node and GPU, for the GPUs of ranks and of pools
+            with known needs.
+        activations_fit: whether training is expected to fit with its activations.
         notes: sentences for the user.
     """
 
@@ -127,14 +127,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes the KV caches and checks each phase of each GPU.
 
-    What is free on a GPU is shared equally by the engines on it that are awake at the same time and
-    have no size set. All engines of a pool get the size that the fullest GPU allows. Caches never
-    get what `train.offload` frees, because ranks that resume hold all of it while engines start.
+    Free memory of a GPU is shared equally by the engines on it that are awake together and have no
+    size set. All engines of a pool get the size that the fullest GPU allows. Caches never get the
+    memory that `train.offload` frees, because ranks that resume hold it while engines start.
 
     Args:
         gpu_nbytes: memory of the GPUs, by node.
         rank: the need of each rank; None without ranks.
-        engines: the needs of an engine, by pool; pools that are not named count as nothing.
+        engines: the needs of an engine, by pool; other pools count as nothing.
 
     Raises:
         ConfigError: a phase does not fit a GPU, activations apart.
@@ -205,7 +205,7 @@ def _kv_sizes(
 
 
 class _Tenants:
-    """Who takes memory of which GPU in which phase."""
+    """The processes that take memory of a GPU in a phase."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class _Tenants:
         return mode == "standalone" or (mode == "hybrid" and phase == "generation")
 
     def parts(self, phase: Phase, cell: _Cell, kv_num_tokens: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by what takes them, activations apart."""
+        """Bytes by process, activations apart."""
         parts: dict[str, int] = {}
         engines = self._engines.get(cell, [])
         if self._rank is not None and cell in self.ranks:
@@ -274,7 +274,7 @@ class _Tenants:
         return parts
 
     def remedies(self, phase: Phase, cell: _Cell) -> str:
-        """What can make a phase fit."""
+        """Settings that can make a phase fit."""
         pools, has_rank = self.awake(phase, cell), cell in self.ranks
         is_set = any(self._needs[pool].kv_num_tokens for pool in pools)
         remedies = {

@@ -1,16 +1,16 @@
-"""Decides which rank and which engine is on which node and GPUs. Pure.
+"""Places ranks and engines on nodes and GPUs. Pure.
 
     GPU         0         1         2        3
     ranks       rank 0    rank 1
-    hybrid      policy-0  policy-1                    shares the ranks' GPUs
-    standalone                      other-0  other-1  gets GPUs without ranks
-    colocated   judge-0   judge-1                     is time-sliced with a pool, on its GPUs
+    hybrid      policy-0  policy-1                     shares the ranks' GPUs
+    standalone                      other-0  other-1   gets GPUs without ranks
+    colocated   judge-0   judge-1                      is time-sliced with a pool, on its GPUs
 
 An engine that needs more GPUs than a node has takes all GPUs of several nodes. Its leading part, on
 the first of them, is the engine for everybody else; the others have a follower each.
 
-A plan depends on its input alone. A restart finds every process where it was, and an engine that
-dies moves no other.
+A plan depends on its input alone: a restart finds every process in place, and an engine that dies
+moves no other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Node:
     Attributes:
         gpus: its GPUs in the job's order and form: integers or UUIDs.
         num_ranks: ranks that use a GPU; local rank i has the i-th.
-        address: at which other nodes reach it; "" in a job of one node.
+        address: for other nodes; "" in a job of one node.
     """
 
     gpus: tuple[str, ...]
@@ -45,13 +45,13 @@ class PoolRequest:
     """A pool whose engines need places.
 
     Attributes:
-        num_gpus: the tensor-parallel size, which is the number of GPUs of one engine; 0 on the CPU.
-            If it is more than any node has, an engine is on several nodes.
-        count: number of engines on these nodes, which may be 0. None places one for every
-            `num_gpus` GPUs of the pool, or, on the CPU, one for each of its nodes.
-        nodes: indices of the nodes that the user chose for the engines. If empty, any node.
-        gpus: indices of the GPUs that the user chose on each of these nodes. Engines and pools may
-            then share a GPU. If empty, the mode decides.
+        num_gpus: GPUs of one engine, its tensor-parallel size; 0 on the CPU. If no node has as
+            many, an engine spans nodes.
+        count: engines on these nodes, maybe 0. None: one for every `num_gpus` GPUs of the pool,
+            or, on the CPU, one for each of its nodes.
+        nodes: indices of the user's nodes for the engines; empty: any.
+        gpus: indices of the user's GPUs on each of these nodes, which engines and pools may
+            then share; empty: the mode decides.
         shares_with: name of the pool that a colocated one is time-sliced with.
     """
 
@@ -89,9 +89,8 @@ class EngineGpus:
     """The GPUs of an engine's process, in the form that the job was given.
 
     Attributes:
-        own: those that the engine computes on; none on the CPU.
-        others: those of its node that it only sees, because CUDA IPC cannot read memory on a GPU
-            that is hidden.
+        own: GPUs that the engine computes on; none on the CPU.
+        others: GPUs of its node that it only sees: CUDA IPC cannot read memory on a hidden one.
     """
 
     own: tuple[str, ...]
@@ -105,8 +104,7 @@ class EngineGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerPlace:
-    """The place of a follower, which is the part of an engine on another node than the leading
-    one's."""
+    """The place of a follower, an engine's part on another node than the leading one's."""
 
     node: int
     gpus: EngineGpus
@@ -148,11 +146,11 @@ class Plan:
         return EngineGpus(own=tuple(gpus[idx] for idx in place.gpus), others=others)
 
     def table(self, more: Mapping[str, Mapping[tuple[int, int], str]] = {}) -> list[str]:
-        """The plan in lines, one for neighbouring GPUs of which the same is known; none if no
+        """The plan in lines, neighbouring GPUs with equal entries in one; none if no
         process has a GPU.
 
-        GPUs  ranks  engines
-        0-1   0-1    policy-0, judge-0
+            GPUs  ranks  engines
+            0-1   0-1    policy-0, judge-0
 
         Args:
             more: further columns, by title and then by node and GPU.
@@ -191,7 +189,6 @@ def engine_name(pool: str, idx: int) -> str:
 
 
 def engine_idx(name: str) -> int:
-    """The number in the name of an engine's actor."""
     return int(name.rpartition("-")[2])
 
 
@@ -203,13 +200,12 @@ def follower_name(pool: str, idx: int, number: int) -> str:
 def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
     """Places all ranks and engines of a job.
 
-    Pools that name their GPUs get them first. The other pools share what the ranks leave: those
-    with a number of engines come first, beginning with the largest engines. Then each of the others
-    gets one engine, and the one that was named first takes the rest. Colocated pools come last, on
+    Pools that name their GPUs get them first. The other pools share the rest: pools with a
+    number of engines come first, the largest engines first; then each of the others gets one
+    engine, and the one that was named first takes what is left. Colocated pools come last, on
     their host's GPUs.
 
-    An engine that needs more GPUs than any node has gets the next nodes of one size of which all
-    GPUs are left.
+    An engine that needs more GPUs than any node has gets the next free whole nodes of one size.
 
     An engine gets the first GPUs that are enough for it, and is never moved. On nodes of different
     sizes a job may therefore have no plan although another order would place it.
@@ -282,14 +278,14 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
 
 
 class _Usable(NamedTuple):
-    """GPUs by node that the engines of a pool may get, and what they are."""
+    """GPUs by node that a pool's engines may get, and their description."""
 
     gpus: Sequence[Sequence[int]]
     what: str
 
 
 def _on_nodes_of(pool: PoolRequest, usable: _Usable) -> _Usable:
-    """What of it is on the nodes that the user chose."""
+    """The usable GPUs of the nodes in pool.nodes."""
     if not pool.nodes:
         return usable
     gpus = [there if idx in pool.nodes else () for idx, there in enumerate(usable.gpus)]
@@ -327,7 +323,6 @@ def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
 
 
 def _spans_nodes(pool: PoolRequest, nodes: Sequence[Node]) -> bool:
-    """Whether an engine of the pool needs several nodes."""
     sizes = [len(nodes[idx].gpus) for idx in pool.nodes or range(len(nodes))]
     return len(sizes) > 1 and pool.num_gpus > max(sizes)
 
@@ -373,7 +368,7 @@ def _spanning_places(
 def _no_place(
     pool: PoolRequest, count: int, num_places: int, usable: _Usable, nodes: Sequence[Node]
 ) -> str:
-    """The numbers, and what the user can do about them."""
+    """The numbers, and the user's remedies."""
     is_colocated = pool.mode == "colocated"
     num_ranks = sum(node.num_ranks for node in nodes)
     largest = max(len(node.gpus) for node in nodes)
@@ -456,7 +451,7 @@ def _check_host_is_on_one_node(pool: PoolRequest, host: Sequence[Assignment]) ->
 def _check_on_host(
     pool: PoolRequest, places: Sequence[Assignment], host: Sequence[Assignment]
 ) -> None:
-    """Raises ConfigError if a colocated engine has a GPU that its host's engines have not."""
+    """Raises ConfigError if a colocated engine has a GPU that its host's engines lack."""
     allowed = {(place.node, gpu) for place in host for gpu in place.gpus}
     for place in places:
         others = [gpu for gpu in place.gpus if (place.node, gpu) not in allowed]
@@ -474,7 +469,6 @@ def _number_of(gpus: Sequence[str]) -> str:
 
 
 def _gpus_of(places: Sequence[Assignment], num_nodes: int) -> list[list[int]]:
-    """The GPUs of a pool, by node."""
     return [
         list(
             dict.fromkeys(
@@ -490,6 +484,5 @@ def _gpus_of(places: Sequence[Assignment], num_nodes: int) -> list[list[int]]:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Consecutive numbers, such as 0-3."""
     first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}-{last}"

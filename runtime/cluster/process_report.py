@@ -1,5 +1,5 @@
-"""Reports what the processes of a job on one node are doing, from outside: nothing is stopped or
-killed, and no process has to cooperate."""
+"""Reports what a node's processes are doing, from outside: it stops nothing and needs
+no cooperation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WAITING: Final = re.compile(
     r"|umbra/engines/embedded/compute_thread|umbra/runtime/rpc/(loop_thread|sync_handle)"
     r"|torch/_inductor/.*)\.py$"
 )
-"""Files that a thread is in while it waits for work, or for what its caller waits for."""
+"""Files that a thread is in while it waits for work, or for its caller's event."""
 _REPORTING: Final = re.compile(
     r"/umbra/runtime/(process/thread_stacks|cluster/process_report)\.py$"
 )
@@ -58,7 +58,7 @@ class SeenThread:
 
     Attributes:
         name: "MainThread" is the main one.
-        places: `function (file:line)`, the innermost first, without those that only wait.
+        places: `function (file:line)`, the innermost first, without frames that only wait.
         user_place: the innermost in code that belongs neither to umbra nor to a library, or "".
     """
 
@@ -73,9 +73,9 @@ class SeenProcess:
     """A process at the time of the report.
 
     Attributes:
-        name: `NAME's` is one that NAME has started.
+        name: `NAME's` is a process that NAME has started.
         why_stuck: see `ProcessStat.why_stuck`.
-        problem: why nothing is known of its threads, or "".
+        problem: why its threads are unknown, or "".
     """
 
     name: str
@@ -93,7 +93,6 @@ class SeenProcess:
 
     @property
     def rank(self) -> int | None:
-        """None if it is no rank."""
         word, _, number = self.name.partition(" ")
         return int(number) if word == "rank" and number.isdigit() else None
 
@@ -107,7 +106,6 @@ class SeenProcess:
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a file of code belongs neither to umbra nor to a library."""
     return not any(path in file for path in _LIBRARIES)
 
 
@@ -116,7 +114,7 @@ def report_processes(roots: Mapping[str, int], log_dir: Path) -> dict[str, str]:
     and one for each process and log. Blocks for some seconds at most.
 
     Args:
-        roots: pids by name; processes below one that have no name of their own get its name.
+        roots: pids by name; descendants without a name of their own get their root's.
         log_dir: of this node.
     """
     names = _find(roots)
@@ -138,7 +136,6 @@ def report_processes(roots: Mapping[str, int], log_dir: Path) -> dict[str, str]:
 
 
 def _find(roots: Mapping[str, int]) -> dict[int, str]:
-    """Names of all processes by pid."""
     names = {pid: name for name, pid in roots.items() if process_stat(pid) is not None}
     pids = dict.fromkeys(names)
     for root in names:
@@ -147,7 +144,7 @@ def _find(roots: Mapping[str, int]) -> dict[int, str]:
 
 
 def _name(pid: int, names: Mapping[int, str]) -> str:
-    """Its own, or that of the nearest process above it that has one."""
+    """Its own name, or the nearest named ancestor's."""
     above = pid
     while above not in names and (stat := process_stat(above)) is not None:
         above = stat.parent_pid

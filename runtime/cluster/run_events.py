@@ -1,4 +1,4 @@
-"""events.jsonl in the run directory: what happened to a job, beside its steps.
+"""events.jsonl in the run directory: the events of a job, beside its steps.
 
 The supervisor of rank 0's node writes it. Notices of other nodes reach it through their links.
 """
@@ -21,7 +21,7 @@ EventKind = Literal[
     "checkpoint", "note",
 ]  # fmt: skip
 Notify = Callable[[str, EventKind, str], None]
-"""Called with a line for the operator, its kind, and who it is about."""
+"""Called with a line for the operator, its kind, and its subject."""
 _MAX_TEXT_LEN: Final = 4000
 """A failure's text may have hundreds of log lines, which are in logs/."""
 
@@ -33,8 +33,8 @@ class RunEvent:
     Attributes:
         time: in seconds since 1970.
         kind: see docs/run-directory.md.
-        who: the actor, pool, node or process that it is about; "job" for all of it.
-        text: what happened and why, in words. Further lines are of a traceback or log.
+        who: the actor, pool, node or process that it is about, or "job".
+        text: event and reason in words; further lines come from a traceback or log.
     """
 
     time: float
@@ -59,10 +59,10 @@ def read_events(run_dir: Path) -> list[RunEvent]:
 
 
 class EventLog:
-    """Appends events. `run()` lives until `close()`. Owned by the supervisor.
+    """Appends events. `run` lives until `close`. Owned by the supervisor.
 
-    The directory may be on a shared file system that answers late, so a thread writes. The file is
-    opened for each write, because a run that replaces another one moves that one's file away.
+    The directory may be on a shared file system that answers late, so a thread writes. Each write
+    opens the file, because a run that replaces another one moves its file away.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -72,7 +72,6 @@ class EventLog:
         self._is_closed = False
 
     def add(self, kind: EventKind, who: str, text: str) -> None:
-        """Returns at once."""
         event = RunEvent(time=time.time(), kind=kind, who=who, text=text[:_MAX_TEXT_LEN])
         self._lines.append(json.dumps(asdict(event)) + "\n")
         self._changed.set()

@@ -2,7 +2,7 @@
 
     RUN_DIR/supervisor.json    where the job's supervisor listens; exists while it serves
     RUN_DIR/request.json       a request to it, from where its socket cannot be reached
-    RUN_DIR/answer.json        its answer, until the one who asks has read it
+    RUN_DIR/answer.json        its answer, until the client has read it
     RUN_DIR/preempted          exists if the last job was preempted, or ended because it lost a
                                node: its launcher starts it again
 
@@ -45,16 +45,15 @@ def stop_status(number: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorAddress:
-    """Where a job's supervisor listens.
+    """The address of a job's supervisor.
 
     Attributes:
         job: a random name that no other job has. It stays when torchrun restarts the ranks.
         node_id: the supervisor's host.
-        pid: of the supervisor there.
         socket_dir: its folder of sockets, which other hosts and containers do not see.
-        tcp_endpoint: at which other hosts reach it; "" for none.
-        secret_file: path of the job's keys, which they need for that; "" for none.
-        has_trace: whether the job's processes record what they do.
+        tcp_endpoint: its endpoint for other hosts; "" for none.
+        secret_file: path of the job's keys, which other hosts need; "" for none.
+        has_trace: whether the job's processes record a trace.
     """
 
     job: str
@@ -68,13 +67,13 @@ class SupervisorAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest(Settings):
-    """Asks `job` to end, one of its nodes to leave, or for a bundle about what it is doing.
+    """Asks `job` to end, one of its nodes to leave, or for a bundle about its state.
 
     Attributes:
-        kind: "stop" is what SIGTERM does; after "preempt" the launcher starts the job again. After
+        kind: "stop" acts like SIGTERM; after "preempt" the launcher starts the job again. After
             "drain" a node that only generates leaves; for "dump" see `umbra.runtime.hang_bundle`.
         grace_s: time for the step in progress and its checkpoint.
-        node: which node leaves: its number or its id.
+        node: the number or id of the node that leaves.
         bundle: the name of the bundle's file.
         token: of this request alone.
     """
@@ -98,19 +97,15 @@ class JobRequest(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """That a request was taken.
-
-    Attributes:
-        token: of the request.
-        refusal: why it cannot be fulfilled; "" if it can.
-    """
+    """Acknowledges a `JobRequest`, whose token it has; `refusal` is the reason
+    against it, or ""."""
 
     token: str
     refusal: str
 
 
 class RunNotice:
-    """These files of one run directory. The job's supervisor writes all but the request."""
+    """The job's supervisor writes all files but the request."""
 
     def __init__(self, run_dir: Path) -> None:
         self._address = run_dir / "supervisor.json"
@@ -120,7 +115,7 @@ class RunNotice:
         self._lock = run_dir / ".lock"
 
     def post(self, address: SupervisorAddress) -> None:
-        """Makes the supervisor known. Removes what concerns an earlier job."""
+        """Makes the supervisor known. Removes files that concern an earlier job."""
         try:
             with contextlib.suppress(ConfigError):  # `take_request` logs and removes it
                 request = _read(JobRequest, self._request)
@@ -138,7 +133,7 @@ class RunNotice:
                 self._address.unlink(missing_ok=True)
 
     def take_request(self) -> JobRequest | None:
-        """The request that was left, once. One that makes no sense is logged and removed."""
+        """The request that was left, once. A malformed one is logged and removed."""
         try:
             request = _read(JobRequest, self._request)
             self._request.unlink(missing_ok=True)
@@ -171,10 +166,8 @@ class RunNotice:
             logger.warning("cannot write %s: %s", self._preempted, error)
 
     def address(self) -> SupervisorAddress | None:
-        """The running job's supervisor; None if there is none.
-
-        A supervisor that was killed leaves its address behind.
-        """
+        """The running job's supervisor, or None. A supervisor that was killed leaves its
+        address behind."""
         return _read(SupervisorAddress, self._address)
 
     @property
@@ -198,7 +191,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def _read(kind: type[T], path: Path) -> T | None:
-    """None if there is no such file. Raises ConfigError if it holds something else, OSError."""
+    """None if there is no such file. Raises ConfigError if it is malformed, OSError."""
     try:
         return from_wire(kind, json.loads(path.read_bytes()))
     except FileNotFoundError:

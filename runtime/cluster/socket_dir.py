@@ -1,9 +1,9 @@
 """The node-local directory of a job's Unix sockets: /tmp/umbra-UID/JOB-NODE, mode 0700.
 
 It is local and short, because a socket's path is limited to 107 bytes and network file systems hold
-no sockets. It holds files only. One of them is `owner`, whose lock (flock) shows that the job is
-alive: the kernel drops the lock with the last process that has the file open. A directory whose
-lock is free belongs to a dead job, even one of another container that shares /tmp. Rules:
+no sockets. One of its files is `owner`, whose lock (flock) shows that the job is alive: the kernel
+drops the lock with the last process that has the file open. A directory whose lock is free belongs
+to a dead job, even one of another container that shares /tmp. Rules:
 
 - The process that holds the lock of DIR/owner owns DIR, and nobody else removes or renames it.
 - A new directory is made under a hidden name, locked, then renamed: nobody sees it unlocked.
@@ -29,12 +29,12 @@ FD_SOCKET = "fds"
 """Name of the socket at which the supervisor serves descriptors."""
 
 MAX_SOCKET_PATH_NBYTES = 100
-"""Sockets' paths stay below this length: the kernel's limit is 107, and a library may add to a
-name."""
+"""Sockets' paths stay below this length: the kernel's limit is 107, and libraries
+may add to names."""
 
 _MAX_SLUG_CHARS = 24
-"""Characters kept of a job's and of a node's name. With more, few bytes remain for actors' names.
-With fewer, people cannot distinguish directories. A digest replaces what is cut off."""
+"""Characters kept of a job's and of a node's name. With more, few bytes remain for actors' names;
+with fewer, people cannot distinguish directories. A digest replaces the rest."""
 
 _YOUNG_S = 60.0
 """Hidden directories are left alone this long, because their maker may not hold the lock yet."""
@@ -48,8 +48,8 @@ _OWNER, _NEW, _DEAD = "owner", ".new-", ".dead-"
 class SocketDir:
     """A job's socket directory on this node, owned through its lock.
 
-    The lock is held as long as any process has `lock_fd` open: pass it to the guardian, which keeps
-    it and removes the directory at the end, then `release()` it here.
+    The lock is held as long as any process has `lock_fd` open: pass it to the guardian, which
+    removes the directory at the end, then `release` it here.
     """
 
     def __init__(self, path: Path, lock_fd: int) -> None:
@@ -91,7 +91,7 @@ class SocketDir:
             self.lock_fd = -1
 
     def remove(self) -> None:
-        """Removes the directory, then releases the lock. Does nothing if it is already removed."""
+        """Removes the directory, then releases the lock. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -113,8 +113,7 @@ def default_root() -> Path:
 
 
 def socket_dir_path(job: str, node: str, root: Path | None = None) -> Path:
-    """The path of the directory of `job` on `node`: a function of the names, so everyone can find
-    it."""
+    """The directory of `job` on `node`, a function of the names, so everyone can find it."""
     root = default_root() if root is None else root
     path = root / f"{_slug(job)}-{_slug(node)}"
     length = len(os.fsencode(path))
@@ -136,7 +135,7 @@ def is_in_use(path: Path) -> bool:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Removes the directories of dead jobs under `root`; returns those removed."""
+    """Removes the directories of dead jobs under `root`; returns their paths."""
     removed: list[Path] = []
     for path in sorted(root.iterdir()):
         is_hidden = path.name.startswith((_NEW, _DEAD))
@@ -161,7 +160,8 @@ def sweep(root: Path) -> list[Path]:
 
 
 def _rename_when_free(fresh: Path, path: Path) -> None:
-    """Replaces what a dead job of that name left by `fresh`. Raises OSError if the job is alive."""
+    """Replaces a dead job's directory of that name by `fresh`. Raises OSError if
+    the job is alive."""
     deadline = time.monotonic() + _LOOK_S
     while True:
         try:
