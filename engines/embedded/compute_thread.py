@@ -33,11 +33,11 @@ class _QueuedJob:
 class ComputeThread:
     """The one thread that owns an engine's torch work. Owns it, and in it the worker, until `stop`.
 
-        event loop                                 compute thread
+        event loop                               compute thread
           run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
-          future    ◀── call_soon_threadsafe ────── result or error
-          on_batch  ◀── call_soon_threadsafe ────── token deltas: a batch a tick, or at an end
-          failure() ◀── call_soon_threadsafe ────── a step raised: the thread has ended
+          future  ◀── call_soon_threadsafe ────── result or error
+          on_batch ◀─ call_soon_threadsafe ────── token deltas: a batch a tick, or at an end
+          failure()   ◀ call_soon_threadsafe ──── a step raised: the thread has ended
 
     Args:
         build: makes the worker; called in the thread.

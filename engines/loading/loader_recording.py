@@ -1,9 +1,9 @@
 """Watches a model's own loader: which tensors it reads, and what it writes to which parameters.
 
-    given tensor ──view──▶ copy_ ──▶ view of a parameter         recorded: may be replayed
-                           fill_, zero_ ──▶ view                 recorded: padding
-    anything else that reads a given tensor                      its name is read otherwise
-    anything else that writes to a parameter, or reads one       its layer needs the loader
+    given tensor ──view──▶ copy_ ──▶ view of a parameter       recorded: may be replayed
+                           fill_, zero_ ──▶ view               recorded: padding
+    anything else that reads a given tensor                     its name is read otherwise
+    anything else that writes to a parameter, or reads one      its layer needs the loader
         that is also written
 
 Loaders of foreign engines silently skip weights that they do not know or do not get, so the

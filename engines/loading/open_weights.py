@@ -49,7 +49,7 @@ class WorkerMemory:
 class OpenUpdate:
     """An update that a worker opens while it may still generate, and loads later.
 
-        open ─▶ is_staged ─▶ taken        `close` if it is not loaded, and when ranks may have ended
+        open ─▶ is_staged ─▶ taken      `close` if it is not loaded, and when ranks may have ended
 
     Attributes:
         staged: the copies' values in spare memory; None if nothing is staged.

@@ -14,8 +14,8 @@ _NUM_BRANCHES: Final = 4
 class RepeatedCopies:
     """The copies of a plan, carried out once for each version in the same memory.
 
-        first version      copy after copy
-        second, and later  a CUDA graph of all copies, in branches that run side by side, on one GPU
+        first version        copy after copy
+        second, and later    a CUDA graph of all copies, in parallel branches, on one GPU
 
     In the graph a copy begins while another branch's ends, and the CPU launches all of them at
     once. Copies from host memory are made one after the other: each waits for its part. Targets

@@ -17,7 +17,7 @@ class StagedCopies:
     """The copies of a plan in two halves: an engine generates during the first one.
 
         ranks' memory ──begin, on a stream of its own──▶ spare memory ──finish──▶ parameters
-        begin ─▶ is_done, wait ─▶ finish        once for each version
+        begin ─▶ is_done, wait ─▶ finish      once for each version
 
     The first half casts and cuts, and uses the links between GPUs. The second stays within the
     engine's GPU. Owns the spare memory over all versions in the same memory; torch.OutOfMemoryError

@@ -1,9 +1,9 @@
 """The core of the SGLang engine: starts, watches and ends SGLang's Engine, and translates
 calls and errors.
 
-    this process (actor)        TokenizerManager, event loop
-      ├ scheduler               one for each GPU of a tensor-parallel engine, with its worker
-      └ detokenizer             idle: tokens come straight from the first scheduler
+    this process (actor)      TokenizerManager, event loop
+      ├ scheduler             one for each GPU of a tensor-parallel engine, with its worker
+      └ detokenizer           idle: tokens come straight from the first scheduler
 
 If an engine spans nodes, the schedulers elsewhere run below its followers (`sglang_follower`). All
 these processes end with this one, which is their subreaper or the child of one (`runtime.process`).

@@ -1,6 +1,6 @@
 """The program of a follower of an SGLang engine: runs SGLang's schedulers of its node.
 
-    python -m umbra.engines.sglang.sglang_follower < task        see `EngineFollower.follow`
+    python -m umbra.engines.sglang.sglang_follower < task      see `EngineFollower.follow`
 
 The first scheduler, on the leading part's node, sends work to these schedulers itself.
 """

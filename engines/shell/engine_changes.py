@@ -16,8 +16,8 @@ _T = TypeVar("_T")
 class Changes:
     """Runs calls that change an engine one after the other, each to its end.
 
-        caller A ── make ──▶ [A | B]     begins once earlier changes are done
-        caller B ── make ──▶             B's caller is cancelled: B still runs after A
+        caller A ── make ──▶ [A | B]   begins once earlier changes are done
+        caller B ── make ──▶           B's caller is cancelled: B still runs after A
 
     A cancelled caller does not cancel its change: the engine's processes would do their part in any
     case, and this side would no longer know their state. Even a change that has not begun runs,

@@ -1,8 +1,8 @@
 """The core of an engine: the small part that differs between engines. `EngineShell` does the rest.
 
-    Core                states: every engine
-    └ PolledCore        requests whose tokens are taken once a tick (`PolledRequests`)
-      └ AdapterCore     weights that the engine loads from a description (`AdapterUpdates`)
+    Core            states: every engine
+    └ PolledCore    requests whose tokens are taken once a tick (`PolledRequests`)
+      └ AdapterCore   weights that the engine loads from a description (`AdapterUpdates`)
 
 docs/write-an-engine.md explains them method by method.
 """

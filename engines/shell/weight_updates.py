@@ -7,7 +7,7 @@ from typing import Any, Protocol
 class WeightUpdates(Protocol):
     """The engine's side of a weight update. The shell calls one method at a time, except `stop`:
 
-    begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end        `abort` if the update is aborted
+    begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end          `abort` if the update is aborted
     """
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The program of a follower of a vLLM engine: runs vLLM's workers of its node.
 
-    python -m umbra.engines.vllm.vllm_follower < task        see `EngineFollower.follow`
+    python -m umbra.engines.vllm.vllm_follower < task      see `EngineFollower.follow`
 
 vLLM's leading part, on another node, sends work to these workers itself.
 """

@@ -4,8 +4,8 @@ An actor is an object of any class, served in a process of its own. Its public m
 from other processes (see `umbra.runtime.rpc.rpc_server` for how each kind of method runs). Three
 optional methods belong to its lifetime:
 
-    async __aenter__ / __aexit__     entered before the actor is announced, left at shutdown
-    async run()                      runs beside the calls; if it raises, the actor dies with it
+    async __aenter__ / __aexit__   entered before the actor is announced, left at shutdown
+    async run()                    runs beside the calls; if it raises, the actor dies with it
 """
 
 from __future__ import annotations

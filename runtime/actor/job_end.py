@@ -1,7 +1,7 @@
 """The end of the job on a node. Pure: no clock, task or socket.
 
 running ── a stop signal, or a request to stop ──▶ stopping ── the last rank has left ──▶ over
-   │  ▲                                                └─ another signal, a while later ──▶ over
+   │  ▲                                               └─ another signal, a while later ──▶ over
    │  └── torchrun has started the ranks again
    └── the last rank has left
          ├─ done or stopped for good, or torchrun starts none after a failure ───────────▶ over

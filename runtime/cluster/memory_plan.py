@@ -1,10 +1,10 @@
 """Sizes KV caches, and checks that a job's processes fit their GPUs' memory. Pure.
 
-    phase        ranks                              hybrid  colocated  standalone
-    sync         parameters, optimizer              weights   asleep   awake
-    generation   what train.offload leaves there    awake     asleep   awake
-    colocated    what train.offload leaves there    asleep    awake    awake, hosts asleep
-    train        all of it, gradients, activations  asleep    asleep   awake
+    phase        ranks                                  hybrid    colocated  standalone
+    sync         parameters, optimizer                  weights   asleep     awake
+    generation   what train.offload leaves there        awake     asleep     awake
+    colocated    what train.offload leaves there        asleep    awake      awake, hosts asleep
+    train        all of it, gradients, activations      asleep    asleep     awake
 
 An engine that is awake has its weights, its KV cache and an overhead; one that sleeps keeps a part
 of the overhead. Pools without given needs count as nothing. Ranks without a hybrid pool keep the

@@ -2,9 +2,9 @@
 
     GPU         0         1         2        3
     ranks       rank 0    rank 1
-    hybrid      policy-0  policy-1                     shares the ranks' GPUs
-    standalone                      other-0  other-1   gets GPUs without ranks
-    colocated   judge-0   judge-1                      is time-sliced with a pool, on its GPUs
+    hybrid      policy-0  policy-1                    shares the ranks' GPUs
+    standalone                      other-0  other-1  gets GPUs without ranks
+    colocated   judge-0   judge-1                     is time-sliced with a pool, on its GPUs
 
 An engine that needs more GPUs than a node has takes all GPUs of several nodes. Its leading part, on
 the first of them, is the engine for everybody else; the others have a follower each.

@@ -1,7 +1,6 @@
-"""The shape of a Hugging Face decoder model, read from its config.json.
+"""The shape of a Hugging Face decoder model, from the config.json of transformers 4 or 5.
 
-It accepts the output of transformers 4 and 5: rope settings are in `rope_parameters` (5) or in
-`rope_theta` and `rope_scaling` (4).
+Rope settings are in `rope_parameters` (5) or in `rope_theta` and `rope_scaling` (4).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MODEL_TYPES: Final = ("llama", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: base wavelength and, for `llama3` and `linear`, how it is stretched."""
+    """Rotary embedding: base wavelength and, for `llama3` and `linear`, its stretching."""
 
     theta: float
     kind: str  # "default" | "linear" | "llama3"
@@ -78,7 +77,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Turns a parsed config.json into a ModelConfig; raises ConfigError with key and remedy."""
+    """Raises ConfigError with key and remedy."""
     model_type = str(raw.get("model_type"))
     if model_type not in MODEL_TYPES:
         raise ConfigError(

@@ -33,8 +33,7 @@ class DeltaBatch:
     """One checked batch.
 
     Attributes:
-        ids, positions, versions: [S] of each run: request id, completion offset of its first token,
-            version.
+        ids, positions, versions: [S] request id, completion offset of the first token, version.
         bounds: [S + 1] offsets into tokens.
         tokens, logprobs: [N] int32, [N] float32.
         finishes: (request id, reason) of the F finished requests.
@@ -50,11 +49,8 @@ class DeltaBatch:
 
     @classmethod
     def from_wire(cls, item: object) -> DeltaBatch:
-        """Checks an engine's batch.
-
-        Raises:
-            ProtocolError: a column is missing, of another dtype or length, or inconsistent.
-        """
+        """Raises ProtocolError for columns that are missing, inconsistent, or of another
+        dtype or length."""
         if not isinstance(item, Mapping):
             raise ProtocolError(f"a delta batch must be a map, got {brief(item)}")
         fields = cast("Mapping[str, Any]", item)
@@ -82,11 +78,7 @@ class DeltaBatch:
         )
 
     def select(self, mask: NDArray[np.bool_]) -> DeltaBatch:
-        """The selected runs, without any finishes.
-
-        Args:
-            mask: [S].
-        """
+        """The runs of `mask` [S], without any finishes."""
         counts = np.diff(self.bounds)
         bounds = np.zeros(int(np.count_nonzero(mask)) + 1, np.int64)
         np.cumsum(counts[mask], out=bounds[1:])

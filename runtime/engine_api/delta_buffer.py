@@ -64,8 +64,7 @@ class DeltaBuffer:
         logprobs: Float32Array,
         version: int,
     ) -> None:
-        """Adds runs that lie one after the other in `tokens` and `logprobs`; it copies all of
-        them."""
+        """Adds runs that lie one after the other in `tokens` and `logprobs`; copies all of them."""
         self._ids.append(ids)
         self._positions.append(positions)
         self._counts.append(counts)
@@ -112,7 +111,6 @@ class DeltaBuffer:
 
 
 def empty_batch() -> DeltaColumns:
-    """A batch without runs and finishes."""
     return DeltaColumns(
         ids=np.zeros(0, np.int64),
         positions=np.zeros(0, np.int32),

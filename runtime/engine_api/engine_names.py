@@ -14,10 +14,10 @@ from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.settings import Checked
 
 ENGINE_AWAKE_NBYTES: Final = 2 << 30
-"""What an awake engine takes of a GPU besides weights and KV cache: CUDA context, graphs, buffers.
+"""GPU memory of an awake engine besides weights and KV cache: CUDA context, graphs, buffers.
 Measured on an H200 (docs/benchmarks.md), where umbra's engines hardly differ."""
 ENGINE_ASLEEP_NBYTES: Final = 1 << 30
-"""All that an engine keeps while it sleeps."""
+"""GPU memory of a sleeping engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class EngineKind:
     Attributes:
         target: its `module:Class`.
         reads_weight_files: it reads weights from the model's folder, unless a trainer sends them.
-        wraps_library: `pool.engine_args` holds options of a library, and the engine takes the whole
-            table as one argument of that name. Otherwise each entry is an argument of its own.
-        parallel_option: the one of them that is an engine's number of GPUs; "": it has one.
-        wraps_engine: the engine starts another one, whose name is the argument `inner`, and passes
-            it the other arguments.
+        wraps_library: `pool.engine_args` holds options of a library, which the engine takes as
+            one argument of that name. Otherwise each entry is an argument of its own.
+        parallel_option: the option that is an engine's number of GPUs; "": it has one.
+        wraps_engine: the engine starts another one, whose name is the argument `inner`, and
+            passes it the other arguments.
         has_lora: the engine takes `lora_adapters`.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
-        truncates_logprobs: where `rollout.top_p` or `rollout.top_k` leave tokens out, the logprobs
-            are those of what is left.
+        truncates_logprobs: under `rollout.top_p` or `rollout.top_k`, logprobs are the truncated
+            distribution's.
         spans_nodes: an engine may have followers on other nodes, which it gets as `followers`.
     """
 
@@ -52,17 +52,12 @@ class EngineKind:
     spans_nodes: bool = False
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine's arguments from `pool.engine_args`."""
         return {"engine_args": engine_args} if self.wraps_library else dict(engine_args)
 
     def tensor_parallel_size(self, engine_args: Mapping[str, Any], section: str = "pool") -> int:
         """Worker processes of one engine, each with a GPU of its own where there are GPUs.
 
-        Args:
-            section: the section of the config that has `engine_args`.
-
-        Raises:
-            ConfigError: the option is not such a number.
+        `section` is the config's section of `engine_args`, for the error.
         """
         if self.wraps_engine:
             inner = engine_kind(str(engine_args.get("inner", "embedded")))
@@ -119,8 +114,8 @@ FOLLOWER_TARGET: Final = "umbra.engines.shell.engine_follower:EngineFollower"
 
 
 def engine_kind(engine: str) -> EngineKind:
-    """Looks an engine up by its short name. An engine given as `module:Class` is assumed to take
-    LoRA adapters; it refuses them at its start if it does not."""
+    """Looks an engine up by its short name. A `module:Class` is assumed to take LoRA adapters; at
+    its start it refuses them if it does not."""
     return ENGINES.get(engine) or EngineKind(target=engine, has_lora=True)
 
 

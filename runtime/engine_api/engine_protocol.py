@@ -8,7 +8,7 @@ Besides the calls below an engine may have `run()`, see `umbra.runtime.actor.act
 
     def progress(self) -> object | None
 
-It returns a value that changes as the engine makes progress with its requests; None while it is
+which returns a value that changes as the engine makes progress with its requests; None while it is
 idle. If the value does not change for `ActorSpec.stall_limit_s`, the engine is killed and replaced.
 """
 
@@ -24,8 +24,8 @@ PauseMode = Literal["abort", "keep", "drain"]
 
 
 class EngineStats(TypedDict):
-    """A snapshot. Bytes are current: resident ones of this process, and those of weights and
-    cache."""
+    """A snapshot of counters and current bytes: resident in this process, of
+    weights, and of cache."""
 
     running: int
     waiting: int
@@ -49,8 +49,8 @@ class Engine(Protocol):
         ...
 
     async def abort(self, ids: Sequence[int] | None) -> int:
-        """Ends requests (None: all) with reason "abort" after their sampled tokens; returns how
-        many."""
+        """Ends requests (None: all) with reason "abort" after their sampled tokens;
+        returns how many."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -67,52 +67,51 @@ class Engine(Protocol):
         ...
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        """Allocates memory again for those of `tags` that sleep."""
+        """Allocates memory again for the parts in `tags` that sleep."""
         ...
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        """Why the ranks' memory (`rank_exports`) cannot be read here, or "".
+        """Why the ranks' memory (`rank_exports`) cannot be read here, or "". Allowed in any state.
 
-        Allowed in any state. If it can be read, an update may bring "exports" in place of buckets.
+        If it can be read, an update may bring "exports" in place of buckets.
         """
         ...
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None:
-        """Prepares for the weights of `version`, and changes nothing else. Allowed in any state but
-        between `load` and `commit_update` or `abort_update`. A sleep discards the preparation."""
+        """Prepares for the weights of `version`, and changes nothing else.
+
+        Allowed in any state except between `load` and `commit_update` or `abort_update`. A sleep
+        discards the preparation.
+        """
         ...
 
     async def load(self) -> dict[str, int]:
-        """Takes memory for the weights if they sleep, and loads every bucket as soon as all ranks
-        have filled it.
+        """Loads every bucket as soon as all ranks have filled it, after waking weights that sleep.
 
-        Returns {"nbytes": bytes loaded}, which are those of all tensors if nothing is missing. When
-        it returns, the model has the weights. From the call on, the weights have no version
-        until `commit_update`. It may be called once per update. Raises WeightSyncError when the
-        sync is aborted, with weights half written; `abort_update` follows.
+        Returns {"nbytes": bytes loaded}, the size of all tensors if nothing is missing; the model
+        then has the weights. From the call on, the weights have no version until `commit_update`.
+        It may be called once per update. Raises WeightSyncError when the sync is aborted, with
+        weights half written; `abort_update` follows.
         """
         ...
 
     async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares the checksums of what was loaded with those of `regions`, each [image offset,
-        nbytes, checksum], and changes nothing. Called in syncs with checksums.
+        """Compares loaded checksums with `regions`, each [image offset, nbytes, checksum].
 
-        Returns a text for each difference; with any, the update cannot be committed.
+        Called in syncs with checksums. Returns a text for each difference; with any, the update
+        cannot be committed. Changes nothing.
         """
         ...
 
     async def commit_update(self) -> None:
-        """Makes the version given to `prepare_update` the one held, takes memory for the KV cache
-        if that sleeps, and resumes."""
+        """Makes the prepared version the one held, wakes the KV cache if it sleeps, and resumes."""
         ...
 
     async def abort_update(self) -> None:
-        """Ends the update half way. If `load` was not called, the engine keeps the weights that it
-        had; else another update must follow before it serves anything."""
+        """Ends the update half way. Before `load`, the engine keeps its weights; afterwards another
+        update must follow before it serves anything."""
         ...
 
-    async def stats(self) -> EngineStats:
-        """Counters and sizes."""
-        ...
+    async def stats(self) -> EngineStats: ...

@@ -1,6 +1,5 @@
-"""A generation request to an engine, and its validation.
+"""A generation request to an engine, and its validation. Torch-free for the echo engine and tests.
 
-Torch-free, because the echo engine and tests use it, too.
 T: tokens of a request (prompt plus tokens generated so far).
 """
 
@@ -76,13 +75,10 @@ def parse_request(
     vocab_size: int | None,
     lora_names: Collection[str] = (),
 ) -> GenerationRequest:
-    """Checks one wire request.
+    """Checks one wire request, for an engine with the adapters `lora_names`.
 
-    Args:
-        lora_names: adapters that the engine has.
-
-    Raises:
-        ValueError: a key is unknown, missing or out of range; the message names id, key and limit.
+    Raises ValueError that names id, key and limit for a key that is unknown, missing
+    or out of range.
     """
     unknown = sorted(set(raw) - REQUEST_KEYS - OPTIONAL_KEYS)
     if unknown:

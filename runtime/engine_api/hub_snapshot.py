@@ -4,6 +4,7 @@
 
 Such a path names the repository and the commit. A job passes it to all its processes. A machine
 that lacks the folder downloads the same commit into its own cache, whatever its HF_HOME is.
+
 huggingface_hub reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN, and locks each file while a
 process downloads it.
 """
@@ -49,11 +50,7 @@ def download_model(repo: str, revision: str | None, *, with_weights: bool) -> Pa
 
 
 def local_model(path: str, *, with_weights: bool) -> str:
-    """The folder of a model on this machine: `path`, unless that is a snapshot in the cache of
-    another machine.
-
-    Raises: as `download_model`.
-    """
+    """The folder of a model on this machine: `path`, or its snapshot if it is another machine's."""
     folder = Path(path)
     name = snapshot_name(folder)
     if not name or (folder.is_dir() and (not with_weights or any(folder.glob(_WEIGHTS)))):

@@ -13,7 +13,7 @@ from torch import Tensor
 MAX_SORTED_LOGITS: Final = 1 << 24
 # Logits sorted at once. A larger number raises peak memory, a smaller one makes more steps.
 SORTED_NBYTES: Final = 32
-"""Memory for each of them: sorted logits, their indices, probabilities and sums."""
+"""Memory for each sorted logit: itself, its index, probability and sum."""
 
 
 class Truncation(NamedTuple):

@@ -1,5 +1,3 @@
-"""The size of a model's keys and values, from its config.json."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,11 +15,8 @@ def kv_token_nbytes(
     arXiv:2405.04434) all workers have the same latent vector and rotary key.
 
     Args:
-        config: of the model; of one with several parts, that of the text part.
+        config: the model's config.json; for a model with several parts, the text part's.
         itemsize: bytes of one element.
-
-    Raises:
-        ConfigError: the config lacks the sizes.
     """
     try:
         num_heads = int(config["num_attention_heads"])

@@ -68,65 +68,65 @@ class EngineStarted:
     """The engine answers; its parameters are allocated."""
 
     version: int | None = None
-    """Version of the weights that it has loaded by itself, and serves."""
+    """Version of weights that it has loaded by itself, and serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """It takes memory for its weights if they sleep, and those of `version` overwrite them."""
+    """Takes memory for the weights if they sleep; `version` overwrites them."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CommitUpdate:
-    """All its weights are those of `version`, with the right checksums if the sync had any."""
+    """All weights are of `version`, with the right checksums if the sync had any."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbortUpdate:
-    """The update ended half way: its weights are unknown."""
+    """The update ended half way: the weights are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """It stops generating."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """It takes memory for its KV cache if that sleeps, and generates under the version it holds."""
+    """Takes memory for the KV cache if it sleeps, and generates under the version held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """It frees memory: at level 1 weights are kept on the host, at level 2 they are lost."""
+    """Frees memory: level 1 keeps the weights on the host, level 2 loses them."""
 
     level: SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """It takes memory for `tags` again."""
+    """Takes memory for `tags` again."""
 
     tags: frozenset[Tag] = ALL_TAGS
 
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """The requested wake is done."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Invalidate:
-    """Its version is no longer valid."""
+    """The version held is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """Its process has ended."""
+    """The process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,6 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLifecycle:
-    """The state of one engine; `apply` returns the next one."""
-
     state: EngineState = EngineState.STARTING
     version: int | None = None
     """The version that it holds for certain."""
@@ -167,7 +165,7 @@ class EngineLifecycle:
     """In WAKING only: parts that are being allocated."""
 
     def apply(self, event: Event) -> EngineLifecycle:
-        """The lifecycle after `event`. Raises IllegalTransition with both if it is not allowed."""
+        """Raises IllegalTransition that names state and event."""
         match event:
             case Died():
                 self._require(event, *(state for state in EngineState if state != EngineState.DEAD))
@@ -287,10 +285,9 @@ def catch_up(
 ) -> list[str]:
     """Engines to update to `current_version` by a sync of their own, in the mapping's order.
 
-    These are the engines in PENDING_WEIGHTS, and only while every rank waits for a batch
-    (`ranks_waiting`), because only then the trainer still has the weights of that version and all
-    ranks can publish it. There are none before a first version exists: the first sync reaches every
-    engine anyway.
+    These are in PENDING_WEIGHTS, and only while every rank waits for a batch: only then has the
+    trainer the weights of that version, and all ranks can publish it. Before a first version exists
+    there are none, because the first sync reaches every engine anyway.
     """
     if current_version is None or not ranks_waiting:
         return []

@@ -1,6 +1,3 @@
-"""Reads a LoRA adapter's folder as PEFT saves it, and checks it against the model before a
-start."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +21,7 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """The facts about an adapter that do not need its weights.
+    """The facts about a LoRA adapter's folder, as PEFT saves it, that do not need its weights.
 
     Attributes:
         rank: of its largest matrices.
@@ -36,14 +33,10 @@ class LoraAdapter:
 
     @classmethod
     def read(cls, name: str, path: Path, model_path: Path) -> Self:
-        """Reads the folder, and checks whether its matrices fit those of the model.
+        """Reads the folder, and compares its matrices with the model's.
 
         Models that are quantised, or whose checkpoint has other names than their modules, are not
-        compared.
-
-        Raises:
-            DataError: the folder is missing, holds no LoRA adapter, is damaged, or is for another
-                model.
+        compared. Raises DataError for a folder that is missing, damaged, or for another model.
         """
         try:
             config = _read_config(path / _CONFIG)
@@ -69,7 +62,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
-    """Ranks of the matrices; checks that they are those of the config."""
+    """Ranks of the matrices; ValueError if they differ from the config's."""
     ranks = {rank for _, rank, _ in module_shapes(shapes).values()}
     if not ranks:
         raise ValueError(f"{_WEIGHTS} holds no lora_A and lora_B")

@@ -30,16 +30,16 @@ class LoraSpec:
 
     Attributes:
         rank: of every matrix.
-        alpha: scales the product of two matrices by alpha / rank. For rank-stabilised LoRA, give
-            PEFT's lora_alpha times the square root of the rank.
+        alpha: scales the product of two matrices by alpha / rank. For rank-stabilised LoRA,
+            give PEFT's lora_alpha times the square root of the rank.
     """
 
     rank: int
     alpha: float
 
     def check(self, shapes: Shapes) -> None:
-        """Raises ValueError unless the tensors are pairs of matrices of this rank, and nothing
-        else."""
+        """Raises ValueError unless the tensors are pairs of matrices of this rank,
+        and nothing else."""
         modules = module_shapes(shapes)
         pairs = {f"{_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"}
         if others := sorted(shapes.keys() - pairs):
@@ -57,12 +57,10 @@ class LoraSpec:
             raise ValueError("a LoRA adapter needs at least one pair of matrices")
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values for a message; `from_wire` is its inverse."""
         return {"rank": self.rank, "alpha": self.alpha}
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {"rank": int(rank), "alpha": int() | float() as alpha} if (
                 rank > 0 and math.isfinite(alpha)
@@ -73,24 +71,15 @@ class LoraSpec:
 
 
 class LoraBase:
-    """A model that keeps its weights while syncs bring LoRA adapters for it.
-
-    Args:
-        model_path: folder of its weights.
-        max_rank: of an adapter.
-    """
+    """A model whose weights stay while syncs bring LoRA adapters of at most `max_rank`."""
 
     def __init__(self, model_path: Path, max_rank: int) -> None:
         self._model_path = model_path
         self._max_rank = max_rank
 
     def check(self, adapter: LoraSpec | None, shapes: Shapes) -> None:
-        """Raises WeightSyncError if a sync brings no adapter, or one that the model cannot have.
-
-        Args:
-            adapter: what the sync brings; None for weights of the model itself.
-            shapes: of its tensors.
-        """
+        """Raises WeightSyncError if a sync brings the model's weights, or an adapter
+        that does not fit."""
         if adapter is None:
             raise WeightSyncError(
                 "the sync brings weights of the model, and the engine was started for LoRA "
@@ -141,7 +130,7 @@ def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
 
 
 def check_fits(shapes: Shapes, model: Shapes) -> None:
-    """Raises ValueError for a matrix that the model does not have, or has in another shape.
+    """Raises ValueError for a matrix that the model lacks, or has in another shape.
 
     Models whose checkpoint has other names than their modules are not compared.
     """
@@ -162,8 +151,8 @@ def check_fits(shapes: Shapes, model: Shapes) -> None:
 
 
 def model_shapes(model_path: Path) -> Shapes:
-    """Shapes of a model's weights, by name; none if they are quantised, as they may be packed, or
-    not in the folder, as an engine may get them from the trainer."""
+    """Shapes of a model's weights, by name; empty if they are quantised, which may pack them, or
+    not in the folder, because the trainer may send them."""
     config: Any = json.loads((model_path / "config.json").read_text())
     if "quantization_config" in config:
         return {}

@@ -1,5 +1,3 @@
-"""Validates token ids from callers before an engine sees them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,8 +21,8 @@ def token_ids(
         what: names the tokens in the error.
 
     Raises:
-        RequestRefused: they are not a sequence of integers, or one is outside the model's
-            vocabulary.
+        RequestRefused: they are not a sequence of integers, or one is outside the
+            model's vocabulary.
     """
     array = _as_array(tokens)
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
@@ -38,12 +36,7 @@ def token_ids(
 
 
 def wrong_token(array: NDArray[Any], vocab_size: int | None) -> str:
-    """Describes the first token that the model cannot have, or returns "".
-
-    Args:
-        array: [T] of integers.
-        vocab_size: 0 or None: unknown.
-    """
+    """Describes the first of `array` [T] that the model cannot have, or returns ""."""
     wrong = np.flatnonzero((array < 0) | (array >= (vocab_size or _NUM_IDS)))
     if not wrong.size:
         return ""
@@ -62,8 +55,7 @@ def _describe(tokens: Sequence[int] | NDArray[Any]) -> str:
 
 
 def _as_array(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
-    """An array of the tokens; None if they are not a sequence of numbers, objects beyond 64
-    bits."""
+    """None if they are not a sequence of numbers; objects for numbers beyond 64 bits."""
     if isinstance(tokens, np.ndarray):
         return tokens
     given = cast("list[object]", list(tokens))

@@ -1,4 +1,4 @@
-"""The files of a model directory that are its weights, and the contents of their headers.
+"""The weights of a model directory, by the headers of their files.
 
     model.safetensors.index.json    names the files of weights that are in several
     model.safetensors               else all weights are in this one; other files are none of them
@@ -41,14 +41,9 @@ class StoredTensor:
 
 
 class WeightFiles:
-    """The safetensors files of a model directory. Reads nothing but the index and their headers.
+    """The safetensors files of a model directory. Reads only the index and their headers.
 
-    Attributes:
-        files: with the weights.
-        tensors: by name.
-
-    Raises:
-        DataError: a file is missing, cut off or damaged, or it is not clear which are the weights.
+    Raises DataError if a file is missing, cut off or damaged, or the choice is unclear.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,11 +88,11 @@ class WeightFiles:
 
 
 def has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the model's config.json ties its head to the embeddings, or leaves that open, and its
-    files have a head that differs. transformers then does not tie them. Engines read only the
-    config, so umbra gives them another value of the key.
+    """Whether the files have a head that differs from the embeddings, and the config does not
+    exclude a tie. transformers then does not tie them. Engines read only the config, so umbra gives
+    them another value of the key.
 
-    An engine that gets its weights from the trainer may have no files of them; then it is False.
+    False without files: an engine may get its weights from the trainer.
     """
     inner: Any = config.get("text_config") or {}
     if config.get("tie_word_embeddings", inner.get("tie_word_embeddings")) is False:
@@ -119,7 +114,7 @@ def has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of config.json that say that the head is not tied to the embeddings."""
+    """The entries of config.json that untie the head from the embeddings."""
     changes: dict[str, Any] = {"tie_word_embeddings": False}
     if isinstance(config.get("text_config"), Mapping):
         changes["text_config"] = {"tie_word_embeddings": False}
@@ -127,11 +122,8 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name.
-
-    Raises:
-        DataError: it cannot be read, is cut off, or is no such file.
-    """
+    """The tensors of a safetensors file, by name. Raises DataError if it is
+    unreadable or cut off."""
     tensors: dict[str, StoredTensor] = {}
     try:
         file_nbytes = file.stat().st_size

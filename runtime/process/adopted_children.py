@@ -1,10 +1,3 @@
-"""Reaps what a subreaper adopted: descendants whose own parent has ended.
-
-A process that this one started itself is left to whoever waits for it, because reaping it would
-take its exit status from them. The kernel does not tell the two apart, so every way in which Python
-starts a process is noted.
-"""
-
 from __future__ import annotations
 
 import _posixsubprocess
@@ -21,7 +14,7 @@ _started = set[int]()
 
 
 def note_own_children() -> None:
-    """Notes the processes that this one starts from now on. Called once, before it starts any."""
+    """Called once, before this process starts any other."""
     for module, name in (
         (os, "fork"),
         (os, "forkpty"),
@@ -44,10 +37,14 @@ def _noting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class AdoptedChildren:
-    """Reaps the adopted children of this process. Needs `note_own_children`.
+    """Reaps this subreaper's adopted children: descendants whose own parent has ended.
+
+    Processes that this one started are left to their owners, who need the exit status. The
+    kernel does not tell the two apart, so `note_own_children` notes every way in which Python
+    starts a process.
 
     A child is reaped when two calls have found it ended, so that a library in C that forks and
-    waits at once is not disturbed. One that waits later does not get the exit status.
+    waits at once is not disturbed. A library that waits later loses the exit status.
     """
 
     def __init__(self) -> None:

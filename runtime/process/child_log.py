@@ -1,5 +1,3 @@
-"""The log of one named child: its stdout and stderr over all its incarnations, appended."""
-
 from __future__ import annotations
 
 import os
@@ -13,11 +11,11 @@ from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError
 
 _TAIL_NBYTES = 64 * 1024
-"""Most that is read for a tail. More would block the loop on a slow disk; far less could miss the
+"""Bytes read for a tail. More would block the loop on a slow disk; far less could miss the
 beginning of a long traceback."""
 
 _ERROR_NBYTES = 1 << 20
-"""Most that is read to find the first error, from the incarnation's beginning."""
+"""Bytes read to find the first error, from the incarnation's beginning."""
 _OR_ELSE: Final = ", or set another run directory"
 _PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] |^ *[|+] ")
 # The text that loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR
@@ -30,14 +28,15 @@ _NUM_BEFORE: Final = 2  # lines of a traceback that go with its error: where, an
 
 @dataclass(frozen=True, slots=True)
 class ChildLog:
-    """A log file, and the position at which this incarnation begins."""
+    """The stdout and stderr of a child over all its incarnations; this one begins at
+    `start_offset`."""
 
     path: Path
     start_offset: int
 
     @classmethod
     def begin(cls, path: Path, title: str) -> ChildLog:
-        """Appends a header line. Raises ConfigError if that fails (read-only, disk full)."""
+        """Appends a header line. Raises ConfigError if the file cannot be written."""
         header = f"==== {title} ==== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,3 @@
-"""Child processes of a supervisor: starts, watches and ends them, with everything that they fork.
-
-    async with ChildProcess.spawn("engine-0#1", argv, log_path=logs / "engine-0.log") as child:
-        status = await child.wait()
-
-Every child dies with this process (parent-death signal) and is the subreaper of what it forks
-(`prctl`). So the descendants of a *living* child stay below it. A process that this one adopts had
-an ancestor that has died, and `orphans` ends it; no environment, name or session is trusted.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -42,13 +32,19 @@ _living_pids: set[int] = set()
 
 
 class ChildProcess:
-    """One child. Owner: whoever entered it; leaving kills it and everything below it.
+    """A child of a supervisor. Leaving it kills the child and everything below it.
 
-    Use it on the loop of the main thread only: the parent-death signal follows the spawning thread.
+        async with ChildProcess.spawn("engine-0#1", argv, log_path=logs / "engine-0.log") as child:
+            status = await child.wait()
+
+    Every child dies with this process (parent-death signal) and is the subreaper of its descendants
+    (`prctl`), which stay below it while it lives. A process that this one adopts had an ancestor
+    that has died, and `orphans` ends it; no environment, name or session is trusted.
+
+    Main thread's loop only: the parent-death signal follows the spawning thread.
     """
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], log: ChildLog | None) -> None:
-        """Use `spawn`."""
         self.name = name
         self.pid = popen.pid
         self.status: ExitStatus | None = None
@@ -73,13 +69,17 @@ class ChildProcess:
     ) -> ChildProcess:
         """Starts `argv` in a session of its own; takes some milliseconds of the loop.
 
-        `env`: the whole environment (None: ours). `log_path`: stdout and stderr are appended there,
-        after a header line (None: ours). `stdin_payload`: what it reads on stdin, of any length,
-        kept in memory and off the command line (None: nothing). `binds_itself`: the program itself
-        first calls `prctl.die_with_parent(int(os.environ["UMBRA_PARENT_PID"]))` and
-        `prctl.become_subreaper()`, which saves the 10 ms of the trampoline.
+        Args:
+            env: the whole environment; None: ours.
+            log_path: stdout and stderr are appended there, after a header line; None: ours.
+            stdin_payload: of any length, kept in memory and off the command line.
+            binds_itself: the program first calls
+                `prctl.die_with_parent(int(os.environ["UMBRA_PARENT_PID"]))` and
+                `prctl.become_subreaper()`, which saves the 10 ms of the trampoline.
 
-        Raises ActorError if it cannot be started, ConfigError if the log cannot be written.
+        Raises:
+            ActorError: it cannot be started.
+            ConfigError: the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(f"{name}: spawn from the main thread, children die with the thread")
@@ -104,17 +104,15 @@ class ChildProcess:
         return cls(name, popen, log)
 
     async def wait(self) -> ExitStatus:
-        """Waits until the process has ended. Any number of tasks may wait; cancelling one is
-        harmless."""
+        """Any number of tasks may wait; cancelling one is harmless."""
         await self._ended.wait()
         assert self.status is not None
         return self.status
 
     async def terminate(self, grace_s: float) -> ExitStatus:
-        """SIGTERM, up to `grace_s` seconds, then SIGKILL for it and everything below it.
+        """SIGTERM, up to `grace_s` seconds, then SIGKILL for the child and everything below it.
 
-        Returns once it has ended, even if it was stopped or reacts slowly; raises TimeoutError if
-        even SIGKILL does not end it within 30 s.
+        Ends stopped processes, too. Raises TimeoutError if SIGKILL does not end it within 30 s.
         """
         if self.status is None and grace_s > 0:
             self.send_signal(signal.SIGTERM)
@@ -127,7 +125,7 @@ class ChildProcess:
             return await self.wait()
 
     def kill(self) -> None:
-        """Sends SIGKILL to it and everything below it; returns at once."""
+        """Sends SIGKILL to the child and everything below it; returns at once."""
         if self.status is None:
             descendants.kill_tree(self.pid)
 
@@ -142,7 +140,7 @@ class ChildProcess:
         return found is not None
 
     def send_signal(self, number: int) -> None:
-        """Does nothing if it has ended."""
+        """Does nothing if the child has ended."""
         if self.status is None:
             descendants.send_signal(self.pid, number)
 
@@ -151,8 +149,7 @@ class ChildProcess:
         return "" if self._log is None else self._log.tail(max_lines)
 
     def describe_errors(self) -> str:
-        """Text to append to an error: the first error in this incarnation's log, or the log's
-        path."""
+        """Text to append to an error: the first error in this incarnation's log, or its path."""
         if self._log is None:
             return ""
         error = self._log.first_error()
@@ -191,7 +188,7 @@ class ChildProcess:
 
 
 def living_pids() -> frozenset[int]:
-    """The children of this process that ChildProcess started and that have not been reaped."""
+    """The children that ChildProcess started and that have not been reaped."""
     return frozenset(_living_pids)
 
 

@@ -1,7 +1,4 @@
-"""Keeps a process on the CPU cores near its GPUs.
-
-The kernel then puts the memory that it touches first on the NUMA node of these cores.
-"""
+"""Confines a process to the CPU cores near its GPUs, whose NUMA node then gets its memory."""
 
 from __future__ import annotations
 
@@ -16,12 +13,8 @@ from umbra.runtime.process.nvml import LIBRARY, Nvml
 
 
 def cores_near(processes: Sequence[Sequence[str]], library: str = LIBRARY) -> list[frozenset[int]]:
-    """The cores for each of several processes: those near its GPUs, of those that this process may
-    use. All of these for a process without GPUs, or if none is near, or if NVML does not report.
-
-    Args:
-        processes: the GPUs of each, see `Nvml.open`.
-    """
+    """For each process, the allowed cores near its GPUs (see `Nvml.open`); all allowed cores
+    without GPUs, without near ones, or without NVML."""
     allowed = frozenset(os.sched_getaffinity(0))
     gpus = sorted({gpu for own in processes for gpu in own})
     nvml = Nvml.open(library, gpus=gpus)
@@ -38,11 +31,10 @@ def _united(near: Sequence[frozenset[int]]) -> frozenset[int]:
 
 
 def core_shares(cores: Sequence[AbstractSet[int]], quota: float) -> list[int]:
-    """How many threads each of several processes may have: its cores, divided by the number of
-    processes that may use any of them; 1 at least.
+    """Threads for each process: its cores divided by the processes that share any of
+    them, at least 1.
 
-    Args:
-        quota: CPUs that all of them together may keep busy, see `cpu_quota`.
+    `quota` is the number of CPUs that all may keep busy, see `cpu_quota`.
     """
     most = quota / len(cores)
     shares = [len(own) // sum(1 for other in cores if own & other) for own in cores]
@@ -50,8 +42,10 @@ def core_shares(cores: Sequence[AbstractSet[int]], quota: float) -> list[int]:
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many CPUs this process and those beside it may keep busy, by the limits of its cgroup,
-    such as a container's; infinite without a limit. Such a process sees all of the host's cores.
+    """CPUs that this process's cgroup, such as a container, may keep busy; infinite
+    without a limit.
+
+    A limited process still sees all of the host's cores.
     """
     limits = [math.inf]
     for line in own.read_text(encoding="utf-8").splitlines():
@@ -79,14 +73,14 @@ def allowed_threads(num: int) -> int:
     """`num`, or OMP_THREAD_LIMIT if that is less.
 
     OpenMP starts no more threads than that. If more are set, torch 2.13 leaves their part of a
-    product in bfloat16 as it was in memory.
+    product in bfloat16 uninitialised.
     """
     limit = os.environ.get("OMP_THREAD_LIMIT", "")
     return min(num, int(limit)) if limit.isdigit() and int(limit) > 0 else num
 
 
 def confine(cores: AbstractSet[int]) -> None:
-    """Keeps all threads of this process, and processes that it starts later, on these cores."""
+    """Confines all threads of this process, and its later children, to these cores."""
     if cores == os.sched_getaffinity(0):
         return
     for thread in os.listdir("/proc/self/task"):

@@ -1,5 +1,3 @@
-"""Delays stop signals while something is made that a handler's exception would leave behind."""
-
 from __future__ import annotations
 
 import signal
@@ -13,12 +11,11 @@ from umbra.runtime.process.exit_status import STOP_SIGNALS
 
 @contextmanager
 def delayed_stops() -> Generator[None]:
-    """Stop signals that come inside the block go to their handlers at its end. The caller has then
-    stored what it made, for whoever cleans up. Handlers run on the main thread, so this has no
-    effect on another one.
+    """Stop signals that come inside the block reach their handlers at its end.
 
-    It does not block the signals: the kernel would give them to another thread, and Python would
-    run the handler on the main one all the same.
+    A handler's exception then cannot leave a half-made resource behind: the caller has stored it.
+    Handlers run on the main thread, so other threads see no effect. The signals are not blocked:
+    the kernel would give them to another thread, and Python would run the handler on the main one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

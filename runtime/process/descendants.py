@@ -2,8 +2,8 @@
 
 Standard library only: the guardian loads this file by its path, with no package.
 
-A descendant is found by parentage, never by name, session or environment: with a subreaper above
-it (umbra.runtime.process.prctl) no fork, setsid or renamed process can leave its ancestor's tree.
+A descendant is found by parentage, never by name, session or environment: with a subreaper above it
+(umbra.runtime.process.prctl) no fork, setsid or renamed process can leave its ancestor's tree.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ _LOOK_AGAIN_S = 0.02
 longer. Shorter: more reading of /proc while a large process frees its memory."""
 
 TRACKER_GRACE_S = 2.0
-"""Time for a resource tracker to end once the others have been killed: it needs milliseconds. A
-shorter limit leaves names in /dev/shm on a busy machine; a longer one waits for a tracker whose
-tree is alive elsewhere."""
+"""Time for a resource tracker to end once the others have been killed. A shorter limit leaves names
+in /dev/shm on a busy machine; a longer one waits for a tracker whose tree is alive elsewhere."""
 
 _MAX_LOOKS = 16
-"""Scans of a tree in one call. One is enough for processes that rarely fork; a process that forks
-and ends all the time (its zombies make each scan slower) needs its root dead and its zombies reaped
-between scans.
-"""
+"""Scans of a tree in one call. One is enough for processes that rarely fork. A process that forks
+all the time needs its root dead and its zombies, which slow each scan, reaped between scans."""
 
 _PENDING = ("SigPnd:", "ShdPnd:")
 """Fields of /proc/PID/status: masks of the signals that are pending for the process."""
@@ -42,8 +39,7 @@ _STUCK = {
     "Z": "ended",
     "X": "ended",
 }
-"""States in which a process does not answer; see proc(5). In the others it runs, or waits for
-something."""
+"""States of proc(5) in which a process does not answer."""
 
 _PF_EXITING = 0x4
 """From include/linux/sched.h."""
@@ -65,7 +61,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def why_stuck(self) -> str:
-        """What it is, if it cannot answer: such as "stopped by a signal"; else ""."""
+        """A reason such as "stopped by a signal" why it cannot answer; else ""."""
         return _STUCK.get(self.state, "")
 
     @property
@@ -90,8 +86,8 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
     """Sends SIGKILL to every descendant of this process and reaps it, even while they fork.
 
     Blocks until the kernel knows of no child (for orphans to come here, be a subreaper), or until
-    the deadline; then it returns the pids that could not be ended (uninterruptible sleep). It also
-    reaps children that other parts of this process wait for, so call it only at the very end.
+    the deadline; returns the pids that could not be ended (uninterruptible sleep). Call it only at
+    the very end: it also reaps children that other parts of this process wait for.
     """
     begin = time.monotonic()
     deadline = begin + deadline_s
@@ -108,8 +104,8 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Sends SIGKILL to `pid`, a child of the caller, and all below it except resource trackers;
-    returns before they have ended.
+    """Sends SIGKILL to the caller's child `pid` and all below it except resource trackers;
+    does not wait.
 
     The root is stopped first so that it does not fork between the last scan and its own death.
     Processes that fork faster than the scans remain, and go to the nearest subreaper.
@@ -126,11 +122,11 @@ def kill_tree_below(
     *,
     spare_trackers: bool = False,
 ) -> set[Identity]:
-    """Sends SIGKILL to every descendant of `pid` except the trees of its children in `spared`, and
-    except resource trackers if `spare_trackers`.
+    """Sends SIGKILL to every descendant of `pid`, except resource trackers if `spare_trackers`, and
+    except the trees of its children in `spared`.
 
-    Scans until a scan finds nobody new: a process with SIGKILL pending forks no more. Skips those
-    in `signalled`. Returns `signalled` with the new ones added.
+    Scans until a scan finds no new process: one with SIGKILL pending forks no more. Skips processes
+    in `signalled`, and returns it with the new ones added.
     """
     signalled = set() if signalled is None else signalled
     for _ in range(_MAX_LOOKS):
@@ -186,13 +182,12 @@ def child_pids(pid: int) -> list[int]:
 
 
 def working_child_pids(pid: int) -> set[int]:
-    """Like `child_pids`, without Python's resource tracker, which outlives the processes it
-    serves."""
+    """`child_pids` without Python's resource tracker, which outlives the processes it serves."""
     return {child for child in child_pids(pid) if not _is_resource_tracker(child)}
 
 
 def scan_child_pids(pid: int) -> list[int]:
-    """Like `child_pids`, by reading every process's stat: for kernels without those listings."""
+    """`child_pids` for kernels without children files: reads every process's stat."""
     pids: list[int] = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -203,7 +198,7 @@ def scan_child_pids(pid: int) -> list[int]:
 
 
 def ticks_now() -> int:
-    """The present time as `ProcessStat.start_ticks` has it."""
+    """The present time in units of `ProcessStat.start_ticks`."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
@@ -235,15 +230,15 @@ def is_dying(pid: int) -> bool:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Signals a child of the caller; does nothing if it has ended. (An unreaped pid is not
-    reused.)"""
+    """Signals the caller's child, whose pid is not reused until it is reaped;
+    ignores ended ones."""
     # PermissionError: the child runs as another user. The others must still be ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def wait_for_exits(pids: Collection[int], timeout_s: float) -> None:
-    """Blocks until one of `pids` has ended (also before the call), or the time is over."""
+    """Blocks until one of `pids` has ended, maybe before the call, or the time is over."""
     poller = select.poll()
     pidfds: list[int] = []
     try:

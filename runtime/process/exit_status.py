@@ -1,5 +1,3 @@
-"""How a process ended, and a description of it."""
-
 from __future__ import annotations
 
 import signal
@@ -41,7 +39,7 @@ class ExitStatus:
 
     @property
     def stop_signal(self) -> signal.Signals | None:
-        """The stop signal that ended it: it was killed by it, or exited in reaction to it."""
+        """The stop signal that killed it, or to which it reacted by exiting."""
         for number in STOP_SIGNALS:
             if self.code in (-number, 128 + number):
                 return number

@@ -27,8 +27,7 @@ _forking = threading.local()
 
 
 def keep_from_forks(*numbers: int) -> None:
-    """Makes forks of this process take the default action on these signals, as long as their
-    handlers are the present ones. Call it after installing the handlers."""
+    """Forks take the default action on these signals while the present handlers are installed."""
     for number in numbers:
         _handlers[number] = signal.getsignal(number)
 
@@ -36,7 +35,7 @@ def keep_from_forks(*numbers: int) -> None:
 def handle_signals(
     numbers: Iterable[signal.Signals], callback: Callable[[signal.Signals], object]
 ) -> None:
-    """Calls `callback` with the number on the running event loop, and keeps that from forks."""
+    """Calls `callback` with the number on the running event loop, but not in forks."""
     for number in numbers:
         asyncio.get_running_loop().add_signal_handler(number, callback, number)
         keep_from_forks(number)

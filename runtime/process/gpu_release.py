@@ -1,9 +1,3 @@
-"""Waits until the GPU memory of ended processes is free, so that a successor can allocate it.
-
-The driver frees the memory while a process ends, usually before the process is reaped. It may take
-longer, and a successor whose memory check comes too early fails to start.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -14,8 +8,8 @@ from typing import Final
 from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
 
 _STILL_S: Final = 0.2
-# How long no device's use may have fallen. A longer time delays every restart on a GPU; a shorter
-# one mistakes a pause of the driver for the end.
+# No device's use may have fallen for this long. A longer time delays every restart on a GPU; a
+# shorter one mistakes a pause of the driver for the end.
 _LOOK_INTERVAL_S: Final = 0.05
 _FALL_NBYTES: Final = 32 << 20  # less is noise
 _ANSWER_LIMIT_S: Final = 2.0
@@ -24,11 +18,10 @@ _GIB: Final = 1 << 30
 
 
 class ReleaseWatch:
-    """Decides from readings whether all memory is free: the dead processes hold none, and use has
-    stopped falling. If NVML knows the processes by other pids, only the second test counts. Pure.
+    """Decides from readings whether ended processes' memory is free. Pure.
 
-    Args:
-        now: time of the end, on a monotonic clock.
+    It is once these processes hold none, and use has stopped falling. If NVML knows them by other
+    pids, only the second test counts. `now` is the time of the end, on a monotonic clock.
     """
 
     def __init__(self, now: float) -> None:
@@ -45,7 +38,7 @@ class ReleaseWatch:
         return not any(reading.held_nbytes) and now - self._still_since >= _STILL_S
 
     def describe(self, now: float) -> str:
-        """Describes the memory that is not free yet."""
+        """The memory that is not free yet."""
         assert self._last is not None
         held = [
             f"{nbytes / _GIB:.1f} GiB of GPU {idx}"
@@ -66,14 +59,17 @@ async def gpu_memory_released(
     stop: asyncio.Event | None = None,
     library: str = LIBRARY,
 ) -> str:
-    """Returns once the memory of `pids`, which have ended, is free; at once without NVML or
-    without GPUs to watch.
+    """Returns once the memory of `pids`, which have ended, is free, so that a successor finds it.
+
+    The driver frees it while a process ends, usually before the reaping, but maybe later; an early
+    memory check would fail the successor. Returns at once without NVML or GPUs to watch.
 
     Args:
         gpus: the GPUs to watch, see `Nvml.open`.
+        stop: ends the wait early.
 
     Returns:
-        The memory that is not free at the deadline, or "". `stop` ends the wait early.
+        The memory that is not free at the deadline, or "".
     """
     stop = asyncio.Event() if stop is None else stop
     limit_s = deadline_s + _ANSWER_LIMIT_S

@@ -14,8 +14,9 @@ stdin, stdout and stderr, and then only waits:
     another one, a second later     ──> the same, and GRACE_S seconds for it
     supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR and KEYS, exit
 
-Its starter blocks the stop signals, which it unblocks once it would act on them. Then it writes an
-empty line to READY_FD: from then on, the guardian and not its starter removes SOCKET_DIR and KEYS.
+Its starter blocks the stop signals, and the guardian unblocks them once it would act on them.
+Then it writes an empty line to READY_FD: from then on the guardian, not its starter, removes
+SOCKET_DIR and KEYS.
 
 While the supervisor lives, it adopts the orphans below it (it is a subreaper too); once it has
 ended, they all come here. If the guardian alone is killed, the supervisor notices by a pidfd and
@@ -25,6 +26,7 @@ Descriptors, all inherited: OWNER_PIDFD watches the process whose end is the job
 agent). READY_FD is a pipe's write end that only the supervisor keeps, so that its reader gets
 either the supervisor's line or an end of file. LOCK_FD holds the socket directory's lock as long as
 guardian or supervisor lives. KEYS is the path of the file of keys that ends with the job, or empty.
+
 Exit status: the supervisor's (128 + N for signal N).
 """
 
@@ -42,9 +44,8 @@ _SAME_REQUEST_S = 1.0
 """Signals that come closer together are one request; see `umbra.runtime.actor.job_stop`."""
 
 _KILL_DEADLINE_S = 60.0
-"""How long to keep killing what does not die. A process in uninterruptible sleep (a hung device or
-network file system) would hold the guardian forever; one that only frees memory needs seconds.
-"""
+"""Time for killing. A process in uninterruptible sleep (a hung device or network file system) would
+hold the guardian forever; one that only frees memory needs seconds."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,6 @@ else:
 
 
 def main() -> int:
-    """Guards one supervisor until its end; returns the exit status."""
     owner_pidfd, ready_fd, lock_fd = (int(field) for field in sys.argv[1:4])
     socket_dir, keys, grace_s, program = *sys.argv[4:6], float(sys.argv[6]), sys.argv[7:]
     os.set_inheritable(owner_pidfd, False)
@@ -182,7 +182,7 @@ def _remove(remove: Callable[[str], None], path: str) -> None:
 
 
 def _log(text: str) -> None:
-    """Writes one line to the log, which may be unwritable: that must not stop the guardian."""
+    """Writes one line to the log. An unwritable log must not stop the guardian."""
     try:
         os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} guardian: {text}\n".encode())
     except OSError:

@@ -1,5 +1,3 @@
-"""Bytes that a child reads as a file, held in memory without a name."""
-
 from __future__ import annotations
 
 import os
@@ -7,7 +5,8 @@ from typing import BinaryIO
 
 
 def open_memory_file(name: str, content: bytes) -> BinaryIO:
-    """An open file at its beginning. Unlike a pipe it accepts any length without blocking.
+    """An open file in unnamed memory, for a child. Unlike a pipe it takes any length
+    without blocking.
 
     `name` shows in /proc/PID/fd only. The memory is freed with the last process that has it open.
     """

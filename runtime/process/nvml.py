@@ -1,5 +1,3 @@
-"""Reads about GPUs from NVIDIA's management library by ctypes: no CUDA context, no package."""
-
 from __future__ import annotations
 
 import ctypes
@@ -41,8 +39,8 @@ class GpuReading:
     Attributes:
         indices: per device, the number that nvidia-smi shows.
         used_nbytes: per device, by all processes.
-        held_nbytes: per device, by the processes asked for. It is 0 in a container where NVML knows
-            them by other pids.
+        held_nbytes: per device, by the given processes; 0 in a container where NVML knows them
+            by other pids.
     """
 
     indices: tuple[int, ...]
@@ -65,26 +63,25 @@ class GpuUse:
 
 
 class Nvml:
-    """The GPUs of this machine, or some of them. Whoever opens it closes it. All calls may block
-    while a device wakes."""
+    """The GPUs of this machine, read by ctypes: no CUDA context, no package.
+
+    All calls may block while a device wakes; the caller of `open` closes it.
+    """
 
     def __init__(self, library: Any, devices: Sequence[ctypes.c_void_p]) -> None:
-        """Use `open`."""
         self._library = library
         self._devices = devices
         self._processes_of: Any = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
 
     @classmethod
     def open(cls, path: str = LIBRARY, *, gpus: Sequence[str] | None = None) -> Self | None:
-        """
-        Args:
-            gpus: the devices, in the order in which all methods report them. Each is named as in
-                CUDA_VISIBLE_DEVICES: by its index, as NVML counts, or by its UUID or a beginning
-                that no other has. A MIG instance stands for its GPU. None: all of the machine.
+        """Returns None without library, driver or device, or if NVML lacks one of `gpus`.
 
-        Returns:
-            None if there is no library, no driver or no device, or if NVML does not find one of
-            `gpus`. If these are none, it loads no library.
+        Args:
+            gpus: the devices, in the order of all reports. Each is named as in
+                CUDA_VISIBLE_DEVICES: by its index, as NVML counts, or by its UUID or a unique
+                beginning. A MIG instance stands for its GPU. None: all; (): none, and no
+                library is loaded.
         """
         if gpus is not None and not gpus:
             return None
@@ -110,8 +107,8 @@ class Nvml:
         return len(self._devices)
 
     def read(self, pids: Collection[int]) -> GpuReading:
-        """What is used now, and how much of it `pids` hold. A device that does not report counts as
-        0."""
+        """The memory used now, and the part that `pids` hold. A device that does not
+        report counts as 0."""
         return GpuReading(
             indices=tuple(self._index(device) for device in self._devices),
             used_nbytes=tuple(self._used_nbytes(device) for device in self._devices),
@@ -119,7 +116,7 @@ class Nvml:
         )
 
     def uses(self) -> list[GpuUse]:
-        """How much each process holds of each device. A device that does not report counts as 0."""
+        """Each process's share of each device. A device that does not report counts as 0."""
         uses: list[GpuUse] = []
         for device in self._devices:
             memory = self._memory(device)
@@ -162,7 +159,7 @@ class Nvml:
 
     def _held_nbytes(self, device: ctypes.c_void_p, pids: Collection[int]) -> int:
         ours = [process for process in self._processes(device) if process.pid in pids]
-        # A process that is listed holds some memory, whether NVML knows how much or not.
+        # A listed process holds some memory, whether NVML knows how much or not.
         return sum(max(1, p.used) if p.used != _UNKNOWN_NBYTES else 1 for p in ours)
 
 
@@ -191,7 +188,6 @@ def _device_at(library: Any, index: int) -> ctypes.c_void_p | None:
 
 
 def _gpu_of_instance(library: Any, uuid: str) -> ctypes.c_void_p | None:
-    """The GPU of a MIG instance."""
     instance, gpu = ctypes.c_void_p(), ctypes.c_void_p()
     failed = library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(instance))
     failed = failed or library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(

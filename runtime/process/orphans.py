@@ -1,8 +1,8 @@
 """Ends processes that dead children left behind, while the living children continue.
 
-Every child a supervisor starts is the subreaper of its own descendants (`prctl`), and so is
-the supervisor. A process that comes to the supervisor for adoption therefore had its last
-living ancestor below it die: it is an orphan, however it renamed or detached itself. Example:
+Every child a supervisor starts is the subreaper of its own descendants (`prctl`), and so is the
+supervisor. A process that comes to the supervisor for adoption therefore had its last living
+ancestor below it die: it is an orphan, however it renamed or detached itself. Example:
 
     engine-0 (pid 7) forks a worker (8), which forks a daemon (9, setsid) and exits: 9 goes to 7
     SIGKILL 7: 9 comes to the supervisor, which knows 7 only by its exit: 9 is killed and reaped
@@ -56,10 +56,9 @@ def kill_orphans(
     *,
     spare_trackers: bool = False,
 ) -> list[int]:
-    """Scans once without waiting: sends SIGKILL to every orphan, reaps those that have ended.
+    """Scans once: sends SIGKILL to every orphan not in `killed`, which grows, and reaps ended ones.
 
-    Those in `killed` were killed by earlier scans; new ones are added to it. Returns the pids that
-    must still be reaped.
+    Returns the pids that must still be reaped.
     """
     if not prctl.is_subreaper():
         raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")

@@ -1,5 +1,3 @@
-"""Calls back on the event loop when any process ends, child or not."""
-
 from __future__ import annotations
 
 import asyncio
@@ -9,9 +7,10 @@ from types import TracebackType
 
 
 class PidWatch:
-    """Calls `callback` once on the running loop when process `pid` ends; at once if it has ended.
+    """Calls `callback` once on the running loop when process `pid`, child or not,
+    ends, or has ended.
 
-    Whoever makes it closes it before the loop ends. It does not reap.
+    Must be closed before the loop ends. Does not reap.
     """
 
     def __init__(self, pid: int, callback: Callable[[], None]) -> None:

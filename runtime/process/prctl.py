@@ -1,4 +1,4 @@
-"""Asks the kernel to link a process to its parent and its orphans (Linux `prctl`).
+"""Links a process to its parent and its orphans (Linux `prctl`).
 
 Standard library only: the guardian and the trampoline load this file by its path, with no package.
 """
@@ -44,14 +44,13 @@ def exit_as_orphan(reason: str) -> NoReturn:
 def become_subreaper() -> None:
     """Makes this process the parent of every descendant whose own parent ends, in any session.
 
-    So a daemonised grandchild (double fork, setsid) stays below this process while it lives. The
+    A daemonised grandchild (double fork, setsid) stays below this process while it lives. The
     setting survives `exec`; children do not inherit it, and the nearest subreaper adopts theirs.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def is_subreaper() -> bool:
-    """Whether this process adopts orphaned descendants."""
     flag = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(flag))
     return flag.value != 0

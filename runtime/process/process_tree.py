@@ -1,5 +1,3 @@
-"""A process and all below it: their pids, why they may be stuck, and the memory they hold."""
-
 from __future__ import annotations
 
 import os
@@ -8,8 +6,7 @@ from umbra.runtime.process.descendants import living_descendants, process_stat
 
 
 class ProcessTree:
-    """The state at the last `look`, which reads about one file per thread; other methods read one
-    per process.
+    """A process and its descendants at the last `look`, which reads about one file per thread.
 
     Ended processes stay in `pids` until the next look, and count for nothing.
     """
@@ -38,8 +35,8 @@ class ProcessTree:
     def resident_nbytes(self) -> int:
         """Resident memory. Pages that may be shared count as the most that one process has.
 
-        So a weight image that all of them map counts once. For exact shares (PSS) the kernel would
-        have to walk all pages.
+        A weight image that all of them map then counts once. For exact shares (PSS) the kernel
+        would have to walk all pages.
         """
         sizes = [_private_and_shared_nbytes(pid) for pid in self.pids]
         return sum(private for private, _ in sizes) + max(shared for _, shared in sizes)

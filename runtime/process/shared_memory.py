@@ -1,6 +1,6 @@
 """Names in /dev/shm, and the processes that use the memory behind them.
 
-Everyone on the machine shares that directory, and it does not record who made a file.
+The whole machine shares that directory, and it does not record who made a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shows where the threads of a process are, also those that hang in native code.
+"""Shows where the threads of a process are, even threads that hang in native code.
 
     process                                          reader, of the same user
       |  at its start: a thread, a pipe, and a memory file whose name has the pipe's descriptor
@@ -6,8 +6,8 @@
       | -- stacks of all threads --> memory file      |
       |             /proc/PID/fd --------------------> |
 
-Nothing needs the right to trace another process, and nothing interrupts the process. One that holds
-the interpreter's lock in native code, or is stopped, does not answer: /proc shows its state.
+No part needs the right to trace another process, or interrupts it. A process that holds the
+interpreter's lock in native code, or is stopped, does not answer: /proc shows its state.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from umbra.runtime.process.descendants import process_stat
 _NAME: Final = "umbra-thread-stacks"
 _LINK: Final = re.compile(rf"/memfd:{_NAME}-(\d+) \(deleted\)")
 _ANSWER_LIMIT_S: Final = 2.0
-"""For the stacks of one process: milliseconds where it runs."""
+"""Time for the stacks of one process: milliseconds where it runs."""
 _LOOK_INTERVAL_S: Final = 0.02
 """Between two looks at a file, which is complete if both find the same length."""
 _NUM_READERS: Final = 16
 
 
 class _Answering:
-    """The thread of this process, with its pipe and its file."""
-
     def __init__(self) -> None:
         self._requests, self._asking = os.pipe()
         self._file = os.memfd_create(f"{_NAME}-{self._asking}")
@@ -61,7 +59,7 @@ _answering: _Answering | None = None
 
 
 def answer_stack_requests() -> None:
-    """Makes this process write the stacks of its threads on request, and what it forks, too."""
+    """Makes this process and its forks write the stacks of their threads on request."""
     global _answering
     if _answering is None:
         _answering = _Answering()
@@ -95,8 +93,10 @@ def answering_stack_requests() -> Generator[None]:
 
 
 def read_stacks(pids: Collection[int]) -> dict[int, str]:
-    """The stacks of processes, in the format of faulthandler; the reason in brackets for a process
-    without. Blocks for some seconds at most."""
+    """The stacks of processes, in the format of faulthandler; or a reason in brackets.
+
+    Blocks for some seconds at most.
+    """
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         return dict(zip(pids, readers.map(_read, pids), strict=True))
 
@@ -148,7 +148,7 @@ def _find_descriptors(pid: int) -> tuple[str, str] | None:
 
 
 def _own_stacks() -> list[str]:
-    """Of all threads but this one, each with the innermost call first."""
+    """The stacks of all threads but this one, each with the innermost call first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     blocks: list[str] = []
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]

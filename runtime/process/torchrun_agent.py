@@ -2,29 +2,28 @@
 
 torchrun does not identify its agent to a rank, so a rank examines its parent. If the agent was
 killed before that look, the rank has been adopted: its parent is the nearest subreaper above it
-(`systemd --user`, slurmstepd, a test runner) or the first process of the PID namespace (init, tini,
-a container's entry point). A rank that is bound to such a process would live for ever. The kernel
-keeps no record of an adoption, so the process above counts as the agent only if one of two facts is
-certain:
+(`systemd --user`, slurmstepd, a test runner) or the first process of the PID namespace (init,
+tini, a container's entry point). A rank that is bound to such a process would live for ever. The
+kernel keeps no record of an adoption, so the process above counts as the agent only if one of two
+facts is certain:
 
 - It runs torchrun with our own program: it has our interpreter and torchrun's module, and its
-  command line ends in ours. This holds for nearly every job, also where torchrun is the first
-  process of a container.
+  command line ends in ours. Nearly every job passes here, even if torchrun is the first process
+  of a container.
 - It cannot adopt. All orphans of a process tree go to the same process, and an orphan that we make
-  shows which. Any other process is above us because it started us. This holds for programs that use
-  torch's agent as a library, and for wrappers.
+  shows which. Any other process is above us because it started us: programs that use torch's agent
+  as a library, and wrappers.
 
 The interpreter alone proves nothing, because entry points of containers are often Python, too. Two
 cases cannot be distinguished: a container's entry point is a torchrun with the very command line of
-one
-started beside it, or a subreaper has ceased to be one since it adopted us.
+one started beside it, or a subreaper has ceased to be one since it adopted us.
 
 A wrapper is a process between torchrun and the rank that stays there instead of becoming the rank
 by `exec`: a shell or a profiler (`torchrun --no-python strace -f python train.py`). It has the same
-variables of torchrun as the rank, and the agent is the first process above that has not. A wrapper
+variables of torchrun as the rank, and the agent is the first process above without them. A wrapper
 of another user (sudo) does not show its variables, and is taken for the agent.
 
-Standard library only: this is the first thing that a rank runs.
+Standard library only: this is the first code that a rank runs.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ os.write(1, b"%d" % os.getppid())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunAgent:
-    """The agent of this rank, or whichever launcher started it. Use `bind`.
+    """The agent of this rank, or whichever launcher started it.
 
     Attributes:
         lineage: pids from our parent upwards. The last one is the agent's, others are wrappers'.
-        variables: by which a wrapper is known; empty where the launcher is not torchrun.
+        variables: distinguish a wrapper; empty where the launcher is not torchrun.
     """
 
     lineage: tuple[int, ...]
@@ -69,14 +68,13 @@ class TorchrunAgent:
 
     @classmethod
     def bind(cls, variables: Mapping[str, str]) -> Self:
-        """Has this process end when its launcher does. Ends it at once if the launcher has ended.
+        """Ends this process with its launcher, at once if the launcher has ended.
 
-        The kernel ends it with its parent; a thread does so with an agent above a wrapper. Call it
-        on the main thread, because the kernel forgets the request with the thread that made it.
+        The kernel ends it with its parent; a thread does so with an agent above a wrapper. Main
+        thread only: the kernel forgets the request with the thread that made it.
 
         Args:
-            variables: what torchrun set for this rank alone. Empty: another launcher started this
-                process, and its parent counts as that launcher.
+            variables: torchrun's for this rank alone. Empty: the parent counts as another launcher.
         """
         # Before the first look, so that an end after the look is not missed.
         prctl.set_parent_death_signal(signal.SIGKILL)
@@ -110,11 +108,8 @@ class TorchrunAgent:
 
     @contextlib.contextmanager
     def outlived(self) -> Generator[None]:
-        """Within the block this process outlives its parent; at the end of the block it no longer
-        does.
-
-        For work that must not stop half done: making a directory and passing it to the guardian.
-        """
+        """This process outlives its parent within the block, for work that must not
+        stop half done."""
         prctl.set_parent_death_signal(0)
         try:
             yield

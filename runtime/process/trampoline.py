@@ -2,9 +2,9 @@
 
     python -I -S trampoline.py PARENT_PID program [argument ...]
 
-It asks for SIGKILL at its parent's death, becomes the subreaper of whatever the program forks, and
-becomes the program by `exec` (same pid). Standard library only; about 10 ms.
-Exit status 127: the program cannot be executed; the reason is on stderr.
+It asks for SIGKILL at its parent's death, becomes the subreaper of the program's descendants, and
+becomes the program by `exec` (same pid). Standard library only; about 10 ms. Exit status 127: the
+program cannot be executed; the reason is on stderr.
 """
 
 from __future__ import annotations

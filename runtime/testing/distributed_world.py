@@ -30,8 +30,8 @@ from umbra.runtime.process import descendants
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
-# Time from the first rank's failure to the end of the others, which mostly fail with it. Their
-# errors are more useful than a kill. A longer time makes a failing test slow.
+# Time from the first rank's failure to the end of the others, which mostly fail with it, with more
+# useful errors than a kill. A longer time makes a failing test slow.
 _OTHERS_GRACE_S: Final = 2.0
 _STACK_DUMP_WAIT_S: Final = 0.5
 _OUTPUT_MAX_CHARS: Final = 4000
@@ -40,8 +40,7 @@ _OUTPUT_MAX_CHARS: Final = 4000
 class RankFailed(UmbraError):
     """A rank raised, died or was late; the message has its traceback and its last output.
 
-    Attributes:
-        rank: the first one that failed.
+    `rank` is the first one that failed.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -54,7 +53,7 @@ class RankFailed(UmbraError):
 
 
 class RankProcess(Protocol):
-    """What a world needs of a rank's process; `subprocess.Popen` has it."""
+    """The parts of `subprocess.Popen` that a world needs."""
 
     @property
     def pid(self) -> int: ...
@@ -73,7 +72,6 @@ StartRank = Callable[[Sequence[str], Mapping[str, str], Path], RankProcess]
 def start_interpreter(
     command: Sequence[str], environment: Mapping[str, str], output_path: Path
 ) -> RankProcess:
-    """Starts a rank as a new interpreter."""
     with output_path.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -86,8 +84,6 @@ def start_interpreter(
 
 
 class _Rank:
-    """One process of a world."""
-
     def __init__(
         self,
         rank: int,

@@ -1,5 +1,3 @@
-"""Embedded engines for tests, each a supervised process."""
-
 from __future__ import annotations
 
 import itertools
@@ -12,7 +10,7 @@ from umbra.runtime.session import Session
 
 
 class EngineFactory:
-    """Starts embedded engines in a session; the session ends them."""
+    """Starts embedded engines in a session, each in a process that the session ends."""
 
     def __init__(self, session: Session, model_dir: Path) -> None:
         self._session = session

@@ -5,9 +5,9 @@
     for leak in check.finish(grace_s=2.0):
         print(leak)
 
-Both checks look at /proc once, which takes less than a millisecond in a plain process and two to
-three where torch is loaded. Only if the looks differ is there a second, slower one: it collects
-garbage, waits for what ends by itself (exits, joins) and then reports what remains.
+Each look at /proc takes less than a millisecond in a plain process and two to three where torch is
+loaded. Only if two looks differ is there a slower one: it collects garbage, waits for exits and
+joins, and then reports the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PERMANENT_MEMORY: Final = ("/memfd:libffi", "/memfd:xbyak", "/dev/shm/sem.")
 
 
 def prepare() -> None:
-    """Creates what the process keeps forever before the first test can be blamed for it."""
+    """Creates permanent resources of the process before a test can be blamed for them."""
     # Otherwise init would adopt a daemonised grandchild, and the check would miss it.
     become_subreaper()
     # libuv opens a pipe with the first loop of a process and never closes it.
@@ -50,7 +50,7 @@ def prepare() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What this process holds at one moment.
+    """The resources of this process at one moment.
 
     Attributes:
         processes: all living descendants.
@@ -76,7 +76,6 @@ class Look:
         )
 
     def since(self, before: Look) -> Look:
-        """What is here now and was not before."""
         return Look(
             processes=self.processes - before.processes,
             descriptors=self.descriptors - before.descriptors,
@@ -96,7 +95,7 @@ class Look:
 
 
 class LeakCheck:
-    """Compares what this process holds at its creation and at `finish()`."""
+    """Compares this process's resources at its creation and at `finish`."""
 
     def __init__(self) -> None:
         self._helpers = _helper_pids()
@@ -107,8 +106,8 @@ class LeakCheck:
     def finish(self, grace_s: float) -> list[str]:
         """Returns one line for each leak; empty if nothing was left.
 
-        Waits up to `grace_s` seconds for what is ending. Leaked processes are killed once they are
-        reported, so that they do not disturb the next test.
+        Waits up to `grace_s` seconds for what is ending. Reported processes are killed, so that
+        they do not disturb the next test.
         """
         if not self._new():
             return []
@@ -126,7 +125,7 @@ class LeakCheck:
         return lines
 
     def _new(self) -> Look:
-        """What is new and not exempt."""
+        """New resources that are not exempt."""
         self._reap_adopted()
         new = Look.take().since(self._before)
         if not new:
@@ -146,7 +145,8 @@ class LeakCheck:
         )
 
     def _reap_adopted(self) -> None:
-        """Reaps new zombies: as a subreaper we adopt what others forked, and nobody else waits."""
+        """Reaps new zombies: a subreaper adopts other processes' children, and
+        nobody else waits."""
         for pid in descendants.child_pids(os.getpid()):
             stat = descendants.process_stat(pid)
             if (
@@ -161,7 +161,7 @@ class LeakCheck:
                 continue
 
     def _kill(self, leaked: frozenset[Identity]) -> None:
-        """Kills those that no process from before the test supervises."""
+        """Kills leaked processes that no process from before the test supervises."""
         before = {identity.pid for identity in self._before.processes}
         killed = [
             pid for pid, ticks in leaked if not _is_below(pid, before) and _is_alive(pid, ticks)
@@ -251,7 +251,7 @@ def _is_permanent_thread(thread: threading.Thread) -> bool:
 def _end_zmq_collector() -> None:
     """Ends the thread that pyzmq starts with the first message it does not copy, and then keeps.
 
-    Its descriptors do not show whose they are. The thread starts again when needed.
+    Its descriptors do not show their owner. The thread starts again when needed.
     """
     garbage = sys.modules.get("zmq.utils.garbage")
     if garbage is not None and not garbage.gc.refs:
@@ -309,7 +309,7 @@ def _where(thread: threading.Thread) -> str:
 
 
 def _is_below(pid: int, ancestors: set[int]) -> bool:
-    """Whether one of `ancestors` is a parent, grandparent, ... of `pid`, below this process."""
+    """Whether one of `ancestors` is an ancestor of `pid`, below this process."""
     while pid not in (0, 1, os.getpid()):
         stat = descendants.process_stat(pid)
         if stat is None:

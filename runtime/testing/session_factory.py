@@ -1,5 +1,3 @@
-"""Sessions for tests: rank 0 of 1 in the test's own process, each with its own supervisor."""
-
 from __future__ import annotations
 
 import contextlib
@@ -24,11 +22,11 @@ _EMPTY_WAIT_S: Final = 10.0
 
 
 class SessionFactory:
-    """Opens sessions, closes them in reverse order, and checks that their sockets are gone.
+    """Opens sessions (rank 0 of 1, in the test's process), closes them in reverse order, and checks
+    that their sockets are gone.
 
     Attributes:
-        sessions: sessions opened so far.
-        run_dirs: their run directories, in the same order.
+        run_dirs: the sessions' run directories, in the same order.
         notes: lines that supervisors showed to the operator.
     """
 
@@ -72,7 +70,7 @@ class SessionFactory:
         return session
 
     def close(self) -> None:
-        """Closes what is open now; the factory can be used again."""
+        """Closes the open sessions; the factory can be used again."""
         self._stack.close()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,3 @@
-"""A tiny model directory for tests, the same on every machine."""
-
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
@@ -22,9 +20,10 @@ _SPECIALS: Final = ("<pad>", "<eos>", "<unk>")
 
 
 def make_tiny_model(parent: Path, seed: int = 0) -> Path:
-    """A Hugging Face directory below `parent`: Qwen3 of 0.1 M parameters; a token is a character.
+    """A tiny Hugging Face directory below `parent`: Qwen3 of 0.1 M parameters; a token
+    is a character.
 
-    Made once per seed; skips the test if transformers is missing.
+    Made once per seed, the same on every machine; skips the test if transformers is missing.
     """
     path = parent / f"{_RECIPE}-seed{seed}"
     if path.exists():

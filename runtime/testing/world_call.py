@@ -1,5 +1,3 @@
-"""The input and the outcome of one rank of a test's world: plain data, in files."""
-
 from __future__ import annotations
 
 import importlib
@@ -15,7 +13,7 @@ from umbra.runtime.rpc.wire import Decoder, Encoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldCall:
-    """One rank's task.
+    """One rank's task in a test's world: plain data, in a file.
 
     Attributes:
         store_path: the file through which the ranks find each other.

@@ -1,8 +1,8 @@
 """One rank of a test's world: `python -m umbra.runtime.testing.world_rank TEST CALL OUTCOME`.
 
-It imports the function, initialises `torch.distributed` and writes what the function returned or
-raised to the file OUTCOME. It ends with its parent, which is the process TEST or ends with it.
-SIGUSR1 makes it write the stacks of all threads to its output.
+It imports the function, initialises `torch.distributed` and writes the function's result or error
+to the file OUTCOME. It ends with its parent, which is the process TEST or ends with it. SIGUSR1
+makes it write the stacks of all threads to its output.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -24,7 +24,7 @@ from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
 
 def main() -> None:
-    """Entry point; exits with status 1 if the function raised."""
+    """Exits with status 1 if the function raised."""
     die_with_parent(os.getppid())
     test = process_stat(int(sys.argv[1]))
     if test is None or test.is_ending:  # it ended before the kernel knew that this one should
@@ -46,8 +46,8 @@ def main() -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(path)
-    # No orderly end: it takes a second with torch, and a broken process group may block in its
-    # destructor.
+    # No orderly end: it takes a second with torch, and a broken process group may block in
+    # its destructor.
     sys.stdout.flush()
     os._exit(status)
 
