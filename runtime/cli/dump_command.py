@@ -33,13 +33,6 @@ _BUNDLE_LIMIT_S: Final = 30.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the summary and returns 0.
-
-    Raises:
-        ConfigError: there is no such directory, or it cannot be read or written.
-        ActorNotFound: no job runs in it.
-        DeadlineExceeded: the job does not react.
-    """
     run_dir = Path(arguments.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")

@@ -1,5 +1,4 @@
-"""`umbra generate --url`: requests a completion from a running server, with the standard
-library."""
+"""`umbra generate --url`: requests a completion from a running server."""
 
 from __future__ import annotations
 
@@ -21,12 +20,7 @@ _SILENCE_S: Final = 600.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the text as it comes.
-
-    Raises:
-        ConfigError: the server refused the request, or the URL is malformed.
-        UmbraError: the server cannot be reached, or failed.
-    """
+    """Prints the text as it comes."""
     if arguments.config or arguments.engine:
         raise ConfigError("--url uses a running server: leave out CONFIG and --engine")
     with closing(_answer(arguments.url, _request(arguments))) as texts:
@@ -37,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(url: str, request: urllib.request.Request) -> Generator[str]:
-    """Yields the text of the server's answer as it comes; raises as `run` does."""
     try:
         with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
             yield from _texts(response)
@@ -77,11 +70,7 @@ def _request(arguments: argparse.Namespace) -> urllib.request.Request:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yields the text in a stream of server-sent events, and ignores other servers' extra lines.
-
-    Raises:
-        UmbraError: it is no such stream, or ends with an error.
-    """
+    """The text in a stream of server-sent events; other servers' extra lines are ignored."""
     has_begun = False
     for line in lines:
         field, _, data = line.strip().partition(b":")

@@ -1,5 +1,4 @@
-"""`umbra ledger RUN_DIR`: shows where the samples of a job are, a list of them, or one's
-history."""
+"""`umbra ledger RUN_DIR`: shows where a job's samples are, a list of them, or one's history."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
 
-# More than fits a screen would hide the head of the list; fewer would make people use --newest
-# often.
+# More would scroll the list's head out of the screen; fewer would make --newest a habit.
 _DEFAULT_NEWEST: Final = 20
 _TOTALS: Final = {
     "generated_tokens": "tokens generated",
@@ -34,13 +32,7 @@ _TOTALS: Final = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints text, or with `--json` one object. Works while the job runs, too.
-
-    Raises:
-        ConfigError: the folder has no ledger, there is no such sample or state, or the options do
-            not go together.
-        LedgerError: the ledger is damaged.
-    """
+    """Prints text, or with `--json` one object. Works while the job runs, too."""
     lists_samples = _lists_samples(arguments)
     if arguments.text and arguments.sample is None:
         raise ConfigError("--text shows one sample: name it (--sample ID), or use umbra samples")
@@ -74,7 +66,6 @@ def _lists_samples(arguments: argparse.Namespace) -> bool:
 
 
 def open_index(run_dir: Path) -> LedgerIndex:
-    """The index of a run's ledger; raises as `run` does."""
     if not run_dir.is_dir():
         raise ConfigError(
             f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
@@ -119,7 +110,7 @@ def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
 
 
 def find_sample(index: LedgerIndex, sample_id: str) -> SampleRow:
-    """As `LedgerIndex.find`; raises ConfigError, with a hint, if there is none."""
+    """ConfigError, with a hint, if there is none."""
     found = index.find(sample_id)
     if found is None:
         similar = index.similar(sample_id)
@@ -221,7 +212,6 @@ def _sample_text(facts: Mapping[str, Any]) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligns the cells of rows, and indents the rows."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

@@ -34,13 +34,8 @@ def read_texts(
 ) -> list[Row]:
     """Facts and texts of samples, as plain data.
 
-    Args:
-        model: a directory with the tokenizer; None for that of the run's model.
-
-    Raises:
-        DataError: the run or the model has no tokenizer, or the file of prompts is missing or
-            damaged.
-        LedgerError: the ledger is damaged.
+    `model` is a directory with the tokenizer; None for the run's model. DataError if there is no
+    tokenizer, or the file of prompts is missing or damaged.
     """
     if not rows:
         return []
@@ -55,7 +50,7 @@ def read_texts(
 
 
 def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
-    """The tokenizer of a run's model, or of the directory `model`; raises as `read_texts`."""
+    """The tokenizer of a run's model, or of the directory `model`."""
     path = tokenizer_path(run_dir)
     if model is None and not path.exists():
         raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")
@@ -68,11 +63,9 @@ def decode_content(
     content: SampleContent | None,
     segments: Sequence[Segment],
 ) -> Row:
-    """A sample's text as plain data: prompt, turns, and what its agent loop recorded.
+    """A sample's text as plain data: prompt, turns, and its agent loop's records.
 
-    Args:
-        prompt: of the data set; None if the file of prompts does not have it.
-        content: None if the ledger no longer has it.
+    `prompt` is None if the file of prompts lacks it, `content` if the ledger no longer has it.
     """
     is_kept = content is not None
     content = content or SampleContent()
@@ -141,7 +134,7 @@ def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
 
 
 def _plain(value: object) -> Any:
-    """A recorded value as what JSON can hold; bytes as Python writes them."""
+    """A recorded value as JSON can hold it; bytes as Python writes them."""
     match value:
         case dict():
             members = cast("dict[object, object]", value)
@@ -155,7 +148,6 @@ def _plain(value: object) -> Any:
 
 
 def _quoted(text: str | None, otherwise: str = "") -> list[str]:
-    """The text's lines, each after a margin."""
     if text is None:
         return [f"  {otherwise}"]
     return [_MARGIN + escape_unprintable(line, keep="\t") for line in text.split("\n")]

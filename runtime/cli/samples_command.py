@@ -14,19 +14,11 @@ from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
 
 _DEFAULT_LIMIT: Final = 3
-"""Samples shown if no number is given. More would scroll out of the screen, as their texts are
-long; fewer do not show what varies."""
+"""Samples shown by default. More would scroll out of the screen; fewer do not show what varies."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints text, or with `--json` one object. Works while the job runs, too.
-
-    Raises:
-        ConfigError: the folder has no ledger or no settings, there is no such sample, or the
-            options do not go together.
-        DataError: the model has no tokenizer, or the file of prompts is damaged.
-        LedgerError: the ledger is damaged.
-    """
+    """Prints text, or with `--json` one object. Works while the job runs, too."""
     if arguments.ids and (arguments.step or arguments.best or arguments.worst):
         raise ConfigError("samples given by id need no --step, --best or --worst: leave them out")
     run_dir = Path(arguments.run_dir)
@@ -41,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choose(index: LedgerIndex, arguments: argparse.Namespace) -> tuple[list[SampleRow], str]:
-    """The rows of the wanted samples, and a line about what else there is."""
+    """The rows of the wanted samples, and a line about the others."""
     if arguments.ids:
         return [find_sample(index, sample_id) for sample_id in arguments.ids], ""
     step = None if arguments.step is None else arguments.step - 1

@@ -1,8 +1,8 @@
 """`umbra stop` and `umbra preempt` end the job of a run directory in order. `umbra drain` takes one
 of its nodes out.
 
-The request goes to the supervisor's socket. Where that cannot be reached, on another node or in
-another container, it is left in the run directory, where the supervisor looks once a second.
+The request goes to the supervisor's socket. If that is out of reach, on another node or in another
+container, the request is left in the run directory, where the supervisor looks once a second.
 """
 
 from __future__ import annotations
@@ -33,28 +33,19 @@ from umbra.runtime.errors import (
 from umbra.runtime.settings import to_wire
 
 _END_LIMIT_S: Final = 120.0
-"""From the end of that time to the end of the job: results are written and processes end. Longer
-delays the report of a job that hangs; shorter reports one that only ends slowly."""
+"""From the end of the grace time to the end of the job, which writes results and ends processes.
+Longer delays the report of a job that hangs; shorter reports one that only ends slowly."""
 _CALL_LIMIT_S: Final = 10.0
 _TAKEN_WITHIN_S: Final = 120.0
-"""For the supervisor to see a request in the run directory. Network file systems may show a new
-file a minute later."""
+"""For the supervisor to see a request file, which network file systems may show a minute later."""
 _LOOK_INTERVAL_S: Final = 0.25
 NOT_SAVED_STATUS: Final = 3
-"""Exit status of `umbra stop` and `umbra preempt` if the job has ended, but its step in progress
-was cut."""
+"""Exit status of `umbra stop` and `umbra preempt` if the job's step in progress was cut."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when the job has ended in order, or has taken the request to drain a node, and
-    `NOT_SAVED_STATUS` when it has ended without the checkpoint that was asked for.
-
-    Raises:
-        ConfigError: there is no such directory, or it cannot be read or written.
-        ActorNotFound: no job runs in it, or that has no such node.
-        DeadlineExceeded: the job does not react, or does not end.
-        UmbraError: the job ended by itself before it was preempted.
-    """
+    `NOT_SAVED_STATUS` when it has ended without the checkpoint that was asked for."""
     run_dir = Path(arguments.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
@@ -86,11 +77,7 @@ def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) ->
 
 
 def _what_was_saved(run_dir: Path, events: Sequence[RunEvent]) -> tuple[str, bool]:
-    """Text about the checkpoint, and whether the job ended in order.
-
-    Args:
-        events: since the job was asked to end.
-    """
+    """Text about the checkpoint, and whether the job ended in order, by later events."""
     paths = (path.parent for path in run_dir.glob("checkpoints/*/COMPLETE"))
     newest = max(paths, key=lambda path: (len(path.name), path.name), default=None)
     is_written = any(event.kind == "checkpoint" for event in events)
@@ -109,7 +96,7 @@ def _drain(run_dir: Path, node: str) -> int:
 
 
 def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
-    """Raises ActorNotFound if no job runs in the directory."""
+    """ActorNotFound if no job runs in the directory."""
     notice = RunNotice(run_dir)
     address = notice.address()
     if address is None:
@@ -120,8 +107,7 @@ def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
 def request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
     """Returns when the job has taken the request, or has ended.
 
-    Raises:
-        ActorNotFound: it cannot be fulfilled, or the job was killed.
+    ActorNotFound if the request cannot be fulfilled, or the job was killed.
     """
     if is_reachable(address) and run_interruptibly(call_supervisor(address, request)):
         return
@@ -145,7 +131,7 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
 
 
 def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
-    """Whether the job has ended in order. Raises ActorNotFound if it was killed."""
+    """Whether the job has ended in order. ActorNotFound if it was killed."""
     current = notice.address()
     if current is None or current.job != address.job:
         return True
@@ -154,7 +140,7 @@ def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
 
 
 async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bool:
-    """Returns False if the supervisor did not answer."""
+    """False if the supervisor did not answer."""
     try:
         await ask_supervisor(address, "request", to_wire(request), timeout_s=_CALL_LIMIT_S)
     except (ConnectionLost, DeadlineExceeded, MailboxClosed):
@@ -163,7 +149,6 @@ async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bo
 
 
 def wait_until(look: Callable[[], bool], deadline: float, what: str) -> None:
-    """Raises DeadlineExceeded."""
     while not look():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"not within the deadline: {what}")

@@ -20,17 +20,11 @@ from umbra.runtime.step_metrics import last_steps, total_steps
 _INTERVAL_S: Final = 1.0
 """Between two frames. Shorter ones cost the job's processes time and can hardly be read."""
 _WIDTH: Final = 200
-"""Of a line where there is no terminal."""
+"""Line length without a terminal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows frames until Ctrl-C. Without a terminal it prints them one below the other, until the
-    job ends.
-
-    Raises:
-        ConfigError: there is no such directory.
-        OSError: it cannot be read.
-    """
+    """Shows frames until Ctrl-C, or, without a terminal, prints them until the job ends."""
     run_dir = Path(arguments.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
@@ -45,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def look(run_dir: Path) -> RunSnapshot:
-    """What there is to see now."""
     state, problem = None, ""
     try:
         state = run_interruptibly(job_state(run_dir))

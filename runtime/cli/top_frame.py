@@ -20,26 +20,26 @@ _NUMBER: Final = re.compile(r"[\d.]+(:\d\d)?|-|")
 _BAR_LEN: Final = 20
 _NUM_EVENTS: Final = 5
 _NUM_PIDS: Final = 4
-"""Of ranks that wait for the same; `umbra dump` has all."""
+"""Ranks named that wait for the same; `umbra dump` has all."""
 _LONG_S: Final = 30.0
-"""From when on a wait or a step may be a hang, if it is also three times as long as the last step.
-Sooner alarms for nothing; later leaves a person without the hint."""
+"""Age from which a wait or a step may be a hang, if it is also three times as long as the last
+step. Sooner alarms for nothing; later leaves a person without the hint."""
 _FIXED_HEIGHT: Final = 20
 """Lines of a frame beside the table of engines, with some ranks and actors."""
 _PARTS: Final = ("rollout", "train", "sync", "sleep")
-"""Of a step's time, as in `time/rollout_s`; the rest is shown as `other`."""
+"""Parts of a step's time, as in `time/rollout_s`; the rest is shown as `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What a frame shows.
+    """The content of a frame.
 
     Attributes:
         name: of the run.
         state: None if no job runs.
-        problem: why the state is not known, although a job may run; else "".
+        problem: why the state is unknown, although a job may run; else "".
         steps: metrics of the last steps, the oldest first.
-        total_steps: 0 if it is not known.
+        total_steps: 0 if it is unknown.
         events: the oldest first.
         run_dir: as the person wrote it.
     """
@@ -179,7 +179,7 @@ _ENGINE_HEADINGS: Final = [
 
 
 def _by_interest(engines: Iterable[tuple[str, EngineStatus]]) -> list[tuple[str, EngineStatus]]:
-    """Those that serve last."""
+    """Serving engines last."""
     return sorted(engines, key=lambda item: item[1].state == "SERVING")
 
 

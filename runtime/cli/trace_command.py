@@ -14,12 +14,6 @@ _FORMATS: Final = (".json", ".json.gz")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the path of the timeline and returns 0.
-
-    Raises:
-        ConfigError: there is no trace, it does not have these steps, or a file cannot be read or
-            written.
-    """
     run_dir, output = Path(arguments.run_dir), arguments.output
     if output and not output.endswith(_FORMATS):
         raise ConfigError(f"-o {output}: end the name with {' or '.join(_FORMATS)}")

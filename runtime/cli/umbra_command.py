@@ -1,4 +1,4 @@
-"""The `umbra` command. Each subcommand imports what it needs only when it is called."""
+"""The `umbra` command. Each subcommand imports its modules only when it is called."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def _add_samples_arguments(samples: argparse.ArgumentParser) -> None:
 def _text(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # Python keeps undecodable bytes of the command line as surrogates
+    except UnicodeEncodeError:  # undecodable bytes of the command line are surrogates in Python
         raise argparse.ArgumentTypeError("is not text in this terminal's encoding") from None
     return text
 

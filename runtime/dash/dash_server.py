@@ -1,5 +1,3 @@
-"""The HTTP server of the page: answers GET only, with the page's three files and with JSON."""
-
 from __future__ import annotations
 
 import contextlib
@@ -37,13 +35,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class DashServer:
-    """Serves one run's page. Owns the listening socket.
+    """The HTTP server of one run's page: answers GET only, with the page's files and with JSON.
 
-    Args:
-        port: 0 for any free port.
-
-    Raises (on entry):
-        ConfigError: the address cannot be bound.
+    Owns the listening socket; port 0 takes a free one. ConfigError on entry if it cannot be bound.
     """
 
     def __init__(self, view: RunView, host: str, port: int) -> None:
@@ -90,8 +84,6 @@ class DashServer:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
-    # -- HTTP ----------------------------------------------------------------------------
-
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses foreign names, converts errors to JSON, and adds the headers."""
@@ -104,9 +96,9 @@ class DashServer:
             response = _error(error.status, error.reason)
         except UmbraError as error:
             response = _error(404 if isinstance(error, ConfigError) else 500, str(error))
-        except OSError as error:  # of a file, which another look may find well again
+        except OSError as error:  # of a file, which may be readable at the next request
             response = _error(500, f"cannot use {error.filename}: {error.strerror}")
-        except Exception:  # the page shows that an answer failed, and goes on
+        except Exception:  # the page shows that an answer failed, and continues
             logger.exception("%s", request.path)
             response = _error(500, "internal error; see the output of umbra dash")
         response.headers.update(_HEADERS)

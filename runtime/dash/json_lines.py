@@ -1,5 +1,3 @@
-"""The objects of a JSON Lines file that is still written to: each line is read once."""
-
 from __future__ import annotations
 
 import json
@@ -12,13 +10,11 @@ _CONSTANT: Final = re.compile(r"NaN|Infinity")
 
 
 class JsonLines:
-    """Reads a file as it grows. A file that was replaced is read from its beginning.
-
-    Args:
-        keys: the members that are kept in `rows`.
+    """Reads a JSON Lines file as it grows: each line once. A file that was replaced is read
+    from its beginning.
 
     Attributes:
-        rows: of the objects read so far, without torn lines.
+        rows: the `keys` of the objects read so far, without torn lines.
         encoded: the whole objects as text. Numbers that JSON does not have, such as NaN, are null.
         times_replaced: changes when the rows are those of another file.
     """
@@ -33,7 +29,7 @@ class JsonLines:
         self._offset = 0
 
     def read_on(self) -> None:
-        """Reads what was written since. A missing file has no lines."""
+        """A missing file has no lines."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())

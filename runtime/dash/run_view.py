@@ -1,8 +1,3 @@
-"""What the page shows of a run, read from its directory and from its supervisor.
-
-Files are read in threads, and each part of them by one thread at a time.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -27,8 +22,7 @@ from umbra.runtime.step_metrics import recorded_choices, recorded_setting, total
 T = TypeVar("T")
 
 _MOST_ROWS: Final = 1000
-"""Steps that one answer has at most. More than a chart has pixels only slow the page down; fewer
-would show as gaps."""
+"""Steps of one answer. More than a chart has pixels only slow the page down; fewer show as gaps."""
 _JOB_MAX_AGE_S: Final = 1.0
 """However many pages are open, the supervisor is asked no more often."""
 _MOST_EVENTS: Final = 500
@@ -36,7 +30,11 @@ _MOST_SAMPLES: Final = 100
 
 
 class RunView:
-    """Reads one run directory, while the run goes and after its end."""
+    """The page's view of a run, read from its directory and its supervisor, also
+    after the run's end.
+
+    Files are read in threads, and each part of them by one thread at a time.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -51,16 +49,16 @@ class RunView:
         self._samples_lock = asyncio.Lock()
 
     async def read_ahead(self) -> None:
-        """Reads what is there, so that the first page need not wait for it."""
-        with contextlib.suppress(UmbraError, OSError):  # whoever asks for it gets the error
+        """Reads the files, so that the first page need not wait for it."""
+        with contextlib.suppress(UmbraError, OSError):  # the request that needs it gets the error
             await self.metrics(0)
             async with self._samples_lock:
                 await _in_thread(self._samples.open)
 
     async def state(self) -> str:
-        """JSON: the run's name, settings, number of steps and end, the panels of its metrics, and
-        what the job is doing now: null if no supervisor is found here, because the run has ended or
-        is elsewhere. Raises ConfigError if the run directory is gone."""
+        """JSON: the run's name, settings, number of steps and end, the panels of its metrics,
+        and the state of its job: null if no supervisor is found here, because the run has ended
+        or is elsewhere."""
         facts = await _in_thread(lambda: _facts(self._run_dir))
         async with self._job_lock:
             now = time.monotonic()
@@ -69,8 +67,8 @@ class RunView:
             return json.dumps(facts | self._job | {"time": time.time()})
 
     async def metrics(self, first_step: int) -> str:
-        """JSON: the rows of metrics.jsonl from a step on. Of very many it has a part, evenly
-        spread, with all evaluations and the last row."""
+        """JSON: the rows of metrics.jsonl from a step on, thinned evenly if they are very many,
+        with all evaluations and the last row."""
         async with self._metrics_lock:
             await _in_thread(self._metrics.read_on)
             rows = self._metrics.rows
@@ -92,7 +90,7 @@ class RunView:
             return _answer(self._events, self._events.encoded[first:][-_MOST_EVENTS:])
 
     async def samples(self, order: Order, step: int | None) -> str:
-        """JSON: samples without their texts. Raises LedgerError."""
+        """JSON: samples without their texts."""
 
         def choose() -> dict[str, Any]:
             self._samples.refresh()
@@ -103,7 +101,7 @@ class RunView:
             return json.dumps(await _in_thread(choose))
 
     async def sample(self, sample_id: str) -> str:
-        """JSON: one sample with its text; raises as `SampleIndex.sample`."""
+        """JSON: one sample with its text."""
 
         def read() -> dict[str, Any]:
             self._samples.refresh()
@@ -114,8 +112,8 @@ class RunView:
 
 
 async def _in_thread(read: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, but in a daemon's thread: the end of the program does not wait for
-    it, which may be reading a long ledger or a file system that does not answer."""
+    """Like `asyncio.to_thread`, but in a daemon thread: the program's end does not wait for it,
+    which may be reading a long ledger or a file system that does not answer."""
     outcome = Future[T]()
     outcome.set_running_or_notify_cancel()
 
@@ -138,7 +136,7 @@ async def _ask_job(run_dir: Path) -> dict[str, Any]:
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:
-    """The settings and the end that the run's files have, and the panels. Raises ConfigError."""
+    """The settings and the end that the run's files have, and the panels."""
     if not run_dir.is_dir():
         raise ConfigError(f"the run directory {run_dir} is gone")
     return {

@@ -1,5 +1,3 @@
-"""The samples of a run for the page, while the ledger grows: each event is read once."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,7 +15,8 @@ Order = Literal["newest", "best", "worst"]
 
 
 class SampleIndex:
-    """The samples of one run directory. Blocking: one thread at a time may use it.
+    """The samples of one run directory, while its ledger grows. Blocking: one thread at a
+    time may use it.
 
     A ledger that was begun again, because the run was started again, is read from scratch.
     """
@@ -29,13 +28,13 @@ class SampleIndex:
         self._texts: _PromptTexts | None = None
 
     def open(self) -> None:
-        """Reads all that is there, and opens what decodes texts; raises as `sample`."""
+        """Reads the whole ledger, and opens the tokenizer and the prompts."""
         self.refresh()
         if self._ledger is not None:
             self._texts = _PromptTexts(self._run_dir)
 
     def refresh(self) -> None:
-        """Reads what was written since. Raises LedgerError if a ledger is damaged."""
+        """Reads the bytes written since."""
         managers = managers_of(self._run_dir)  # a run has one
         inode = (self._run_dir / "ledger").stat().st_ino if managers else 0
         if inode != self._folder_inode:
@@ -48,11 +47,7 @@ class SampleIndex:
     def choose(
         self, order: Order, limit: int, step: int | None = None
     ) -> tuple[list[dict[str, Any]], int]:
-        """The facts of at most `limit` samples, and how many there are to choose from.
-
-        Args:
-            step: from 1, as in metrics.jsonl; None for all samples.
-        """
+        """The facts of at most `limit` samples, and their total. `step` is from 1; None: all."""
         if self._ledger is None:
             return [], 0
         step = None if step is None else step - 1
@@ -65,10 +60,8 @@ class SampleIndex:
     def sample(self, sample_id: str) -> dict[str, Any]:
         """The facts and the text of one sample.
 
-        Raises:
-            ConfigError: there is no such sample, or the run's tokenizer is unknown.
-            DataError: the model has no tokenizer, or the file of prompts is damaged.
-            LedgerError: the ledger is damaged.
+        ConfigError if there is no such sample, or the run's tokenizer is unknown; DataError if the
+        model has no tokenizer, or the file of prompts is damaged.
         """
         row = None if self._ledger is None else self._ledger.find(sample_id)
         if self._ledger is None or row is None:
@@ -79,7 +72,7 @@ class SampleIndex:
 
 
 class _PromptTexts:
-    """What decodes the samples of a run: its tokenizer, and where each prompt is in their file."""
+    """The run's tokenizer, and where each prompt is in their file."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tokenizer = open_tokenizer(run_dir)

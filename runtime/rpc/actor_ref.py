@@ -1,5 +1,3 @@
-"""The address of an actor: a plain value that can be stored, compared and sent."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,10 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorRef:
-    """Address of one incarnation of a named actor.
+    """Address of one incarnation of a named actor: a plain value that can be stored,
+    compared and sent.
 
-    Every call carries `incarnation`, so a message meant for an actor that has since been
-    restarted is refused, never delivered to its successor.
+    Every call carries `incarnation`, so a message meant for an actor that has since been restarted
+    is refused, never delivered to its successor.
 
     Attributes:
         name: unique within the node.

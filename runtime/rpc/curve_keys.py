@@ -1,8 +1,8 @@
 """Restricts tcp to this job: CURVE keys and the ZAP handler that admits only them.
 
-Every process of a job holds the same key pair, from a secret that travels by file (mode 0600)
-or inherited pipe, never by environment, argument or torchrun's store. CURVE alone would admit
-any client that knows how to speak it; the ZAP handler refuses every key but the job's own.
+Every process of a job holds the same key pair, from a secret that travels by file (mode 0600) or
+inherited pipe, never by environment, argument or torchrun's store. CURVE alone would admit any
+client that knows how to speak it; the ZAP handler refuses every key but the job's own.
 
 Every supervisor of the job holds a shared lock (flock) on the file while it runs. A file whose lock
 is free belongs to a dead job, on whichever host that ran.
@@ -27,8 +27,7 @@ from zmq.utils import z85
 from umbra.runtime.errors import ConfigError
 
 _YOUNG_S = 600.0
-"""Files of keys are left alone this long, because no supervisor may hold them yet: those of a job's
-nodes start apart."""
+"""Young files of keys stay: a job's nodes start apart, and no supervisor may hold the lock yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +44,7 @@ class CurveKeys:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads the job's keys.
-
-        Raises:
-            ConfigError: there is no such file, others may read it, or it holds no key pair.
-        """
+        """ConfigError if there is no such file, others may read it, or it holds no key pair."""
         try:
             if path.stat().st_mode & 0o077:
                 raise ConfigError(f"{path} can be read by others: chmod 600 it")
@@ -61,8 +56,7 @@ class CurveKeys:
         return cls(public=public, secret=secret)
 
     def save(self, path: Path) -> None:
-        """Writes the keys to a new file of mode 0600 (FileExistsError if there is one). Nobody sees
-        half of it."""
+        """Writes a new file of mode 0600, whole; FileExistsError if there is one."""
         import tempfile  # takes 5 ms, which every actor would wait for
 
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,7 +98,7 @@ def holding_keys(path: Path) -> Generator[None]:
 
 
 def sweep_keys(folder: Path) -> None:
-    """Removes the files of dead jobs' keys, which were killed with everything that would have."""
+    """Removes the files of jobs that were killed."""
     for path in folder.glob("*"):
         # One that cannot be locked is in use; another sweep may remove it first.
         with contextlib.suppress(OSError), path.open("rb+") as file:

@@ -1,5 +1,3 @@
-"""Logs dropped messages in few lines, however many there are."""
-
 from __future__ import annotations
 
 import asyncio
@@ -12,16 +10,14 @@ from umbra.runtime.errors import ProtocolError
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 10.0
-"""Shortest time between two lines about one socket. A shorter one lets a peer that sends only
-garbage fill the disk; a longer one delays the report that it still does."""
+"""Shortest time between two lines about one socket. Shorter lets a peer that sends only garbage
+fill the disk; longer delays the report that it still does."""
 
 
 class DroppedMessages:
-    """Logs the first one at once; then, once per interval, the number of new ones and the last.
+    """Logs dropped messages in few lines, however many there are.
 
-    Args:
-        sender: where the messages come from.
-        call_later: the event loop's.
+    The first one is logged at once; then, once per interval, the number of new ones and the last.
     """
 
     def __init__(
@@ -37,7 +33,7 @@ class DroppedMessages:
     def add(self, error: Exception) -> None:
         """Reports one dropped message. Any error but ProtocolError is a bug of the handler.
 
-        Keeps only the error's text: its traceback would keep the message.
+        Only the error's text is kept: its traceback would keep the message.
         """
         self._num_dropped += 1
         text = f"{type(error).__name__}: {error}"
@@ -52,7 +48,7 @@ class DroppedMessages:
         self._timer = self._call_later(REPORT_INTERVAL_S, self._on_interval)
 
     def close(self) -> None:
-        """Logs what has not been reported yet."""
+        """Logs the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._report()

@@ -54,11 +54,7 @@ FIELD_TYPES: Final[dict[int, tuple[type, ...]]] = {
 
 
 class BadEnvelope(ProtocolError):
-    """An envelope is malformed, but its call is known, so its sender can get an error.
-
-    Attributes:
-        kind, call_id: the envelope's first two fields.
-    """
+    """An envelope is malformed, but its call is known, so its sender can get an error."""
 
     def __init__(self, message: str, kind: int, call_id: int) -> None:
         super().__init__(message, kind, call_id)
@@ -77,12 +73,7 @@ _VALUE_KINDS: Final = frozenset({RESULT, ITEM})
 
 
 def check_envelope(raw: Any) -> list[Any]:
-    """Returns `raw` if it is a well-formed envelope.
-
-    Raises:
-        ProtocolError: unknown kind, or fields of the wrong number or type; `BadEnvelope` if the
-            call is known.
-    """
+    """Returns a well-formed envelope. ProtocolError otherwise: `BadEnvelope` for a known call."""
     # `type(raw) is not list` would make type checkers treat the items as unknown.
     if raw.__class__ is not list or not raw:
         raise ProtocolError("an envelope must be a non-empty list")

@@ -1,11 +1,11 @@
 """A ZMQ socket driven by the running event loop through plain callbacks.
 
 `zmq.asyncio` wraps every receive in a future; here a readable socket is drained straight into
-`on_message`, and messages queued in one loop iteration leave together, which is what makes
-tens of thousands of small calls a second possible.
+`on_message`, and messages queued in one loop iteration leave together, for the sake of tens of
+thousands of small calls a second.
 
 The socket applies no backpressure: its high-water marks are 0 (ZMQ drops silently at them), and
-callers limit what they send (deadlines, credits).
+callers limit their messages (deadlines, credits).
 """
 
 from __future__ import annotations
@@ -50,12 +50,7 @@ class LoopSocket:
         sender: str,
         delivers: bool = True,
     ) -> None:
-        """
-        Args:
-            on_message: may raise ProtocolError for a malformed message, which is then dropped.
-            sender: names the peers in the log.
-            delivers: whether messages are delivered from now on, or only after `deliver()`.
-        """
+        """`on_message` may raise ProtocolError for a malformed message, which is then dropped."""
         self._socket = socket
         # A ROUTER's messages begin with the peer's identity.
         self._num_small_frames = 2 if socket.type == zmq.ROUTER else 1
@@ -83,8 +78,8 @@ class LoopSocket:
         """Called before the socket is bound or connected. Notices lost hosts.
 
         Only a tcp connection is probed: its other host may be gone without a word. The kernel
-        closes a local one when the process at its other end ends, and no earlier; one that is
-        stopped by a signal is not lost, and answers once it continues.
+        closes a local one when the process at its other end ends, and no earlier; a process stopped
+        by a signal is not lost, and answers once it continues.
         """
         if is_ipv6(endpoint):  # without need it would be an error where the kernel has no IPv6
             self._socket.ipv6 = True
@@ -101,11 +96,7 @@ class LoopSocket:
         self._loop.call_soon(self._drain)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Sends now, or as soon as a peer is connected. Order is kept.
-
-        Raises:
-            zmq.ZMQError: EHOSTUNREACH if a ROUTER's peer is gone.
-        """
+        """Sends in order, once a peer is connected. EHOSTUNREACH if a ROUTER's peer is gone."""
         if self._closed:
             return
         if self._unsent:
@@ -178,7 +169,6 @@ class LoopSocket:
         return frames
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket; idempotent."""
         if self._closed:
             return
         self._closed = True

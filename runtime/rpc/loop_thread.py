@@ -1,9 +1,3 @@
-"""Runs an event loop on a background thread, for code that is not asynchronous (SPMD trainers).
-
-A failure posted with `fail()` ends every blocked `run()`, now and later, with `JobFailed`, so that
-no rank waits for a job that is lost.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,7 +24,11 @@ class _Job(Generic[T]):
 
 
 class LoopThread:
-    """Owns one thread, its loop and all tasks on it. A context manager."""
+    """Runs an event loop on a background thread, for code that is not asynchronous (SPMD trainers).
+
+    Owns the thread, its loop and all tasks on it. A failure posted with `fail()` ends every blocked
+    `run()`, now and later, with `JobFailed`, so that no rank waits for a job that is lost.
+    """
 
     def __init__(self, name: str) -> None:
         self._ready = threading.Event()
@@ -47,7 +45,7 @@ class LoopThread:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Cancels what still runs and joins the thread."""
+        """Cancels running tasks and joins the thread."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
@@ -57,8 +55,7 @@ class LoopThread:
         return self._failure
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, even_if_failed: bool = False) -> T:
-        """Runs `coroutine` on the loop and waits for it; an exception of a signal handler ends the
-        wait.
+        """Runs `coroutine` on the loop and waits; an exception of a signal handler ends the wait.
 
         Args:
             even_if_failed: run even after `fail()`, for farewells.
@@ -93,8 +90,7 @@ class LoopThread:
             coroutine.close()
 
     def fail(self, failure: JobFailed) -> None:
-        """Ends blocked calls, and calls that would block. Called on the loop; the first failure
-        counts."""
+        """Ends blocked calls, now and later. Called on the loop; the first failure counts."""
         if self._failure is None:
             self._failure = failure
             for job in self._jobs:

@@ -1,9 +1,3 @@
-"""Collects the envelopes of one loop iteration into few messages per peer.
-
-The first envelope of an iteration leaves at once, for latency; those behind it share one
-message at the iteration's end, for throughput.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,10 +11,11 @@ _FLUSH_NBYTES: Final = 64 * 1024
 
 
 class Outbox:
-    """Encodes envelopes for one peer and hands them to `send` in order.
+    """Encodes envelopes for one peer and passes them to `send` in order.
 
-    Args:
-        encoder: many peers of one loop may share it; its buffer is as large as the largest value.
+    The first envelope of a loop iteration leaves at once, for latency; those behind it share one
+    message at the iteration's end, for throughput. Many peers of one loop may share the encoder,
+    whose buffer is as large as the largest value.
     """
 
     def __init__(self, send: Callable[[Sequence[Frame]], None], encoder: Encoder) -> None:
@@ -32,14 +27,10 @@ class Outbox:
         self._flush_scheduled = False
 
     def put(self, envelope: tuple[Any, ...]) -> None:
-        """Queues one envelope.
-
-        Raises:
-            TypeError, ValueError, OverflowError: a value has no wire form; nothing was queued.
-        """
+        """Queues one envelope. TypeError, ValueError, OverflowError: a value has no wire form."""
         header, frames = self._encoder.encode(envelope)
         if frames or len(header) >= _FLUSH_NBYTES:
-            # Sent alone, so that a batch stays far below what a receiver accepts as one header.
+            # Sent alone, so that a batch stays far below the receiver's limit for one header.
             self.flush()
             self._send([header, *frames])
             return
@@ -58,7 +49,6 @@ class Outbox:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what is queued now."""
         if self._headers:
             headers, self._headers, self._nbytes = self._headers, [], 0
             self._send([headers[0] if len(headers) == 1 else b"".join(headers)])

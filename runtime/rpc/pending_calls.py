@@ -1,4 +1,4 @@
-"""Describes what a process that serves calls is doing: its calls in both directions, its tasks."""
+"""Describes a serving process: its calls in both directions, its tasks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _describe_tasks() -> list[str]:
 
 
 _WAITING: Final = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
-"""The frame of a coroutine or generator, and what it waits for."""
+"""The frame of a coroutine or generator, and the object it waits for."""
 
 
 def _where(task: asyncio.Task[Any]) -> str:

@@ -33,26 +33,23 @@ from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]
-# Between two requests for a lost actor's new address: a shorter delay burns CPU while the
-# supervisor has not noticed the death yet, a longer one adds to the recovery.
+# Between two requests for a lost actor's new address: shorter burns CPU while the supervisor has
+# not noticed the death yet, longer adds to the recovery.
 _RESOLVE_INTERVAL_S: Final = 0.02
 _MAX_TIMEOUT_S: Final = 1e9
-# For the last cancellations to be sent. A longer one delays the end of a process whose peer is
-# stopped.
+# For the last cancellations to be sent. Longer delays the end of a process whose peer is stopped.
 _CLOSE_LINGER_MS: Final = 100
-# Of one client; a connection takes three (one to its actor, and the two ends of its monitor).
-# libzmq's default of 1,023 ends at 341 connections. 65,535 is its limit, which costs a process
-# 0.8 MB.
+# Of one client; a connection takes three (one to its actor, and the two ends of its
+# monitor). libzmq's default of 1,023 ends at 341 connections. 65,535 is its limit, which
+# costs a process 0.8 MB.
 _MAX_SOCKETS: Final = 65_535
 
 
 class Client:
-    """Connections of one loop. An async context manager; closing fails what is pending.
+    """Connections of one loop. An async context manager; closing fails pending calls.
 
-    Args:
-        node_id: the caller's host, which decides between ipc and tcp.
-        keys: the job's CURVE keys, for actors on other nodes; may be set later, before these are
-            called.
+    `node_id`, the caller's host, decides between ipc and tcp. The job's CURVE keys, for actors on
+    other nodes, may be set later, before these are called.
     """
 
     def __init__(self, node_id: str, keys: CurveKeys | None = None) -> None:
@@ -83,18 +80,15 @@ class Client:
     ) -> Handle:
         """A handle that looks its actor up again by name once the peer is lost, if it can.
 
-        Args:
-            awaits_start: the actor may not listen yet; otherwise an actor that does not listen is
-                lost.
+        An actor that does not listen is lost, unless the handle `awaits_start`.
         """
         return Handle(self, ref, resolver, awaits_start)
 
     def connection(self, ref: ActorRef, awaits_start: bool = False) -> Connection:
         """The live connection to `ref`; opens it if necessary.
 
-        Raises:
-            ActorNotFound: the actor has no endpoint that this node can reach.
-            MailboxClosed: this client was closed.
+        ActorNotFound if this node can reach no endpoint of the actor, MailboxClosed on
+        a closed client.
         """
         if self._is_closed:
             raise MailboxClosed("this client was closed")
@@ -109,7 +103,6 @@ class Client:
         return connection
 
     def pending_calls(self) -> list[tuple[float, str]]:
-        """See `Connection.pending`."""
         return [call for connection in self._connections.values() for call in connection.pending()]
 
     def drop(self, ref: ActorRef, reason: str) -> None:
@@ -140,8 +133,8 @@ class Handle:
     ) -> Any:
         """Calls `method` and waits for its outcome.
 
-        At most once, unless the actor declares the method idempotent: then it is retried on
-        the next incarnation, or over a reconnect, within the same deadline.
+        At most once, unless the actor declares the method idempotent: then it is retried on the
+        next incarnation, or over a reconnect, within the same deadline.
 
         Raises:
             RemoteError, DeadlineExceeded, ConnectionLost, ActorNotFound, MailboxClosed.
@@ -167,11 +160,7 @@ class Handle:
                 connection.end_call(call_id)
 
     async def connect(self, timeout_s: float) -> asyncio.Event:
-        """Connects; the event is set once that connection is lost.
-
-        Raises:
-            DeadlineExceeded, ConnectionLost, MailboxClosed: there is no connection.
-        """
+        """Connects; the event is set once that connection is lost."""
         connection = await self._connect("connect", time.monotonic() + timeout_s)
         return connection.ended
 

@@ -1,8 +1,3 @@
-"""One connection to one incarnation of an actor: its sent and unanswered calls.
-
-`umbra.runtime.rpc.rpc_client` opens connections and follows an actor to its next incarnation.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,7 +38,7 @@ from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S, LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
 from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
-# Interval of reconnects while a peer starts: a shorter one burns CPU, a longer one delays start-up.
+# Interval of reconnects while a peer starts: shorter burns CPU, longer delays start-up.
 _RECONNECT_INTERVAL_MS: Final = 10
 # Refused attempts to connect after which an actor counts as lost: its address is announced only
 # once it listens. A single refusal may be a full backlog; each attempt adds a reconnect interval.
@@ -110,8 +105,7 @@ class Connection:
         self.outbox.put((HELLO,))
 
     async def wait_open(self) -> None:
-        """Raises the error that ended it, `ConnectionLost` or `MailboxClosed`, if it never
-        opens."""
+        """Raises its final error, `ConnectionLost` or `MailboxClosed`, if it never opens."""
         await self._settled.wait()
         if self._error is not None:
             raise _copy(self._error)
@@ -159,7 +153,7 @@ class Connection:
         ]
 
     def close(self, error: UmbraError) -> None:
-        """Fails what is pending and releases the socket; idempotent."""
+        """Fails pending calls and releases the socket; idempotent."""
         if self.lost:
             return
         self.lost = True
@@ -265,8 +259,7 @@ def _revive(remote: RemoteError) -> UmbraError:
 
 
 def _copy(error: UmbraError) -> UmbraError:
-    """Makes one per task: an exception raised in several tasks would collect all their
-    tracebacks."""
+    """A copy per task: one exception raised in several tasks would collect all their tracebacks."""
     return type(error)(*error.args)
 
 

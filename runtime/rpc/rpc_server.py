@@ -80,7 +80,7 @@ class _Running:
         return "answers" if self.credit_added is None else "streams"
 
     def cancel(self) -> None:
-        """Cancels the task, because the caller no longer waits: there will be no answer."""
+        """The caller no longer waits: there will be no answer."""
         self.deadline = math.inf
         if self.task is not None:
             self.task.cancel()
@@ -145,11 +145,7 @@ class ActorServer:
         self._tasks: asyncio.TaskGroup | None = None
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Binds a ROUTER socket, which the server then owns; returns the real endpoint.
-
-        Raises:
-            zmq.ZMQError: the endpoint is in use or cannot be created.
-        """
+        """Binds a ROUTER socket, which the server then owns; returns the real endpoint."""
         decoder = Decoder()
         idx = len(self._sockets)
         socket.router_mandatory = True
@@ -193,8 +189,7 @@ class ActorServer:
                 socket.close(linger_ms=200)
 
     def _check_peers(self, look_at_idle: bool) -> None:
-        """Cancels calls past their deadline, because their callers may be stopped; finds lost
-        callers."""
+        """Cancels calls past their deadline, whose callers may be stopped; finds lost callers."""
         now = asyncio.get_running_loop().time()
         for peer in list(self._peers.values()):
             for running in peer.calls.values():
@@ -309,7 +304,6 @@ class ActorServer:
         running.task.add_done_callback(on_done)
 
     async def _finish(self, peer: _Peer, call_id: int, outcome: Coroutine[Any, Any, Any]) -> None:
-        """Runs one coroutine to its end."""
         try:
             value = await outcome
         except asyncio.CancelledError as error:

@@ -54,8 +54,7 @@ class SyncHandle:
 
 
 class Pool:
-    """The engines of one pool, from the trainer's side. One rank alone may call it; not
-    collective."""
+    """The engines of one pool, from the trainer's side. One rank alone may call it."""
 
     def __init__(self, supervisor_call: Callable[..., Any], name: str) -> None:
         self._supervisor_call = supervisor_call

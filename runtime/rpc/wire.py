@@ -1,11 +1,10 @@
 """The wire format: msgpack values with bounded sizes; numpy arrays travel as raw frames.
 
-One ZMQ message is `[header, frame 0, frame 1, ...]`. The header is one or more msgpack
-objects, each an envelope (see `umbra.runtime.rpc.envelopes`). An array of at least
-`FRAME_MIN_NBYTES` becomes a frame of its own and is neither copied nor scanned; smaller ones
-are inlined. Decoding never runs code: there is no pickle, and arrays may only hold numbers.
-
-A decoded array is a read-only view of the received frame.
+One ZMQ message is `[header, frame 0, frame 1, ...]`. The header is one or more msgpack objects,
+each an envelope (see `umbra.runtime.rpc.envelopes`). An array of at least `FRAME_MIN_NBYTES`
+becomes a frame of its own and is neither copied nor scanned; smaller ones are inlined. A decoded
+array is a read-only view of its frame. Decoding never runs code: there is no pickle, and arrays may
+only hold numbers.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ class Encoder:
         self._packer = msgpack.Packer(default=self._pack_other, use_bin_type=True)
 
     def encode(self, value: object) -> tuple[bytes, list[Frame]]:
-        """Returns the packed bytes and the frames they refer to by position.
+        """The packed bytes, and the frames they refer to by position.
 
-        Raises:
-            TypeError, ValueError, OverflowError: the value has no wire form.
+        Raises TypeError, ValueError or OverflowError if the value has no wire form.
         """
         try:
             header = self._packer.pack(value)
@@ -116,14 +114,13 @@ class Decoder:
     def decode(self, header: Frame, frames: Sequence[Frame] = ()) -> Iterator[Any]:
         """Yields the header's values in order.
 
-        Raises:
-            ProtocolError: the bytes are truncated, too large, too deep or not msgpack; values
-                yielded before are valid. `BadEnvelope` if the call is known.
+        ProtocolError if the bytes are truncated, too large, too deep or not msgpack; values yielded
+        before are valid. `BadEnvelope` if the call is known.
         """
         self._frames = frames
         position = 0
         try:
-            # A new one each time: bytes that a truncated header leaves in an unpacker would become
+            # A new one each time: bytes of a truncated header that stay in an unpacker would become
             # the beginning of the next message, which may be another peer's.
             unpacker = self._unpacker(header)
             while position < len(header):

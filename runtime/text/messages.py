@@ -1,5 +1,3 @@
-"""The one form that messages of a chat have before a template renders them."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +9,10 @@ from umbra.runtime.errors import DataError
 def normal_messages(
     messages: Sequence[object], *, continue_final_message: bool
 ) -> list[dict[str, Any]]:
-    """Messages without keys that are null, and with each content as one text.
+    """Messages of a chat without null keys, and with each content as one text.
 
-    Args:
-        continue_final_message: whether the chat may end with a message of the assistant.
-
-    Raises:
-        DataError: something is no message, or its content is not text.
+    The last message may be the assistant's only with `continue_final_message`. DataError if
+    something is no message, or its content is not text.
     """
     if not messages:
         raise DataError("the chat has no messages")
@@ -53,7 +48,7 @@ def _normal(message: object, number: int) -> dict[str, Any]:
 
 
 def _text(content: object, name: str) -> str:
-    """A content as one text; it may be a list of parts."""
+    """A content, or list of parts, as one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a Hugging Face model directory."""
+"""Reads the JSON files of a Hugging Face model directory. Unreadable ones raise DataError."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ _DEFAULT_CONTEXT_LEN: Final = 4096
 
 
 def read_model_config(model_path: Path) -> dict[str, Any]:
-    """config.json of a model directory.
-
-    Raises:
-        DataError: no such directory, or no readable config.json in it.
-    """
     try:
         is_folder = model_path.is_dir()
     except OSError as error:
@@ -38,10 +33,7 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
 
 
 def vocab_size(model_path: Path) -> int:
-    """The model's vocabulary size; 0 if its config.json does not have it.
-
-    Raises: as for `read_model_config`.
-    """
+    """The model's vocabulary size; 0 if its config.json does not have it."""
     known = (section.get("vocab_size") for section in _sections(read_model_config(model_path)))
     return next((size for size in known if isinstance(size, int) and size > 0), 0)
 
@@ -53,10 +45,7 @@ def default_context_len(model_path: Path) -> int:
 
 
 def configured_end_tokens(model_path: Path) -> set[int]:
-    """The ids of `eos_token_id` in config.json and generation_config.json, both together.
-
-    Raises: as for `read_model_config`.
-    """
+    """The ids of `eos_token_id` in config.json and generation_config.json, both together."""
     generation_path = model_path / "generation_config.json"
     generation = _read_json(generation_path, "") if generation_path.exists() else {}
     found: set[int] = set()

@@ -26,7 +26,7 @@ _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
 
 
 def tokenizer_path(folder: Path, pool: str = "policy") -> Path:
-    """Where a run keeps the state of a pool's tokenizer."""
+    """Where a run stores the state of a pool's tokenizer."""
     return folder / "tokenizers" / f"{pool}.json"
 
 
@@ -45,13 +45,12 @@ class TokenizerState:
     """The contents of the file that `ModelTokenizer.save` writes.
 
     Attributes:
-        model_path, trust_remote_code: where it came from.
+        model_path, trust_remote_code: where the tokenizer came from.
         tokenizer: in the format of the library `tokenizers`, without truncation and padding; "" for
             a tokenizer written in Python, which is opened from `model_path`.
         splits_special_tokens: whether special tokens in a text are tokenized as text.
         chat_template: "" if there is none.
         special_tokens: variables of the chat template.
-        eos_token_id, pad_token_id: the tokenizer's own.
         end_token_ids: end a completion: those of the tokenizer, config.json and
             generation_config.json, sorted.
         special_token_ids: those that `tokenizers` calls special.
@@ -70,11 +69,7 @@ class TokenizerState:
 
 
 class ModelTokenizer:
-    """Tokenizes prompts, renders chats and decodes completions of one model. Thread-safe.
-
-    Attributes:
-        end_token_ids: see `TokenizerState`.
-    """
+    """Tokenizes prompts, renders chats and decodes completions of one model. Thread-safe."""
 
     def __init__(
         self, state: TokenizerState, backend: _Backend, render: Callable[..., str]
@@ -89,12 +84,10 @@ class ModelTokenizer:
 
     @classmethod
     def open(cls, path: str | Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
-        """Opens what `save` wrote, or the tokenizer of a model directory, by transformers.
+        """Opens a file of `save`, or the tokenizer of a model directory, by transformers.
 
-        Raises:
-            DataError: there is no usable tokenizer, or one with more tokens than the model has
-                embeddings.
-            ConfigError: a library is not installed.
+        DataError if there is no usable tokenizer, or one with more tokens than the model has
+        embeddings; ConfigError if a library is not installed.
         """
         target = Path(local_model(str(path), with_weights=False))
         if target.is_file():
@@ -106,7 +99,7 @@ class ModelTokenizer:
 
     @classmethod
     def of_state(cls, state: TokenizerState) -> ModelTokenizer:
-        """A tokenizer of the library `tokenizers`. Raises ConfigError if that is not installed."""
+        """A tokenizer of the library `tokenizers`. ConfigError if it is not installed."""
         return cls(state, _RustBackend(state), _template_renderer(state))
 
     @classmethod
@@ -158,7 +151,7 @@ class ModelTokenizer:
         return opened
 
     def save(self, path: Path) -> None:
-        """Writes the state for `open`, all or nothing. Raises OSError."""
+        """Writes the state for `open`, all or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(json.dumps(asdict(self.state)).encode())
@@ -180,11 +173,7 @@ class ModelTokenizer:
         return max(_MAX_CHARACTER_NBYTES, *(len(entry.encode()) for entry in entries))
 
     def stop_token_ids(self, extra: Sequence[int] = ()) -> list[int]:
-        """The end tokens and `extra`, sorted.
-
-        Raises:
-            DataError: there are none, so that no completion would end by itself.
-        """
+        """The end tokens and `extra`, sorted. DataError if none could end a completion."""
         if found := sorted({*self.end_token_ids, *extra}):
             return found
         raise DataError(
@@ -208,20 +197,14 @@ class ModelTokenizer:
         return [*([] if has_prefix else self._prefix), *tokens, *self._suffix]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without special tokens."""
         return self._backend.decode(tokens, True)
 
     def decode_completion(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of a completion as programs see it: without end and padding tokens.
-
-        Args:
-            skip_special_tokens: leaves out all special tokens, such as <think> may be one.
-        """
+        """Text of a completion for programs: without end and padding, or any special tokens."""
         shown = [token for token in tokens if token not in self._hidden]
         return self._backend.decode(shown, skip_special_tokens)
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special tokens included."""
         return self._backend.decode(tokens, False)
 
     def render_chat(
@@ -233,14 +216,9 @@ class ModelTokenizer:
     ) -> str:
         """The text of a conversation up to the beginning of the assistant's answer.
 
-        Args:
-            messages: see `normal_messages`.
-            variables: of the chat template.
-            continue_final_message: whether a final message of the assistant is the beginning of the
-                answer; it is refused otherwise.
-
-        Raises:
-            DataError: there is no chat template, or it or `normal_messages` refuses the messages.
+        `variables` are those of the chat template. A final message of the assistant is the
+        beginning of the answer with `continue_final_message`, and refused otherwise. DataError if
+        there is no chat template, or it refuses the messages.
         """
         if not self.state.chat_template:
             raise DataError(
@@ -260,13 +238,12 @@ class ModelTokenizer:
     def encode_chat(
         self, messages: Sequence[object], *, continue_final_message: bool = False, **variables: Any
     ) -> list[int]:
-        """Tokens of a conversation; see `render_chat`, which has these arguments."""
         return self.encode(
             self.render_chat(messages, variables, continue_final_message=continue_final_message)
         )
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer adds in front of a text and after it, without its EOS."""
+        """The tokens that the tokenizer adds before and after a text, without its EOS."""
         special = set(self.state.special_token_ids)
         entries = (entry for entry, idx in self._backend.get_vocab().items() if idx not in special)
         probe = next((text for text in ("a", *entries) if self._backend.encode(text, False)), "")

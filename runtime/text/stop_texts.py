@@ -1,5 +1,3 @@
-"""Finds the token that completes a stop text, in runs of tokens as they come."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -10,21 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAX_TOKENS_OF_CHARACTER: Final = 4
-"""The most tokens that a character is split over, one for each byte of UTF-8."""
 _NUM_CONTEXT_TOKENS: Final = 8
-"""Tokens in front of a stop that are decoded with it, because a token's text may depend on them.
-More make each search slower."""
+"""Tokens decoded in front of a stop. Fewer may change its text; more search longer."""
 _REPLACEMENT: Final = "\ufffd"  # decoders return it for bytes that are not a character
 
 
 class StopTexts:
-    """Gives the same answer however the tokens are cut into runs.
+    """Finds the token that completes a stop text, however the tokens are cut into runs.
 
-    Few tokens can complete a stop. They are found beforehand, so that other tokens need no text.
-
-    Args:
-        decode: returns the text of tokens; called for each token of the vocabulary.
-        texts: at least one; none is empty.
+    Few tokens can complete a stop. They are found beforehand, by `decode` of each token of the
+    vocabulary, so that other tokens need no text.
     """
 
     def __init__(
@@ -53,8 +46,7 @@ class StopTexts:
         return self._may_complete.take(tokens, mode="clip")  # ids beyond have no text
 
     def num_until_stop(self, before: NDArray[np.int32], tokens: NDArray[np.int32]) -> int:
-        """How many of these tokens, which follow `before`, end with the first complete stop; 0 if
-        none is complete."""
+        """How many of these tokens, after `before`, end with the first complete stop; 0 if none."""
         known: list[int] = [*before[-self._num_before :].tolist(), *tokens.tolist()]
         if not self._has_stop(known):
             return 0

@@ -1,7 +1,7 @@
-"""Records what this process does, and when: the calls that code makes to be seen in a trace.
+"""Records the work of this process for a trace:
 
     with span("train", step=3):        measures and records a block
-    past_span("group", began_s)        records what ends now
+    past_span("group", began_s)        records a span that ends now
     instant("ended")                   records a moment
     gauge("requests", read)            records numbers, once a second
 
@@ -20,12 +20,12 @@ from typing import Final, NamedTuple, Self
 Argument = str | int | float
 
 QUEUE_LEN: Final = 1 << 14
-"""Events that wait for the writer, at most; older ones are lost then. A longer queue takes memory
-while the file system hangs; a shorter one loses events of a burst."""
+"""Events that wait for the writer; later ones are lost. A longer queue takes memory while the file
+system hangs; a shorter one loses events of a burst."""
 
 
 class TraceEvent(NamedTuple):
-    """What a trace file has for each span, instant or gauge.
+    """One span, instant or gauge of a trace file.
 
     Attributes:
         kind: "X" a span, "b" a span that overlaps others of its track, "i" an instant, "C" numbers.
@@ -53,21 +53,18 @@ _current: list[Recording] = []
 
 
 def set_recording(recording: Recording | None) -> None:
-    """Begins or ends recording in this process. Called by the writer that takes the events."""
+    """Begins or ends recording in this process. Called by the writer."""
     _current[:] = [] if recording is None else [recording]
 
 
 class span:
-    """Measures the block, and records it under `name`.
+    """Measures the block, and records it under `name`; `seconds` has the duration at its end.
 
     Args:
-        track: row within the process; "" for its main one. Spans of a track nest: one that begins
-            within another ends within it, unless both overlap others.
+        track: row within the process; "" for its main one. Spans of a track nest,
+            unless they overlap.
         overlaps: whether it runs at the same time as others of its name.
         args: shown with the span; short values.
-
-    Attributes:
-        seconds: duration, once the block has ended.
     """
 
     __slots__ = ("_args", "_name", "_overlaps", "_start_ns", "_track", "seconds")
@@ -100,7 +97,7 @@ class span:
 def past_span(
     name: str, began_s: float, track: str = "", *, overlaps: bool = False, **args: Argument
 ) -> None:
-    """Records a span that began at `began_s`, by `time.monotonic()`, and ends now."""
+    """The span began at `began_s`, by `time.monotonic()`, and ends now."""
     if _current:
         start_ns = int(began_s * 1e9)
         duration_ns = time.monotonic_ns() - start_ns
@@ -109,15 +106,15 @@ def past_span(
 
 
 def instant(name: str, track: str = "", **args: Argument) -> None:
-    """Records that something happened now."""
     if _current:
         _current[0].events.append(TraceEvent("i", time.monotonic_ns(), 0, track, name, args))
 
 
 def gauge(name: str, read: Callable[[], Mapping[str, float]]) -> None:
-    """Records what `read` returns, once a second from here on.
+    """Records the numbers of `read`, once a second from here on.
 
-    Another thread calls it, so it may only read what is read at once, such as a length.
+    Another thread calls `read`, so it may only look at values that one operation returns,
+    such as a length.
     """
     if _current:
         _current[0].gauges[name] = read

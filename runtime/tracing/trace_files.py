@@ -1,4 +1,4 @@
-"""Reads the trace of a run: what each process recorded, with the times of all on one clock.
+"""Reads the trace of a run, with the times of all processes on one clock.
 
 Times in files are those of CLOCK_MONOTONIC, one clock for all processes since a machine was
 started. Its offset to the wall clock is in the headers, so machines are as well aligned as their
@@ -37,11 +37,7 @@ _ALL: Final = Window(0, 2**63)
 
 
 class TraceFiles:
-    """The trace of a run, which may be in progress.
-
-    Raises:
-        ConfigError: the run has none.
-    """
+    """The trace of a run, which may be in progress. ConfigError if the run has none."""
 
     def __init__(self, run_dir: Path) -> None:
         self._paths = sorted((run_dir / "trace").glob("*.jsonl"), key=_in_order)
@@ -60,8 +56,7 @@ class TraceFiles:
     def events(
         self, window: Window = _ALL, process: str = ""
     ) -> Iterator[tuple[TracedProcess, TraceEvent]]:
-        """Events by the wall clock, those of all processes or of those with a name. A line that a
-        kill tore is left out."""
+        """Events by the wall clock, of all processes or those with a name, without torn lines."""
         for path in self._paths:
             for header, lines in _parts(path):
                 source = TracedProcess(header["node"], header["process"])
@@ -77,10 +72,8 @@ class TraceFiles:
     def find_steps(self, first: int, last: int) -> Window:
         """The time from the beginning of a step to the beginning of the one after `last`.
 
-        If the run was resumed from a checkpoint, or replaced, its newest steps count.
-
-        Raises:
-            ConfigError: the trace does not have these steps.
+        If the run was resumed from a checkpoint, or replaced, its newest steps count. ConfigError
+        if the trace does not have these steps.
         """
         steps = [event for _, event in self.events(process=LEAD) if event.name == "step"]
         steps.sort(key=lambda event: event.start_ns)
@@ -99,7 +92,6 @@ class TraceFiles:
 
 
 def _in_order(path: Path) -> tuple[str, bool]:
-    """The older of a process's files first."""
     name = path.name.removesuffix(".jsonl")
     return name.removesuffix(".old"), not name.endswith(".old")
 

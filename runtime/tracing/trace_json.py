@@ -24,8 +24,7 @@ _ORDER: Final = ("rank-", "supervisor", "rollouts")
 
 
 def trace_json(events: Iterable[tuple[TracedProcess, TraceEvent]]) -> list[dict[str, Any]]:
-    """The events in the format's JSON: names first, then everything by time, in microseconds since
-    the first."""
+    """Names first, then everything by time, in microseconds since the first event."""
     sources = sorted(events, key=lambda item: (item[1].start_ns, -item[1].duration_ns))
     begin_ns = sources[0][1].start_ns if sources else 0
     pids = {p: pid for pid, p in enumerate(sorted({p for p, _ in sources}, key=_place), 1)}

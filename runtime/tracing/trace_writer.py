@@ -25,15 +25,13 @@ from umbra.runtime.tracing.spans import Recording, TraceEvent, set_recording
 logger = logging.getLogger(__name__)
 
 MAX_FILE_NBYTES: Final = 16 << 20
-"""Size at which a file becomes the old one; a process has two files. Larger files keep more steps;
-smaller ones fill the disk less."""
+"""Size of each of a process's two files. Larger keeps more steps; smaller fills the disk less."""
 _INTERVAL_S: Final = 1.0
 """From one write to the next. Longer: a killed process loses more. Shorter: idle processes wake."""
 _JOIN_LIMIT_S: Final = 2.0
 """For the last write. Longer: a file system that hangs delays the end of the process."""
 _LINE_LEN: Final = 1000
-"""Events of a line, at most. Longer lines hold the interpreter for over a millisecond each; short
-ones cost twice the time."""
+"""Events of a line. More hold the interpreter for over a millisecond; few take twice the time."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -41,12 +39,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 def recording(
     folder: str, node_id: str, process: str, *, max_file_nbytes: int = MAX_FILE_NBYTES
 ) -> Generator[None]:
-    """Records this process's events while the block runs. For main programs.
-
-    Args:
-        folder: of the run's trace; "" to record nothing.
-        process: its name, unique on the node, and the same when it is started again.
-    """
+    """Records this process's events in the block, for main programs; nothing without a folder."""
     if not folder:
         yield
         return
