@@ -42,13 +42,6 @@ SHAPE_8B: Final = "--shape 8B --dtype bfloat16"
 EAGER: Final = "{enforce_eager=true}"
 # vLLM starts in half the time.
 STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
-NO_SHORTCUTS: Final = (
-    ("NCCL_P2P_DISABLE", "1"),
-    ("NCCL_SHM_DISABLE", "1"),
-    ("NCCL_NET", "Socket"),
-    ("NCCL_SOCKET_IFNAME", "lo"),
-)
-# NCCL between two GPUs of one host uses sockets, as between hosts.
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
 END_LIMIT_S: Final = 12.0
@@ -118,9 +111,7 @@ JOBS: Final = {
     "embedded": tests_of(
         "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
     ),
-    "nccl": tests_of(
-        "", "tests/gpu/engines/test_nccl_links_gpu.py tests/gpu/weights/test_bucket_deltas_gpu.py"
-    ),
+    "bucket-deltas": tests_of("", "tests/gpu/weights/test_bucket_deltas_gpu.py"),
     "image-copies": tests_of("", "tests/gpu/engines/test_image_copies_gpu.py"),
     "contexts": tests_of("", "tests/gpu/engines/test_engine_contexts.py"),
     "trainer": tests_of(
@@ -210,8 +201,7 @@ JOBS: Final = {
     "weights-checked-8b": weights_to("vllm", f"{SHAPE_8B} --checksums --syncs 6"),
     "weights-trace": training_run("--ranks 1 --trace LOG.json.gz", 2),
     "weights-elsewhere": Job(
-        arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200",
-        variables=NO_SHORTCUTS,
+        arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200"
     ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }

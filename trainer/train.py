@@ -203,7 +203,7 @@ class Trainer:
                     if config.pool.mode == "hybrid"
                     else None,
                     link_host=self._session.tcp_host
-                    or ("127.0.0.1" if config.pool.transport == "nccl" else ""),
+                    or ("127.0.0.1" if config.pool.transport == "tcp" else ""),
                 ),
                 offload=offload,
                 checkpoints=checkpoints,

@@ -35,9 +35,9 @@ def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
 
 def check_full_sync_every(full_sync_every: int, transport: TransportSetting) -> None:
     """Raises SettingError for a pool whose weights never travel over the network."""
-    if full_sync_every > 1 and transport not in ("auto", "nccl"):
+    if full_sync_every > 1 and transport not in ("auto", "tcp"):
         raise SettingError(
-            f"full_sync_every {full_sync_every} is for transport 'nccl', not {transport!r}: set "
+            f"full_sync_every {full_sync_every} is for transport 'tcp', not {transport!r}: set "
             "full_sync_every to 1, or transport to 'auto'"
         )
 
@@ -151,13 +151,13 @@ class PoolSettings(EnginePoolSettings):
             alone. It takes the memory of the weights once more on each of their GPUs. For engine
             "vllm"; without effect where weights do not travel by "cuda_ipc".
         transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
-            trainer's GPUs, "memfd" sends them through host memory, "nccl" sends them over the
+            trainer's GPUs, "memfd" sends them through host memory, "tcp" sends them over the
             network to each node, and there through host memory. "auto" is the first of these that
             every rank and engine can use.
         sync_bucket_mib: Part of the weights that a rank writes before engines load it, unless the
             transport is "cuda_ipc". With larger parts, engines begin later and read what has left
             the cache. With smaller ones, they wake each other more often.
-        full_sync_every: With transport "nccl", every n-th update sends all weights over the
+        full_sync_every: With transport "tcp", every n-th update sends all weights over the
             network. The others send only the values that have changed since the last update, bit
             for bit: few at usual learning rates, so that updates wait less for a slow network.
             Higher values send less. From 2 on, each rank keeps a copy of its part of the weights in

@@ -58,7 +58,7 @@ class PoolSpec(Settings):
         bucket_nbytes: part of the weights that a rank fills at a time, see SyncSettings.
         verify_every: how many versions after one with checksums the next one has them, see there.
         full_sync_every: every n-th version is sent whole over the network; see there.
-        transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
+        transport: how weights travel: auto, memfd, cuda_ipc or tcp; `transport_choice`.
     """
 
     name: str
@@ -151,10 +151,10 @@ class PoolSpec(Settings):
         Raises:
             ConfigError: the pool cannot have engines there.
         """
-        if self.transport not in ("auto", "nccl"):
+        if self.transport not in ("auto", "tcp"):
             raise ConfigError(
                 f"pool {self.name!r}: its weights travel by {self.transport!r}, which reaches no "
-                "other node: set pool.transport = 'auto' or 'nccl'"
+                "other node: set pool.transport = 'auto' or 'tcp'"
             )
         num_gpus = self.num_gpus
         if num_gpus == 0:

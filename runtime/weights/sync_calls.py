@@ -249,7 +249,7 @@ class SyncGrant:
         match cast("Any", raw):
             case {
                 "sync_id": str(),
-                "transport": "memfd" | "cuda_ipc" | "nccl",
+                "transport": "memfd" | "cuda_ipc" | "tcp",
                 "bucket_nbytes": int(),
                 "num_buckets": int(),
                 "has_checksums": bool(),

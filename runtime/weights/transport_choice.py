@@ -17,7 +17,7 @@ from umbra.runtime.weights.transports.base import (
 
 logger = logging.getLogger(__name__)
 
-TransportSetting = Literal["auto", "memfd", "cuda_ipc", "nccl"]
+TransportSetting = Literal["auto", "memfd", "cuda_ipc", "tcp"]
 
 
 class TransportChooser:

@@ -68,7 +68,7 @@ class WeightPublisher:
             close it, with the next sync or when they end. False if `on_read` frees it.
         export: see `Export`; None for CUDA IPC.
         link_host: address of this node at which receivers on other nodes reach this rank while a
-            sync is open, which the transport "nccl" needs; "" for none.
+            sync is open, which the transport "tcp" needs; "" for none.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightPublisher:
         self._senders: dict[str, Sender] = {
             "memfd": ImageSender(shards),
             "cuda_ipc": self._exports,
-            "nccl": self._links,
+            "tcp": self._links,
         }
         self._on_read = on_read
         self._wire = self.manifest.to_wire()

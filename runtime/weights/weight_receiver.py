@@ -60,7 +60,7 @@ class WeightReceiver:
         self._openers: dict[str, _Opener] = {
             "memfd": self._open_image,
             "cuda_ipc": self._open_exports,
-            "nccl": self._open_image,
+            "tcp": self._open_image,
         }
 
     def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
@@ -92,7 +92,6 @@ class WeightReceiver:
             Manifest.from_wire(manifest).nbytes,
             buckets,
             self._timeout_s,
-            self._parameters.values(),
         )
         device = common_device(self._parameters.values())
         return ImageReceiver(destinations, source, device)

@@ -38,8 +38,7 @@ def measure(num_links: int) -> dict[str, float]:
     cpu_s = time.process_time()
     extents = [Extent(0, 0, 2 * _NBYTES)]
     senders = {
-        f"link-{idx}": SendingLink(extents, grid.num_buckets, deadline, changed)
-        for idx in range(num_links)
+        f"link-{idx}": SendingLink(extents, grid.num_buckets, changed) for idx in range(num_links)
     }
     endpoint, receivers = listener.endpoint, list[ReceivingLink]()
     for idx, key in enumerate(senders):

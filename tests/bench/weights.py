@@ -30,11 +30,10 @@ by links, over the loopback of a network namespace of its own. Of a round's sync
 the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
 `network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
 Needs `unshare`, and root or user namespaces. With `--device cuda`, too, the rank's tensors
-are on the first GPU and the engines' on the second, so that NCCL connects them. It may take other
-ways than the loopback, unless NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 are set. With `--changed
-SHARE`, this share of the bfloat16 values changes before each sync, and `delta_...` is the same of a
-pool that gets only these (`full_sync_every`); the two pools get each version in turn. With
-`--gbit N`, the loopback carries so many gigabits per second (`tc`, as root).
+are on the first GPU and the engines' on the second. With `--changed SHARE`, this share of the
+bfloat16 values changes before each sync, and `delta_...` is the same of a pool that gets only these
+(`full_sync_every`); the two pools get each version in turn. With `--gbit N`, the loopback carries
+so many gigabits per second (`tc`, as root).
 
 With `--engine`, a pool of one real engine with dummy weights gets its weights from ranks under
 torchrun. It is hybrid on their GPUs, where it sleeps before each sync as in training, or standalone

@@ -21,7 +21,7 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import Region, SyncGrant
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
-TransportName = Literal["memfd", "cuda_ipc", "nccl"]
+TransportName = Literal["memfd", "cuda_ipc", "tcp"]
 
 
 class ProbedEngine(Protocol):

@@ -171,12 +171,6 @@ class Rank:
         for tensor in self._tensors.values():
             tensor.detach().neg_()
 
-    def negate_first(self) -> None:
-        """A version that differs in one element of each tensor."""
-        for tensor in self._tensors.values():
-            if tensor.numel():
-                tensor.detach()[(0,) * tensor.ndim].neg_()
-
     def move(self, name: str) -> bool:
         """Frees a tensor's memory and gives it new one with the same contents. Returns whether that
         has the address of the old one."""

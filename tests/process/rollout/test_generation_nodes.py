@@ -262,7 +262,7 @@ def test_an_engine_that_cannot_start_there_ends_the_machines_part(
 def test_what_cannot_work_is_explained(
     umbra_session_factory: SessionFactory, tmp_path: Path
 ) -> None:
-    job = OpenJob(umbra_session_factory, tmp_path, pool={"transport": "nccl"})
+    job = OpenJob(umbra_session_factory, tmp_path, pool={"transport": "tcp"})
     other_keys = tmp_path / "other-keys"
     CurveKeys.generate().save(other_keys)
 

@@ -370,6 +370,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             "pool.engine=embeded",
             ["pool.engine", "'embedded', 'vllm', 'sglang', 'echo', 'faulty' or the 'module:Class'"],
         ),
+        ("pool.transport=nccl", ["pool.transport", "'auto', 'memfd', 'cuda_ipc' or 'tcp'"]),
         ("pool.full_sync_every=0", ["pool.full_sync_every", "greater than or equal to 1"]),
         (
             "pool.staged_updates=true",
@@ -394,7 +395,7 @@ def test_only_the_network_gives_reason_not_to_send_all_weights(config_file: Path
     given = ["pool.full_sync_every=8"]
 
     assert load_config(config_file, given).pool.full_sync_every == 8
-    with pytest.raises(ConfigError, match="full_sync_every 8 is for transport 'nccl', not 'memfd'"):
+    with pytest.raises(ConfigError, match="full_sync_every 8 is for transport 'tcp', not 'memfd'"):
         load_config(config_file, [*given, "pool.transport=memfd"])
 
 

@@ -246,9 +246,9 @@ class LocalSupervisor:
 async def coordinated(
     engines: Sequence[ThreadEngine], settings: SyncSettings
 ) -> AsyncGenerator[tuple[SyncCoordinator, LocalImages]]:
-    """A coordinator that runs while the block does. For the transport "nccl", each engine that was
+    """A coordinator that runs while the block does. For the transport "tcp", each engine that was
     "here" is on a node of its own."""
-    if settings.transport == "nccl":
+    if settings.transport == "tcp":
         for engine in engines:
             if engine.node_id == "here":
                 engine.node_id = f"node of {engine.name}"

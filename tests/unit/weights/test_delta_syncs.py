@@ -31,7 +31,7 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 NEVER = 1 << 30
 DELTAS = SyncSettings(
-    bucket_nbytes=1 << 14, verify_every=NEVER, full_sync_every=NEVER, transport="nccl"
+    bucket_nbytes=1 << 14, verify_every=NEVER, full_sync_every=NEVER, transport="tcp"
 )
 NUM_WORDS = 100_000
 ALL_NBYTES = 2 * NUM_WORDS

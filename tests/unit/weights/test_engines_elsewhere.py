@@ -28,7 +28,7 @@ from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 AUTO = SyncSettings(bucket_nbytes=512, verify_every=1)
-NCCL = replace(AUTO, transport="nccl")
+TCP = replace(AUTO, transport="tcp")
 TENSORS = {"a": torch.randn(1000)}
 
 
@@ -51,7 +51,7 @@ def test_the_network_is_used_only_while_an_engine_is_on_another_node() -> None:
         far.node_id = "here"
         transports.append(publish(supervisor, 3).transport)
 
-    assert transports == ["memfd", "nccl", "memfd"]
+    assert transports == ["memfd", "tcp", "memfd"]
     assert holds(near, TENSORS)
     assert holds(far, TENSORS)
 
@@ -91,7 +91,7 @@ def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
     broken, sound = engines
     broken.fail_at = "prepare_update"
     begun_at = time.monotonic()
-    with local_pool(engines, NCCL) as plain:
+    with local_pool(engines, TCP) as plain:
         supervisor = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         report = publish(supervisor, 1)
 
@@ -117,7 +117,7 @@ def test_an_engine_outlives_a_rank_that_breaks_their_connection() -> None:
             time.sleep(0.5)
             super().sync_abort(call)
 
-    with local_pool([engine], NCCL) as plain:
+    with local_pool([engine], TCP) as plain:
         supervisor = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         made = WeightPublisher(
             supervisor, 0, 1, TENSORS, locate=fail_in_mid_transfer, link_host="127.0.0.1"
@@ -161,7 +161,7 @@ def test_ranks_of_a_node_fill_its_image_and_send_to_the_receivers_of_others() ->
         for each in made:
             each.close()
 
-    assert [report.transport for report in reports] == ["nccl"] * 2
+    assert [report.transport for report in reports] == ["tcp"] * 2
     assert all(holds(engine, TENSORS) for engine in engines)
 
 
@@ -179,7 +179,7 @@ def test_a_connection_without_the_key_of_a_link_gets_nothing_and_delays_nobody()
 
     engine = ThreadEngine("engine", empty_like(TENSORS))
     begun_at = time.monotonic()
-    with local_pool([engine], NCCL) as plain, ExitStack() as stack:
+    with local_pool([engine], TCP) as plain, ExitStack() as stack:
         supervisor = Visited(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         report = publish(supervisor, 1)
         for stranger in strangers:
@@ -196,7 +196,7 @@ def test_a_connection_without_the_key_of_a_link_gets_nothing_and_delays_nobody()
 def test_eight_nodes_are_connected_again_within_two_seconds_after_an_engine_is_replaced() -> None:
     engines = [ThreadEngine(f"engine{idx}", empty_like(TENSORS)) for idx in range(8)]
     reports: list[SyncReport] = []
-    with local_pool(engines, NCCL) as supervisor:
+    with local_pool(engines, TCP) as supervisor:
         publish(supervisor, 1)
         for incarnation in range(2, 5):
             engines[3].incarnation = incarnation

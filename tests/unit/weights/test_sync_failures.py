@@ -37,10 +37,10 @@ from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
-NCCL = replace(SMALL, transport="nccl")
+TCP = replace(SMALL, transport="tcp")
 
 
-@pytest.fixture(params=["memfd", pytest.param("nccl", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memfd", pytest.param("tcp", marks=pytest.mark.slow)])
 def small(request: pytest.FixtureRequest) -> SyncSettings:
     """With each transport that has buckets."""
     return replace(SMALL, transport=request.param)
@@ -294,7 +294,7 @@ def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "load"
-    with local_pool([engine], NCCL) as plain:
+    with local_pool([engine], TCP) as plain:
         losable = Losable(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
 
         def lose() -> None:
@@ -453,7 +453,7 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait_for_links(
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "load"
-    with local_pool([engine], NCCL) as plain:
+    with local_pool([engine], TCP) as plain:
         unbounded = Unbounded(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(DeadlineExceeded, match="the time is used up"):
             publish(unbounded, sources, timeout_s=0.5)

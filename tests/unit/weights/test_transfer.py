@@ -67,7 +67,7 @@ def random_tensor(dtype: str, shape: list[int], layout: str, seed: int) -> Tenso
     return draw(shape)
 
 
-@pytest.fixture(scope="module", params=["memfd", pytest.param("nccl", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["memfd", pytest.param("tcp", marks=pytest.mark.slow)])
 def settings_of_pool(request: pytest.FixtureRequest) -> SyncSettings:
     return replace(SMALL, transport=request.param)
 

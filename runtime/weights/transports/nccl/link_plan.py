@@ -1,4 +1,4 @@
-"""NCCL, the supervisor's part: an image on each node, and where ranks meet its receiver.
+"""Between nodes, the supervisor's part: an image on each node, and where ranks meet its receiver.
 Torch-free.
 
     rank 0 ──────────────── fills ───────────────┐
@@ -48,7 +48,7 @@ class LinkPlan:
         images: reaches the nodes.
     """
 
-    name: TransportName = "nccl"
+    name: TransportName = "tcp"
     connects = True
 
     def __init__(self, pool: str, images: ImageHolder) -> None:

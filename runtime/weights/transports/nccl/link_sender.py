@@ -1,5 +1,5 @@
-"""NCCL, a rank's part: sends its shards to the receiver of every other node, bucket by bucket, and
-fills the image of its own node.
+"""Between nodes, a rank's part: sends its shards to the receiver of every other node, bucket by
+bucket, and fills the image of its own node.
 
 A bucket's shards are read once, for all nodes, into memory on the GPU if they are there. A node
 whose link is broken or that the supervisor reports as gone is skipped from then on; its receiver
@@ -29,10 +29,10 @@ from umbra.runtime.weights.sync_calls import (
 )
 from umbra.runtime.weights.transports.nccl.bucket_deltas import SentShards
 from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
-from umbra.runtime.weights.transports.nccl.link_pairs import link_device
 from umbra.runtime.weights.transports.nccl.weight_links import SendingLink, find_runs
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, BucketPiece
+from umbra.runtime.weights.transports.shared_memory.gpu_copies import common_device
 from umbra.runtime.weights.transports.shared_memory.image_filler import ImageFiller
 from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
@@ -127,7 +127,7 @@ class _Sending:
         self._links: dict[int, SendingLink] = {}  # by node
         self._filler: ImageFiller | None = None  # while its node takes part
         self._image = image
-        self._device = link_device([source.tensor for source in shards.sources])
+        self._device = common_device(source.tensor for source in shards.sources)
 
     def send(self, plan: Sequence[Sequence[BucketPiece]]) -> list[Region] | None:
         reader, regions = self._shards.reader(), list[Region]()
@@ -170,9 +170,6 @@ class _Sending:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-        for link in self._links.values():
-            if link.num_sent == self._grant.num_buckets:
-                link.wait_ended()
         self._leave_image()
 
     def _open(self) -> bool:
@@ -200,9 +197,7 @@ class _Sending:
             self._links[node] = SendingLink(
                 self._shards.extents,
                 self._grant.num_buckets,
-                self._deadline,
                 self._changed,
-                self._device,
                 base=bases[node] if self._sent.is_base(bases[node]) else "",
             )
         if self._links:

@@ -1,15 +1,12 @@
-"""NCCL, an engine's part: fills the image of its node for the ranks of other nodes."""
+"""Between nodes, an engine's part: fills the image of its node for the ranks of other nodes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from umbra.runtime.weights.transports.nccl.link_pairs import link_device
 from umbra.runtime.weights.transports.nccl.weight_links import ReceivingLink
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
 from umbra.runtime.weights.transports.shared_memory.mapped_image import MappedImage
@@ -22,7 +19,6 @@ class NodeReceiver:
     Args:
         wire: the arguments of prepare_update; "receives" has the links.
         timeout_s: limit for the supervisor to pass the control block.
-        parameters: of the engine.
         on_error: called in the thread of a link that has failed.
 
     Attributes:
@@ -35,7 +31,6 @@ class NodeReceiver:
         grid: BucketGrid,
         wire: Mapping[str, Any],
         timeout_s: float,
-        parameters: Collection[Tensor],
         on_error: Callable[[], None],
     ) -> None:
         self.error = ""
@@ -43,7 +38,6 @@ class NodeReceiver:
         self._grid = grid
         self._receives: Mapping[str, Any] = wire["receives"]
         self._on_error = on_error
-        self._device = link_device(parameters)
         self._deadline = time.monotonic() + float(wire["progress"]["timeout_s"])
         self._progress = SyncProgress.receive(wire["fd_socket"], wire["progress"], timeout_s)
         self._lock = threading.Lock()
@@ -61,7 +55,6 @@ class NodeReceiver:
                 self._progress,
                 self._deadline,
                 self._fail,
-                self._device,
                 holds=self._receives["holds"],
             )
             for rank, endpoint in self._receives["ranks"]

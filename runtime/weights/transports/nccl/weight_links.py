@@ -1,4 +1,4 @@
-"""Connections for the weights of one sync: one of two members for each rank and other node.
+"""Connections for the weights of one sync: one for each rank and other node.
 
     rank 0 ═══ receiver of node b      a link is broken by the death of either end, and no other
     rank 0 ═══ receiver of node c      link is disturbed: the nodes that are left get the version
@@ -9,34 +9,31 @@ One larger group would break as a whole, and its members would have to agree on 
 the sync is in progress. Links are made for each sync and end with it. So nothing of an aborted sync
 reaches the next one, and nothing has to be rebuilt when an engine is replaced or sleeps.
 
-The receiver connects to the rank (`link_listener`). Both tell each other which GPU has their
-tensors. A link uses NCCL if these are different GPUs, and the connection itself otherwise
-(`link_pairs`). Torch's process groups are not used: they meet in a store, and torch's asks a name
-server for the names of its clients; and only a timeout ends a wait in gloo.
+The receiver connects to the rank (`link_listener`). Torch's process groups are not used: they meet
+in a store, and torch's asks a name server for the names of its clients; and only a timeout ends a
+wait in gloo.
 
 Each end of a link has a thread, which waits until the deadline of the sync at most. The thread that
 owns the sync may close the link at any time: this interrupts the connection, so that whoever waits
-at either end is woken. With NCCL the link's thread looks whether a transfer is done, and also ends
-as soon as the link is closed or NCCL reports that the peer has failed.
+at either end is woken.
 
 A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
 bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
 image of its node, in the rank's name, and answers the last one.
 
 A link that has a base, which is what the image holds, may send what has changed in a bucket instead
-(`bucket_deltas`). There a frame over the connection precedes each bucket: the length of its delta,
-or 0 if its runs follow.
+(`bucket_deltas`). There a frame precedes each bucket: the length of its delta, or 0 if its runs
+follow.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +44,6 @@ from umbra.runtime.weights.sync_calls import remaining_s
 from umbra.runtime.weights.transports.byte_views import buffer_bytes
 from umbra.runtime.weights.transports.nccl.bucket_deltas import apply_delta, most_nbytes
 from umbra.runtime.weights.transports.nccl.link_connection import LinkConnection
-from umbra.runtime.weights.transports.nccl.link_pairs import (
-    HOST,
-    LinkPair,
-    NcclPair,
-    TcpPair,
-    device_key,
-)
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     BucketGrid,
     BucketPiece,
@@ -62,32 +52,19 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
 from umbra.runtime.weights.transports.shared_memory.mapped_image import MappedImage
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
-logger = logging.getLogger(__name__)
-
 _LENGTH_NBYTES: Final = 8
-_SENDER: Final = 0  # members of a link's pair
-_RECEIVER: Final = 1
 _MEETING_LIMIT_S: Final = 10.0
-# For a receiver to reach its rank, and for two GPUs to be connected. Longer: an engine that dies in
-# these milliseconds holds a thread of each rank. Shorter: links fail on a busy machine.
-_END_LIMIT_S: Final = 5.0
-# For NCCL to free a communicator, which takes milliseconds.
+# For a receiver to reach its rank. Longer: a rank that cannot be reached holds up the sync.
+# Shorter: links fail on a busy machine.
 
 
 class _Link:
-    """One end. A subclass says what it does in `_exchange`, with the pair it gets there.
+    """One end. A subclass sends and receives in `_exchange`."""
 
-    Args:
-        device: of the tensors at this end.
-    """
-
-    def __init__(self, member: int, deadline: float, device: torch.device) -> None:
-        self._member = member
-        self._deadline = deadline
-        self._device = device
+    def __init__(self) -> None:
         self._connection: LinkConnection | None = None
         self._is_closed = threading.Event()
-        self._is_complete = False  # nothing but a last flush is left, which `close` does not end
+        self._is_complete = False  # nothing but an answer is left, which `close` does not end
 
     def run(self, connection: LinkConnection) -> None:
         """Runs the link in this thread until everything was exchanged. Closes the connection."""
@@ -95,10 +72,8 @@ class _Link:
             with closing(connection):
                 self._connection = connection
                 self._check_open()  # after `close` may look for the connection
-                with closing(self._make_pair(connection)) as pair:
-                    self._exchange(pair, connection)
-                    pair.flush()
-        except Exception as error:  # noqa: BLE001 - of sockets, NCCL and torch
+                self._exchange(connection)
+        except Exception as error:  # noqa: BLE001 - of sockets and torch
             self._on_error(error)
 
     def _break(self) -> None:
@@ -106,7 +81,7 @@ class _Link:
         if self._connection is not None and not self._is_complete:
             self._connection.interrupt()
 
-    def _exchange(self, pair: LinkPair, connection: LinkConnection) -> None:
+    def _exchange(self, connection: LinkConnection) -> None:
         raise NotImplementedError
 
     def _on_error(self, error: Exception) -> None:
@@ -115,19 +90,6 @@ class _Link:
     def _check_open(self) -> None:
         if self._is_closed.is_set() and not self._is_complete:
             raise ConnectionAbortedError("the link was closed before everything had arrived")
-
-    def _make_pair(self, connection: LinkConnection) -> LinkPair:
-        own_key = device_key(self._device)
-        connection.send_frame(own_key.encode())
-        other_key = connection.receive_frame().decode()
-        if not own_key or not other_key or own_key == other_key:
-            return TcpPair(connection)
-        logger.debug("NCCL connects the GPUs %s and %s", own_key, other_key)
-        limit_s, deadline = self._limit_s(), self._deadline
-        return NcclPair(connection, self._member, self._device, limit_s, deadline, self._check_open)
-
-    def _limit_s(self) -> float:
-        return min(remaining_s(self._deadline), _MEETING_LIMIT_S)
 
 
 class _Bucket(NamedTuple):
@@ -154,9 +116,7 @@ class SendingLink(_Link):
         self,
         extents: Sequence[Extent],
         num_buckets: int,
-        deadline: float,
         changed: threading.Condition,
-        device: torch.device = HOST,
         *,
         base: str = "",
     ) -> None:
@@ -168,18 +128,7 @@ class SendingLink(_Link):
         self._num_buckets = num_buckets
         self._changed = changed
         self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._has_ended = threading.Event()
-        super().__init__(_SENDER, deadline, device)
-
-    def run(self, connection: LinkConnection) -> None:
-        try:
-            super().run(connection)
-        finally:
-            self._has_ended.set()
-
-    def wait_ended(self) -> None:
-        """Waits a moment for a link that has sent everything, until NCCL's memory is free."""
-        self._has_ended.wait(_END_LIMIT_S)
+        super().__init__()
 
     def put(self, runs: Sequence[Tensor], delta: Tensor | None = None) -> None:
         """Queues the runs of the next bucket, uint8 [nbytes] each, and its delta from the base,
@@ -194,12 +143,12 @@ class SendingLink(_Link):
         self._buckets.put(None)
         self._break()
 
-    def _exchange(self, pair: LinkPair, connection: LinkConnection) -> None:
+    def _exchange(self, connection: LinkConnection) -> None:
         connection.send_frame(self._base.encode())
         rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
-        pair.send([torch.tensor([len(rows)])])
+        connection.send(len(rows).to_bytes(_LENGTH_NBYTES))
         if len(rows):
-            pair.send([rows])
+            connection.send(_memory(rows))
         for idx in range(self._num_buckets):
             bucket = self._buckets.get()
             if bucket is None or self.error:
@@ -208,12 +157,12 @@ class SendingLink(_Link):
                 delta_nbytes = 0 if bucket.delta is None else len(bucket.delta)
                 connection.send_frame(delta_nbytes.to_bytes(_LENGTH_NBYTES))
             sent = bucket.runs if bucket.delta is None else [bucket.delta]
-            pair.send(sent)
+            for data in sent:
+                connection.send(_memory(data.cpu()))
             self.sent_nbytes += sum(len(data) for data in sent)
             if idx == self._num_buckets - 1:
                 # A connection that is closed too early may lose what it still carries.
-                pair.receive([torch.zeros(1)])
-                self._is_complete = True
+                connection.receive_frame()
             with self._changed:
                 self.num_sent += 1
                 self._changed.notify_all()
@@ -245,7 +194,6 @@ class ReceivingLink(_Link):
         progress: SyncProgress,
         deadline: float,
         on_error: Callable[[int, Exception], None],
-        device: torch.device = HOST,
         *,
         holds: str = "",
     ) -> None:
@@ -257,7 +205,8 @@ class ReceivingLink(_Link):
         self._writing = threading.Lock()
         self._fail = on_error
         self._key = key
-        super().__init__(_RECEIVER, deadline, device)
+        self._deadline = deadline
+        super().__init__()
         args = (endpoint,)
         threading.Thread(target=self._open, args=args, name="weight-link", daemon=True).start()
 
@@ -271,17 +220,15 @@ class ReceivingLink(_Link):
     def _open(self, endpoint: str) -> None:
         host, _, port = endpoint.rpartition(":")
         try:
-            stream = socket.create_connection((host, int(port)), self._limit_s())
+            limit_s = min(remaining_s(self._deadline), _MEETING_LIMIT_S)
+            stream = socket.create_connection((host, int(port)), limit_s)
         except (OSError, DeadlineExceeded) as error:
             self._on_error(error)
         else:
             self.run(LinkConnection(stream, self._deadline))
 
-    def _make_pair(self, connection: LinkConnection) -> LinkPair:
+    def _exchange(self, connection: LinkConnection) -> None:
         connection.send_frame(self._key.encode())
-        return super()._make_pair(connection)
-
-    def _exchange(self, pair: LinkPair, connection: LinkConnection) -> None:
         base = connection.receive_frame().decode()
         if base and base != self._holds:
             raise ProtocolError(
@@ -289,25 +236,24 @@ class ReceivingLink(_Link):
                 f"{self._holds or 'nothing complete'}"
             )
         image, progress = buffer_bytes(self._image.memory), self._progress
-        for idx, pieces in enumerate(self._grid.cut(self._receive_extents(pair))):
+        for idx, pieces in enumerate(self._grid.cut(self._receive_extents(connection))):
             window = self._grid.window(idx)
             self._image.make_present(window)
             memory = image[window]
-            delta = self._receive_delta(pair, connection, len(memory)) if base else None
+            delta = self._receive_delta(connection, len(memory)) if base else None
             with self._writing:
                 self._check_open()
                 if delta is None:
-                    pair.receive([memory[start:stop] for start, stop in find_runs(pieces)])
+                    for start, stop in find_runs(pieces):
+                        connection.receive(_memory(memory[start:stop]))
                 else:
                     apply_delta(memory, delta)
             if idx == self._grid.num_buckets - 1:
                 self._is_complete = True  # the engine may close the link once this one is filled
             progress.set_filled(self._rank, idx + 1)
-        pair.send([torch.zeros(1)])
+        connection.send_frame(b"")
 
-    def _receive_delta(
-        self, pair: LinkPair, connection: LinkConnection, bucket_nbytes: int
-    ) -> Tensor | None:
+    def _receive_delta(self, connection: LinkConnection, bucket_nbytes: int) -> Tensor | None:
         """None if the runs of the bucket follow."""
         nbytes = int.from_bytes(connection.receive_frame())
         if nbytes > most_nbytes(bucket_nbytes):
@@ -315,17 +261,18 @@ class ReceivingLink(_Link):
         if not nbytes:
             return None
         delta = torch.empty(nbytes, dtype=torch.uint8)
-        pair.receive([delta])
+        connection.receive(_memory(delta))
         return delta
 
-    def _receive_extents(self, pair: LinkPair) -> list[Extent]:
-        count = torch.zeros(1, dtype=torch.int64)
-        pair.receive([count])
-        if not 0 <= count.item() <= MAX_TENSORS:
-            raise ProtocolError(f"a rank holds at most {MAX_TENSORS} tensors, got {count.item()}")
-        rows = torch.zeros(int(count.item()), 2, dtype=torch.int64)
-        if len(rows):
-            pair.receive([rows])
+    def _receive_extents(self, connection: LinkConnection) -> list[Extent]:
+        length = bytearray(_LENGTH_NBYTES)
+        connection.receive(memoryview(length))
+        count = int.from_bytes(length)
+        if count > MAX_TENSORS:
+            raise ProtocolError(f"a rank holds at most {MAX_TENSORS} tensors, got {count}")
+        rows = torch.zeros(count, 2, dtype=torch.int64)
+        if count:
+            connection.receive(_memory(rows))
         numbers: list[list[int]] = rows.numpy().tolist()
         end = 0
         for offset, nbytes in numbers:
@@ -344,7 +291,7 @@ class ReceivingLink(_Link):
 def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
     """The first byte of each run of pieces in their bucket, and the byte behind it.
 
-    Each run is a message. Gaps are not sent, because they may belong to another rank. Most tensors
+    Gaps are not sent, because they may belong to another rank. Most tensors
     have a multiple of `ALIGNMENT` bytes and leave none.
     """
     runs: list[tuple[int, int]] = []
@@ -354,3 +301,9 @@ def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
             start = runs.pop()[0]
         runs.append((start, stop))
     return runs
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host."""
+    array: Any = tensor.numpy()  # whose types do not say that it is a buffer
+    return memoryview(array).cast("B")

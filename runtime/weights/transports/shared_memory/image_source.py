@@ -4,7 +4,7 @@ its node."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImag
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from umbra.runtime.weights.transports.nccl.node_receiver import NodeReceiver
 
 
@@ -27,7 +25,6 @@ class ImageSource:
         image_nbytes: of the manifest.
         wire: the arguments of prepare_update.
         timeout_s: limit for the supervisor to pass the memory.
-        parameters: of the engine. If all are on one GPU, that GPU can receive for its node.
 
     Raises:
         ConnectionLost, DeadlineExceeded, WeightSyncError: the supervisor does not pass it.
@@ -39,7 +36,6 @@ class ImageSource:
         image_nbytes: int,
         wire: Mapping[str, Any],
         timeout_s: float,
-        parameters: Collection[Tensor] = (),
     ) -> None:
         self.image = kept.receive(wire, timeout_s)
         self._grid = BucketGrid(image_nbytes, wire["bucket_nbytes"])
@@ -52,7 +48,7 @@ class ImageSource:
 
         try:
             self._receiver = node_receiver.NodeReceiver(
-                self.image, self._grid, wire, timeout_s, parameters, self._end_of_sync.stop
+                self.image, self._grid, wire, timeout_s, self._end_of_sync.stop
             )
         except BaseException:
             self._end_of_sync.close()
