@@ -41,8 +41,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports on first use, so that an actor's process loads no session and a test run no
-    sockets."""
+    """Imports on first use: an actor's process needs no session, and a test run no sockets."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

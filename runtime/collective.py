@@ -1,8 +1,7 @@
 """Calls that SPMD trainer code makes on all ranks together: weight syncs and batches.
 
-`SessionSync` connects a `WeightPublisher` to the supervisor. `Rollouts` asks the rollout manager
-for batches. While it waits, it also serves catch-up syncs: a restarted engine has no weights, and
-the batch may depend on that engine.
+While `Rollouts` waits for a batch, it also serves catch-up syncs: a restarted engine has no
+weights, and the batch may depend on that engine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PROGRESS_TIMEOUT_S: Final = 1.0
 
 
 class SessionSync:
-    """Implements `umbra.runtime.weights.sync_calls.SyncSupervisor` with a session."""
+    """Connects a `WeightPublisher` to the supervisor, by a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -101,10 +100,7 @@ class Rollouts:
         return kept
 
     def announce(self, version: int, step: int) -> None:
-        """Records that the weights after `step` steps will be `version`.
-
-        One rank calls it, before it publishes them.
-        """
+        """The weights after `step` steps will be `version`. One rank calls it before publishing."""
         self._manager.call("announce", version, step, timeout_s=_LEDGER_TIMEOUT_S)
 
     def position(self) -> str:
@@ -115,8 +111,7 @@ class Rollouts:
     def checkpointed(self, step: int, version: int, kept: Sequence[int]) -> None:
         """Records a complete checkpoint after `step` steps. One rank calls it.
 
-        Args:
-            kept: steps of all complete checkpoints that are there now.
+        `kept` are the steps of all complete checkpoints that are there now.
         """
         self._manager.call("checkpointed", step, version, list(kept), timeout_s=_LEDGER_TIMEOUT_S)
 
@@ -141,19 +136,17 @@ class Rollouts:
     def evaluate(
         self, step: int, temperature: float, serve_sync: ServeSync, timeout_s: float
     ) -> Mapping[str, Any]:
-        """Scores of the held-out prompts, see `RolloutManager.evaluate`; arguments and errors as
-        for `next_batch`."""
+        """Scores of the held-out prompts; like `next_batch`. See `RolloutManager.evaluate`."""
         return self._collect("evaluate", "eval", (step, temperature), serve_sync, timeout_s)
 
     def batch_progress(self) -> tuple[int, int]:
-        """Prompts of the next batch that are scored, of all. Any thread may call it."""
+        """Scored prompts of the next batch, of all. Thread-safe."""
         training = self._stats()["training"]
         num_wanted = training["groups_per_step"]
         return min(training["groups_ready"], num_wanted), num_wanted
 
     def evaluation_progress(self) -> tuple[int, int] | None:
-        """Completions of the evaluation in progress that are finished, of all; None if it has not
-        begun. Any thread may call it."""
+        """Finished completions of the evaluation, of all; None before it begins. Thread-safe."""
         evaluation = self._stats()["evaluation"]
         if evaluation is None:
             return None
@@ -187,7 +180,7 @@ class Rollouts:
                 )
             except DeadlineExceeded as error:
                 if isinstance(error.__cause__, RemoteError):
-                    raise  # of a call that the manager made
+                    raise  # an error of a call that the manager made
                 raise late from None
             if reply["kind"] == kind:
                 return reply

@@ -35,7 +35,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     """A file that replaces `path` when the block ends, written and synced as a whole.
 
     A reader sees the old file or the new one. If the block raises, the old one stays. One process
-    at a time may write `path`; it overwrites what a killed process left.
+    at a time may write `path`.
     """
     scratch = scratch_path(path)
     try:
@@ -49,10 +49,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def scratch_path(path: Path) -> Path:
-    """The path under which the successor of `path` is written, before it takes that name.
-
-    The name is always the same, so that the next writer overwrites what a killed process left.
-    """
+    """The path of a new file before it is renamed: fixed, so that leftovers are overwritten."""
     return path.with_name(f".{path.name}.new")
 
 
@@ -66,8 +63,7 @@ def sync(path: Path) -> None:
 
 
 def check_kept(descriptor: int) -> None:
-    """Raises OSError if an open file was removed: what is written to it is lost. A moved one is
-    not."""
+    """Raises OSError if an open file was removed, but not if it was moved."""
     if os.fstat(descriptor).st_nlink == 0:
         raise OSError(errno.ENOENT, "it was removed while this run wrote to it")
 
@@ -122,11 +118,7 @@ def explain(
     """Why `path` could not be written, and the remedy.
 
     For example "the disk is full (needs about 1.9 GiB, 312.0 MiB free on /mnt/x): free some space".
-
-    Args:
-        needed_nbytes: size of the file that was to be written; 0 if it is small.
-        or_else: follows the remedy, if one is known.
-        otherwise: follows the cause, if no remedy is known.
+    `or_else` follows the remedy, `otherwise` the cause if no remedy is known.
     """
     known = _KNOWN.get(error.errno or 0)
     if known is None:
@@ -168,5 +160,5 @@ def _existing(path: Path) -> Path:
 
 
 def _free_nbytes(stats: os.statvfs_result) -> int:
-    """Free for this process: some file systems reserve a part for root."""
+    """Some file systems reserve a part for root."""
     return stats.f_frsize * (stats.f_bavail if os.geteuid() else stats.f_bfree)

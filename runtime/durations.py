@@ -1,5 +1,3 @@
-"""Durations as people read them."""
-
 from __future__ import annotations
 
 

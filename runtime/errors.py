@@ -168,7 +168,7 @@ class _Brief(reprlib.Repr):
         self.maxstring = self.maxother = _BRIEF_MAX_LEN
 
     def repr_bytes(self, value: bytes, level: int) -> str:
-        """Called by the base class, which would read all of it."""
+        """The base class calls it, and would read all of the value."""
         return repr(value[:_BRIEF_MAX_LEN])
 
 

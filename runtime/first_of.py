@@ -1,12 +1,10 @@
-"""Waits for the first of several events."""
-
 from __future__ import annotations
 
 import asyncio
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Returns once one of them is set."""
+    """Returns once one of the events is set."""
     if any(event.is_set() for event in events):
         return
     async with asyncio.TaskGroup() as tasks:

@@ -1,11 +1,11 @@
-"""What all processes of a job are doing, in one file, for a person who wonders why it hangs.
+"""The state of all processes of a job in one file, for a person who wonders why it hangs.
 
     who asks ──▶ lead: every node's report, and the state of the job ──▶ RUN_DIR/bundles/NAME.tar
                   └▶ supervisors of the other nodes: their report
 
-The file has a `summary.txt`, which begins with what was found (see `hang_verdicts`), and for each
-node a folder with stacks, calls and logs. Nothing is stopped or killed, and what does not answer is
-named.
+The file has a `summary.txt`, which begins with the findings (see `hang_verdicts`), and for each
+node a folder with stacks, calls and logs. Nothing is stopped or killed; processes that do not
+answer are named.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ logger = logging.getLogger(__name__)
 _BUNDLE_LIMIT_S: Final = 18.0
 """For a bundle to be written, as long as the ranks wait for it."""
 _SAME_HANG_S: Final = 60.0
-"""Deadlines that are missed within this time share a bundle. If it were longer, a second hang would
-get none; if it were shorter, each late rank would write its own."""
+"""Deadlines that are missed within this time share a bundle. Longer: a second hang gets none.
+Shorter: each late rank writes its own."""
 _CALLS_LIMIT_S: Final = 3.0
 """For an actor to describe its calls. A blocked one does not, and its stacks show why."""
 _NODE_LIMIT_S: Final = 6.0
-"""For the report of another node. It must be longer than `_CALLS_LIMIT_S`, and shorter than the
-time after which a silent node counts as lost, when the job may end."""
+"""For the report of another node: longer than `_CALLS_LIMIT_S`, and shorter than the silence after
+which a node counts as lost, when the job may end."""
 _NUM_LINES: Final = 8
-"""The summary shows that many calls of an actor, the oldest first. The other files have all."""
+"""Calls of an actor in the summary, the oldest first. The other files have all."""
 _NUM_VERDICTS: Final = 5
-"""That an error about a missed deadline repeats; the summary has all."""
+"""Findings repeated by an error about a missed deadline; the summary has all."""
 _OWN_CALLS: Final = (DESCRIBE, ".stats")
-"""That the report itself has made."""
+"""Calls that the report itself has made."""
 _WAITING: Final = "waiting.txt"
 _CALLS: Final = "calls.json"
 _PROCESSES: Final = "processes.json"
@@ -61,7 +61,7 @@ Files = Mapping[str, str]
 
 
 class NodeReport:
-    """What the processes of one node are doing. Owned by its supervisor."""
+    """The state of one node's processes. Owned by its supervisor."""
 
     def __init__(
         self, node: NodeSettings, client: Client, actors: NodeActors, ranks: AttachedRanks
@@ -108,14 +108,7 @@ class NodeReport:
 
 
 class JobBundles:
-    """The bundles of one job. Owned by the supervisor.
-
-    Args:
-        run_dir: None on a node that only generates.
-        report: of this node.
-        links: to the other nodes.
-        state: reads the state of the job, on rank 0's node.
-    """
+    """The bundles of one job. Owned by the supervisor; a node without ranks has no `run_dir`."""
 
     def __init__(
         self,
@@ -133,16 +126,12 @@ class JobBundles:
         self._begun_at = 0.0
 
     async def report_node(self) -> Files:
-        """What this node's processes are doing."""
         return await self._report.make()
 
     async def late(self, why: str, tasks: asyncio.TaskGroup) -> str:
-        """Writes a bundle, once for all that miss a deadline together. Returns lines that end the
-        error: what was found, and the path; or "" if there is none.
-
-        Args:
-            tasks: where it is written on, also if the caller waits no longer.
-        """
+        """Writes a bundle, once for all that miss a deadline together, in `tasks`, which may
+        outlive the caller. Returns lines for the error's end, with findings and path; "" if
+        there is no bundle."""
         now = time.monotonic()
         if self._writing is None or now - self._begun_at > _SAME_HANG_S:
             self._writing = tasks.create_task(self._write_late(why), name="bundle")
@@ -162,7 +151,7 @@ class JobBundles:
         return found
 
     async def write(self, name: str, why: str) -> str:
-        """Returns what `late` does. Called on rank 0's node."""
+        """Called on rank 0's node. Returns lines like `late`."""
         if self._run_dir is None:
             return ""
         path = bundle_path(self._run_dir, name)
@@ -209,17 +198,7 @@ async def _report_nodes(own: NodeReport, links: JobLinks) -> dict[str, Files]:
 def write_bundle(
     path: Path, why: str, state: JobState | None, nodes: Mapping[str, Files]
 ) -> list[str]:
-    """Writes the file at once, so that whoever waits for it finds it complete.
-
-    Args:
-        state: of the job; None if it is not known.
-
-    Returns:
-        What was found, see `verdicts`.
-
-    Raises:
-        OSError.
-    """
+    """Writes the file at once, so that its reader finds it complete. Returns the findings."""
     found = verdicts([_seen(name, files, len(nodes) > 1) for name, files in nodes.items()], state)
     parts = [time.strftime("%Y-%m-%d %H:%M:%S"), why, "", *found]
     if state is not None and state.engines:
@@ -254,7 +233,6 @@ def _engine_line(engine: EngineStatus) -> str:
 
 
 def read_summary(path: Path) -> str:
-    """The summary of a bundle."""
     with tarfile.open(path) as bundle:
         member = bundle.extractfile(f"{path.stem}/summary.txt")
         assert member is not None

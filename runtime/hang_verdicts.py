@@ -1,4 +1,4 @@
-"""What a bundle about a hanging job finds, in words: who is stopped, who waits for what. Pure."""
+"""Findings about a hanging job, in words: who is stopped, who waits for whom. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from umbra.runtime.cluster.process_report import SeenProcess, SeenThread, is_of_
 from umbra.runtime.job_state import JobState, name_ranks
 
 _USER_CALLS: Final = ("answers score(", "answers run_agent(")
-"""What a rollout worker answers by running user code."""
+"""Calls that a rollout worker answers by running user code."""
 _USER_THREADS: Final = ("MainThread", "user-code-functions", "user-code-loop")
-"""Where a rollout worker runs it: see `UserThread`."""
+"""Threads of a rollout worker that run it."""
 _SOON_S: Final = 1.0
 """Calls of user code that are younger explain nothing."""
 _IN_UMBRA: Final = "/umbra/runtime/"
-"""Where a rank's main thread is while it waits in a call of umbra."""
+"""In the frame of a rank's main thread while it waits in a call of umbra."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenNode:
-    """What one node has reported.
+    """The report of one node.
 
     Attributes:
         name: as people know it; "" if the job has no other.
         processes: none if it did not answer.
-        calls: by process, what `umbra.runtime.rpc.pending_calls` describes; with "problem" if it
-            did not answer.
+        calls: by process, from `umbra.runtime.rpc.pending_calls`; with "problem" if
+            it did not answer.
     """
 
     name: str
@@ -41,11 +41,7 @@ class SeenNode:
 
 
 def verdicts(nodes: Sequence[SeenNode], state: JobState | None) -> list[str]:
-    """Sentences, the most telling first.
-
-    Args:
-        state: None if the supervisor does not answer.
-    """
+    """Sentences, the most telling first. `state` is None if the supervisor does not answer."""
     lines = [f"{node.name} does not answer" for node in nodes if not node.processes]
     lines += [line for node in nodes for line in _stuck(node)]
     lines += [line for node in nodes for line in _user_code(node)]

@@ -1,5 +1,3 @@
-"""The names that an HTTP server of umbra answers to."""
-
 from __future__ import annotations
 
 import contextlib
@@ -9,7 +7,7 @@ from collections.abc import Set
 
 
 def own_names(host: str) -> frozenset[str]:
-    """The names of a server that listens on `host`; addresses apart, which are always its own."""
+    """The names of a server that listens on `host`; its addresses are its own in any case."""
     name = socket.gethostname()
     return frozenset({"localhost", host, name, name.partition(".")[0]})
 

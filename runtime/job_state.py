@@ -1,4 +1,4 @@
-"""What a job is doing now, in plain data: one answer of the supervisor, read by people's tools.
+"""The present state of a job, in plain data: one answer of the supervisor, read by people's tools.
 
     JobState ─┬─ nodes: NodeStatus ─┬─ ranks: RankStatus
               │                     └─ actors: ActorStatus
@@ -21,8 +21,8 @@ class RankStatus:
     """A rank.
 
     Attributes:
-        waits_for: the call that it waits in; "" if it waits for nothing that umbra knows of: it
-            computes, or is in a collective of its own.
+        waits_for: the call that it waits in; "" while it computes, or is in a
+            collective of its own.
         waits_s: age of that call.
         is_stopped: whether a signal has stopped it (SIGSTOP).
     """
@@ -42,7 +42,7 @@ class ActorStatus:
         role: "engine", "manager", "rollout" (a worker) or "actor".
         state: "STARTING", "RUNNING", "STOPPED" or "FAILED".
         pid: of its last process.
-        is_stopped: whether a signal has stopped that (SIGSTOP).
+        is_stopped: whether a signal has stopped that process (SIGSTOP).
     """
 
     name: str
@@ -56,12 +56,7 @@ class ActorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node.
-
-    Attributes:
-        name: "node-0" is rank 0's.
-        problem: why nothing is known of it now; "" if it answered.
-    """
+    """A node. `name` "node-0" is rank 0's; `problem` says why its state is unknown, else ""."""
 
     name: str
     node_id: str = ""
@@ -77,13 +72,13 @@ class EngineStatus:
     Attributes:
         node_id: its node; "" while it has no process that answers.
         pid: of its last process.
-        state: see `umbra.runtime.engine_api.lifecycle`. After its process has ended it is DEAD,
-            and STARTING once it has the next one.
+        state: see `umbra.runtime.engine_api.lifecycle`. After its process has ended it is DEAD, and
+            STARTING once it has the next one.
         state_age_s: time since it entered that state, or since its last process ended.
         version: of the weights that it holds for certain.
         gpus: on which it computes, by index or UUID; empty on the CPU, or if it may use any.
-        running, waiting: requests that it generates for, and that it has queued; None if it does
-            not answer.
+        running, waiting: requests that it generates for, and that it has queued; None if it
+            does not answer.
     """
 
     name: str
@@ -108,7 +103,7 @@ class PoolStatus:
         sync_version: of the weight sync in progress; None if there is none.
         sync_phase: such as "transferring".
         sync_age_s: time since the sync began.
-        sync_ranks: those that take part in it so far.
+        sync_ranks: ranks that take part in it so far.
     """
 
     name: str
@@ -126,21 +121,20 @@ class RolloutStatus:
     """The work of the rollout manager.
 
     Attributes:
-        call: what the ranks have called and is not complete, such as "next_batch for step 12"; ""
-            if nothing.
-        waiting_ranks: those that wait for it, or for the ledger to write what is complete.
+        call: the ranks' call in progress, such as "next_batch for step 12"; "" if none.
+        waiting_ranks: ranks that wait for it, or for the ledger to write the answer.
         waiting_ages_s: for how long each of them has.
         step: whose batch the ranks asked for last, from 1; 0 before the first.
         groups_per_step: size of a batch.
         groups_open: prompts that are being generated for, or wait to be trained on.
-        groups_ready: those of them that are scored.
-        groups_leased: those that are being trained on.
+        groups_ready: scored ones among them.
+        groups_leased: prompts that are being trained on.
         groups_admitted, groups_trained, groups_dropped: since the run began.
         trajectories_open: completions that are not finished.
         turns_waiting: requests that wait for an engine.
         groups_scoring: groups that wait for the reward function; the first of them for `scoring_s`.
         tokens: generated so far for open groups.
-        problem: why nothing is known of it now; "" if it answered.
+        problem: why its state is unknown; "" if it answered.
     """
 
     name: str
@@ -165,7 +159,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """What a job is doing.
+    """The state of a job.
 
     Attributes:
         job: its name, which no other job has.
@@ -190,7 +184,6 @@ class JobState:
 
     @property
     def ranks(self) -> list[RankStatus]:
-        """All ranks in their order."""
         found = [rank for node in self.nodes for rank in node.ranks]
         return sorted(found, key=lambda rank: rank.rank)
 
@@ -216,11 +209,7 @@ class JobState:
 def describe_phase(
     ranks: Sequence[int], pools: Sequence[PoolStatus], rollouts: RolloutStatus | None
 ) -> str:
-    """Who waits on whom, as a sentence.
-
-    Args:
-        ranks: all ranks of the job.
-    """
+    """Who waits on whom, as a sentence. `ranks` are all ranks of the job."""
     for pool in pools:
         if pool.sync_version is not None:
             what = f"weights of version {pool.sync_version} to pool {pool.name}"

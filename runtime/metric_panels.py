@@ -84,4 +84,4 @@ PANELS: Final[Sequence[MetricPanel]] = (
     ),
 )
 REST: Final = "rest"
-"""The label of the time of a step that is in none of its parts, such as evaluations."""
+"""Label of a step's time outside of its parts, such as evaluations."""

@@ -1,7 +1,6 @@
 """Serves the state of a job over HTTP for Prometheus, read again for each request.
 
-Needs aiohttp, which takes long to import: the supervisor imports this module when it is asked to
-serve.
+aiohttp takes long to import, so the supervisor imports this module when it is asked to serve.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from umbra.runtime.step_metrics import last_steps
 
 
 class MetricsEndpoint:
-    """Owns the listening socket, from `open` to `close`.
-
-    Args:
-        address: HOST:PORT; port 0 takes a free one.
-        run_dir: has the metrics of steps.
-        read_state: of the job.
-    """
+    """Owns the listening socket, from `open` to `close`; port 0 takes a free one."""
 
     def __init__(
         self, address: str, run_dir: Path, read_state: Callable[[], Awaitable[JobState]]

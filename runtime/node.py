@@ -173,13 +173,9 @@ def _load_keys(path: Path) -> CurveKeys:
 
 
 def generate(job: FoundJob) -> int:
-    """Generates for the job until it is over, or until a stop signal.
+    """Generates for the job until it is over, or until a stop signal; returns the exit status.
 
-    Returns:
-        The exit status.
-
-    Raises:
-        UmbraError: this machine cannot join, or the job or something here has failed.
+    Raises UmbraError if this machine cannot join, or the job or something here has failed.
     """
     keys = _load_keys(job.secret_file)
     node_id = f"{socket.gethostname()}-{os.getpid()}"
@@ -265,7 +261,6 @@ async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         prog="python -m umbra.runtime.node",
         description="Adds this machine's engines to a running job, until that job is over.",

@@ -33,7 +33,7 @@ class _Family:
     )
 
     def add(self, value: float | None, **labels: str) -> None:
-        """A value that is not known is left out."""
+        """An unknown value is left out."""
         if value is not None:
             self.samples.append((labels, value))
 
@@ -46,11 +46,7 @@ class _Family:
 
 
 def exposition(state: JobState, last_step: Row | None) -> str:
-    """All metrics.
-
-    Args:
-        last_step: the metrics of the last step that is done.
-    """
+    """All metrics of the job and of its last complete step."""
     families = [*_job(state), *_pools(state), *_rollouts(state.rollouts), *_step(last_step)]
     lines = [line for family in families if family.samples for line in family.lines()]
     return "\n".join(lines) + "\n"

@@ -1,5 +1,4 @@
-"""What the supervisor answers about what the job and its node are doing: to ranks, `umbra top`, and
-other supervisors."""
+"""Calls of ranks, `umbra top` and other supervisors about the state of the job and its node."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class ReportCalls:
         self._ranks.note_gpu_memory(rank, memory)
 
     async def report_node(self) -> dict[str, str]:
-        """Called by the supervisor of rank 0's node: what this node's processes are doing."""
+        """Called by the supervisor of rank 0's node, for a bundle."""
         return dict(await self._bundles.report_node())
 
     def node_status(self) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class ReportCalls:
 
     @idempotent
     async def job_state(self) -> dict[str, Any]:
-        """What the job is doing now, a `JobState`. Called on rank 0's node."""
+        """A `JobState`. Called on rank 0's node."""
         found: dict[str, Any] = to_wire(await self._read_state())
         return found
 
@@ -67,11 +66,7 @@ class ReportCalls:
 
 
 class MetricsHost:
-    """Serves metrics for Prometheus once a rank has asked for it. Owned by the supervisor.
-
-    Args:
-        run_dir: None on a node that only generates, where no rank asks.
-    """
+    """Serves metrics for Prometheus once rank 0 has asked for it. Owned by the supervisor."""
 
     def __init__(self, run_dir: Path | None, read_state: ReadState) -> None:
         self._run_dir = run_dir
@@ -81,11 +76,8 @@ class MetricsHost:
     async def serve(self, address: str) -> str:
         """Serves until the job ends, or rank 0 is on another node; returns the URL.
 
-        Args:
-            address: HOST:PORT; port 0 takes a free one, which a later call finds again.
-
-        Raises:
-            ConfigError: it cannot listen there.
+        `address` is HOST:PORT; port 0 takes a free one, which a later call finds again. Raises
+        ConfigError if it cannot listen there.
         """
         assert self._run_dir is not None
         if self._endpoint is None or self._endpoint.address != address:

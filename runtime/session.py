@@ -77,14 +77,15 @@ class SessionConfig:
     Attributes:
         run_dir: holds logs and `processes.json`; created if missing.
         node_id: this host's name among the job's nodes; the host name by default.
-        tcp_host: address at which other nodes reach this one: by default UMBRA_HOST_ADDRESS, else
-            none in a job of one node, and in others that which reaches torchrun's store.
+        tcp_host: address at which other nodes reach this one. By default it is
+            UMBRA_HOST_ADDRESS; otherwise the address that reaches torchrun's store in a job of
+            several nodes, else none.
         attach_timeout_s: longest wait for the supervisor, and for those of the other nodes.
         shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
-        trace: whether all processes of the job record what they do in `run_dir`/trace; see
+        trace: whether all processes of the job record their work in `run_dir`/trace; see
             docs/tracing.md.
-        choices: what this node has chosen where the user left it open, for `Session.nodes`. Where
-            nodes have to agree, the choices of the first count.
+        choices: this node's choices where the user left them open, for `Session.nodes`. Where nodes
+            have to agree, the choices of the first count.
     """
 
     run_dir: Path
@@ -162,12 +163,12 @@ class Session:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
 
         From here on the rank ends with torchrun's agent (at once if the agent has ended already).
+
         In a job of several nodes each node has a supervisor of its own, linked to that of rank 0's
-        node. An actor is found by the ranks of its own node, and from everywhere if it is on rank
-        0's or was started by its node's index. Pools belong to rank 0's supervisor; their engines
-        may be on any node, and end with the last rank there. A rank's failure is reported on all
-        nodes. If torchrun starts the ranks again, the supervisors and the engines stay, also if it
-        does so on other nodes.
+        node. The ranks of a node find its own actors, those of rank 0's node, and those that were
+        started by their node's index. Pools belong to rank 0's supervisor; their engines may be on
+        any node, and end with the last rank there. A rank's failure is reported on all nodes. If
+        torchrun starts the ranks again, even on other nodes, the supervisors and the engines stay.
 
         Args:
             on_note: called with each line for the operator (engine died, restarted, caught up), on
@@ -176,10 +177,10 @@ class Session:
                 blocked call of the session raises the same error; a rank that is elsewhere learns
                 it only from this callback.
             on_signal: called, on the session's thread, with the number of a stop signal that
-                another process of the job got: a rank that passed it on (`pass_on_signal`), the
-                supervisor or the guardian. `umbra stop` and `umbra preempt` come as SIGTERM and
-                SIGUSR1, with the seconds that the work in progress may take. By default the job
-                fails.
+                another process of the job got: a rank that passed it on (`pass_on_signal`),
+                the supervisor or the guardian. `umbra stop` and `umbra preempt` come as
+                SIGTERM and SIGUSR1, with the seconds that the work in progress may take. By
+                default the job fails.
 
         Raises:
             ConfigError: torchrun's environment is incomplete, or does not suit several nodes.
@@ -226,8 +227,6 @@ class Session:
     def nodes(self) -> tuple[JobNode, ...]:
         """All nodes with ranks, in their order; empty in a job that listens on no address."""
         return self._nodes
-
-    # -- lifecycle -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack, failure_reported(self._environment):
@@ -316,10 +315,7 @@ class Session:
 
     @contextlib.contextmanager
     def _owner_pidfd(self) -> Generator[int]:
-        """Yields a pidfd of the process whose end ends the job.
-
-        Within the block this rank may outlive that process.
-        """
+        """A pidfd of the process whose end ends the job; in the block this rank may outlive it."""
         agent = self._agent
         pidfd = os.pidfd_open(os.getpid()) if agent is None else agent.open_pidfd()
         try:
@@ -471,14 +467,12 @@ class Session:
         with contextlib.suppress(UmbraError):
             self._loop.run(self._supervisor.call(method, *args, timeout_s=2.0), even_if_failed=True)
 
-    # -- calls ---------------------------------------------------------------------------
-
     def supervisor_call(self, method: str, *args: object, timeout_s: float = 30.0) -> Any:
         """Calls the supervisor of this node.
 
         Raises:
             JobFailed: the supervisor is gone, or the job is lost.
-            UmbraError: what the supervisor raised.
+            UmbraError: as the supervisor raised it.
         """
         try:
             return self._loop.run(self._supervisor.call(method, *args, timeout_s=timeout_s))
@@ -490,9 +484,8 @@ class Session:
 
         Raises:
             JobFailed: the job is lost, or this node's supervisor is gone.
-            ConnectionLost: that of rank 0's node, if it is another one, is gone; `raise_if_lost`
-                soon says why.
-            UmbraError: what the supervisor raised.
+            ConnectionLost: another node's supervisor is gone; `raise_if_lost` soon says why.
+            UmbraError: as the supervisor raised it.
         """
         if self._lead is self._supervisor:
             return self.supervisor_call(method, *args, timeout_s=timeout_s)
@@ -533,9 +526,9 @@ class Session:
         """Starts an actor and waits until it serves. One rank calls it.
 
         Args:
-            node: index of the node that it runs on; by default, it runs on this rank's. An actor
-                that was started by index is found from all nodes, and its name must be unique in
-                the job. It ends with the last rank of rank 0's node or of its own.
+            node: index of the node that it runs on; by default this rank's. An actor that was
+                started by index is found from all nodes, and its name must be unique in the job. It
+                ends with the last rank of rank 0's node or of its own.
 
         Raises:
             RemoteError: the supervisor's ConfigError or ActorDied, with the actor's traceback.
@@ -573,12 +566,13 @@ class Session:
         """Replaces an actor's process, and waits until the next incarnation serves.
 
         Any rank may call it, for any actor that `actor` finds. The next process has the same
-        `ActorSpec`. Its restart policy does not count this as a failure. An actor that is being
-        restarted already starts at once, without the rest of its delay. Calls in progress end with
-        `ConnectionLost`, except idempotent ones: these and later calls reach the next incarnation.
+        `ActorSpec`, and the restart policy does not count this as a failure. An actor that is
+        already being restarted starts at once, without the rest of its delay. Calls in
+        progress end with `ConnectionLost`, except idempotent ones: these and later calls reach
+        the next incarnation.
 
-        An engine of a pool gets the current weights with the next sync, as after a crash. While
-        its pool sleeps, it may have to wait until the pool wakes.
+        An engine of a pool gets the current weights with the next sync, as after a crash. While its
+        pool sleeps, it may have to wait until the pool wakes.
 
         Raises:
             ActorNotFound: there is no actor of that name.
@@ -596,8 +590,7 @@ class Session:
     def create_pool(self, spec: PoolSpec, *, others_s: float = 0.0) -> Pool:
         """Starts a pool's engines and waits until all have started. One rank calls it.
 
-        Args:
-            others_s: time that other pools which share its memory may take to start first.
+        `others_s` is the time that other pools which share its memory may take to start first.
         """
         wait_s = others_s + spec.start_timeout_s + 20.0
         self.lead_call("create_pool", to_wire(spec), timeout_s=wait_s)

@@ -8,7 +8,7 @@ whenever Python code creates a group.
     class RolloutSettings(Settings):
         group_size: Positive = 8
 
-Nothing here imports pydantic.
+Nothing here imports pydantic, which calls the methods in `__get_pydantic_…__`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bounds of a number. annotated_types has such, and takes 20 ms to import, which every
-    actor would wait for."""
+    """The bounds of a number. annotated_types would take every actor 20 ms to import."""
 
     ge: float | None = None
     gt: float | None = None
@@ -41,7 +40,6 @@ class Bounds:
     lt: float | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """Called by pydantic."""
         limits = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return handler(source) | {key: limit for key, limit in limits.items() if limit is not None}
 
@@ -65,7 +63,6 @@ class Checked:
     check: Callable[[Any], None]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """Called by pydantic, which is loaded by then."""
         from pydantic_core.core_schema import no_info_after_validator_function
 
         return no_info_after_validator_function(self._pass, handler(source))
@@ -82,7 +79,6 @@ class _NumberOrAuto:
     least: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """Called by pydantic, which is loaded by then."""
         from pydantic_core.core_schema import custom_error_schema, union_schema
 
         either = union_schema(
@@ -99,13 +95,11 @@ class _OneOrSeveral:
     """The bound of a setting that has one path, or a list of them that becomes a tuple."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """Called by pydantic, which is loaded by then."""
         from pydantic_core.core_schema import no_info_wrap_validator_function
 
         return no_info_wrap_validator_function(self._validate, handler(FilePath))
 
     def __get_pydantic_json_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """Called by pydantic."""
         one = handler(source)
         return {"anyOf": [one, {"type": "array", "items": one}]}
 
@@ -125,11 +119,7 @@ def check_function_name(spec: str) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, where the host may be an IPv6 address in brackets.
-
-    Raises:
-        ValueError: it is written differently.
-    """
+    """Host and port of HOST:PORT, where the host may be an IPv6 address in brackets."""
     host, _, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     is_port = port.isdecimal() and int(port) <= 65535
@@ -191,8 +181,7 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Raises SettingError naming the first setting that is out of its bounds. Types are not
-        checked.
+        """Raises SettingError for the first setting that is out of bounds; types are not checked.
 
         Groups override it to check settings against each other, and call it first.
         """
@@ -201,7 +190,7 @@ class Settings:
 
 
 def to_wire(value: Any) -> Any:
-    """A dataclass, or what one may hold, as plain values that a message can carry."""
+    """A dataclass, or a value of its fields, as plain values that a message can carry."""
     if dataclasses.is_dataclass(value):
         return {f.name: to_wire(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -213,12 +202,11 @@ def to_wire(value: Any) -> Any:
 
 MASK: Final = "***"
 _CREDENTIAL: Final = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
-"""Keys, as of `engine_args`, whose texts are masked."""
+"""Keys of mappings such as `engine_args` whose texts are masked."""
 
 
 def shown_settings(value: Any) -> Any:
-    """As `to_wire`, for people and files: without the values of variables, and of options that are
-    named as credentials are."""
+    """As `to_wire`, for people and files: values of variables and of credentials are masked."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = annotations_of(cast("Any", value).__class__)
         return {name: _shown(getattr(value, name), hint) for name, hint in hints.items()}
@@ -255,11 +243,7 @@ def chosen_settings(sections: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def from_wire(kind: type[T], data: Mapping[str, Any]) -> T:
-    """The dataclass that `to_wire` made `data` of.
-
-    Raises:
-        ConfigError: a field is unknown or missing; or as the dataclass itself.
-    """
+    """The inverse of `to_wire`. Raises ConfigError if a field is unknown or missing."""
     hints = annotations_of(kind)
     fields = {name: _decode(value, hints.get(name)) for name, value in data.items()}
     try:

@@ -1,4 +1,4 @@
-"""Collects what a job is doing, when somebody asks: see `umbra.runtime.job_state`.
+"""Collects the state of a job when somebody asks: see `umbra.runtime.job_state`.
 
 who asks ──▶ lead ──▶ supervisors of the other nodes: ranks, actors
                   ├─▶ engines of all nodes: running and waiting requests
@@ -42,12 +42,7 @@ shorter one reports processes of a busy machine as silent."""
 
 
 class StateCollector:
-    """Owned by the supervisor. It holds nothing, and does nothing until it is asked.
-
-    Args:
-        links: to the other nodes.
-        pools: all pools, on rank 0's node.
-    """
+    """Owned by the supervisor. It holds nothing, and does nothing until it is asked."""
 
     def __init__(
         self,
@@ -66,7 +61,6 @@ class StateCollector:
         self._pools = pools
 
     def node(self) -> NodeStatus:
-        """This node."""
         return NodeStatus(
             name="node-0",
             node_id=self._node_id,
@@ -81,11 +75,7 @@ class StateCollector:
         )
 
     async def job(self, job: str) -> JobState:
-        """All nodes; called on rank 0's.
-
-        Args:
-            job: its name.
-        """
+        """All nodes; called on rank 0's."""
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self._nodes())
             reading = tasks.create_task(self._rollouts())
@@ -138,7 +128,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _rollout_status(name: str, stats: Mapping[str, Any]) -> RolloutStatus:
-    """Args: `RolloutManager.stats`."""
     waiting = stats["waiting_ranks"]
     groups_scoring, scoring_s = stats["scoring"]
     return RolloutStatus(
@@ -196,7 +185,7 @@ async def _engine_status(engine: PoolEngine) -> EngineStatus:
 def _waits(
     pools: Sequence[PoolStatus], rollouts: RolloutStatus | None
 ) -> dict[int, tuple[str, float]]:
-    """What each rank waits for, and for how long."""
+    """The call that each rank waits for, and for how long."""
     waits: dict[int, tuple[str, float]] = {}
     if rollouts is not None:
         waiting = zip(rollouts.waiting_ranks, rollouts.waiting_ages_s, strict=True)

@@ -1,4 +1,4 @@
-"""What the files of a run directory have for those who watch the run: steps and settings."""
+"""Steps and settings of a run from the files of its directory, for those who watch it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ Row = Mapping[str, float]
 
 
 def last_steps(run_dir: Path) -> list[Row]:
-    """The metrics of the last steps, the oldest first, without evaluations; none if there is no
-    such file."""
+    """The metrics of the last steps, the oldest first, without evaluations."""
     rows: list[Row] = []
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
@@ -35,7 +34,7 @@ def last_steps(run_dir: Path) -> list[Row]:
 
 
 def recorded_setting(run_dir: Path, section: str, name: str) -> Any:
-    """A setting of the last start; None if it is not known."""
+    """A setting of the last start; None if it is unknown."""
     try:
         return json.loads((run_dir / "settings.json").read_bytes())["settings"][section][name]
     except (OSError, ValueError, KeyError, TypeError):
@@ -52,5 +51,5 @@ def recorded_choices(run_dir: Path) -> Mapping[str, Any]:
 
 
 def total_steps(run_dir: Path) -> int:
-    """`train.steps` of the last start; 0 if it is not known."""
+    """`train.steps` of the last start; 0 if it is unknown."""
     return recorded_setting(run_dir, "train", "steps") or 0

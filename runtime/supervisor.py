@@ -2,8 +2,7 @@
 
 It keeps actors running (`supervised_actor`), keeps engines in their lifecycle and in sync
 (`engine_pool`), notifies every attached rank when the job is lost, and leaves nothing behind. It is
-an actor itself: its RPC interface are the methods in `CALLS`, and the public ones of its
-`call_parts`.
+an actor itself: its calls are the methods in `CALLS`, and the public ones of its `call_parts`.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
-# How long engines stay warm on a node without ranks. With a shorter limit they start again where
-# torchrun's rendezvous takes long; with a longer one they stay longer on a node that is cut off,
-# whose torchrun waits for answers from the rendezvous.
+# How long engines stay warm on a node without ranks. Shorter: they start again where torchrun's
+# rendezvous takes long. Longer: they stay longer on a node that is cut off, whose torchrun waits
+# for the rendezvous.
 _WARM_LIMIT_S: Final = 120.0
 
 
@@ -72,10 +71,6 @@ class Supervisor:
         secret_file: path of the job's keys; "" for none.
         owns_keys: whether that file ends with the job, and no rank removes it.
         torchrun_pid: of the agent that starts this node's ranks; 0 for none.
-
-    Attributes:
-        over: set when the job is over here.
-        call_parts: objects whose public methods are calls, too.
     """
 
     CALLS: Final = (
@@ -171,8 +166,6 @@ class Supervisor:
             ReportCalls(self._ranks, self._states, self._bundles, self._metrics, self._read_state),
         )
 
-    # -- ranks ---------------------------------------------------------------------------
-
     async def attach(
         self,
         rank: int,
@@ -186,10 +179,7 @@ class Supervisor:
 
         Events: {"kind": "attached", "tcp_endpoint", "epoch", "job"}, {"kind": "failed", "message"},
         {"kind": "note", "text"}, {"kind": "signal", "number", "grace_s"}, {"kind": "nodes",
-        "nodes", "epoch"}.
-
-        Args:
-            round_id: see `TorchrunEnvironment.round_id`.
+        "nodes", "epoch"}. `round_id` is torchrun's, see `TorchrunEnvironment`.
         """
         is_new_round = self._round_id not in ("", round_id)
         if is_new_round and process_stat(pid) is None:
@@ -257,14 +247,9 @@ class Supervisor:
         """Called by a rank: the job is lost. Every rank is notified; the first failure counts.
 
         A rank whose collective broke because another died is often faster than the news of that
-        death, so its report waits a moment for it.
-
-        Args:
-            missed_deadline: something took too long, so a bundle shows what all processes do before
-                they end.
-
-        Returns:
-            What the bundle shows, and where it is, for the end of the error; "" if there is none.
+        death, so its report waits a moment for it. If it `missed_deadline`, a bundle shows the
+        processes before they end; the returned text, for the end of the error, says what it shows
+        and where it is.
         """
         await self._ranks.await_failure(_DEATH_NEWS_LIMIT_S)
         found = ""
@@ -303,8 +288,7 @@ class Supervisor:
     def request(self, call: dict[str, Any]) -> None:
         """Called for `umbra stop`, `preempt`, `drain` and `dump`, with a `JobRequest`.
 
-        Raises:
-            ActorNotFound: it is addressed to another job, or that has no such node.
+        Raises ActorNotFound if it is addressed to another job, or that has no such node.
         """
         self._act_on(from_wire(JobRequest, call))
 
@@ -327,14 +311,10 @@ class Supervisor:
             self.stop_job(request.number, request.grace_s, cause)
 
     def stop_job(self, number: int, grace_s: float | None = None, cause: str = "") -> None:
-        """Called when a stop signal reached this process, maybe through the guardian, or for a
-        request.
+        """A stop signal reached this process or the guardian, or a request asks for one.
 
         The ranks stop as if it had reached them, and the job is over when the last has left. A
         second signal, after a moment, does not wait for them, unless it is a preemption.
-
-        Args:
-            grace_s, cause: see `AttachedRanks.pass_on_signal`.
         """
         match self._end.stop(number, time.monotonic()):
             case StopDecision.IGNORE:
@@ -355,11 +335,9 @@ class Supervisor:
             self.over.set()
 
     def note(self, text: str, kind: EventKind = "note", who: str = "") -> None:
-        """Shows one line to the person who runs the job, who looks at rank 0's output, and records
-        it.
+        """Shows one line to the person who runs the job, on rank 0's output, and records it.
 
-        Args:
-            who: the actor, pool or node that it is about.
+        `who` is the actor, pool or node that it is about.
         """
         self._ranks.note(text)
         self._links.tell_lead({"kind": "note", "text": text, "about": [kind, who]})
@@ -416,23 +394,14 @@ class Supervisor:
             pool.sync.rank_lost(lost_rank)
         self._links.tell_lead({"kind": "rank_lost", "rank": lost_rank})
 
-    # -- other nodes -----------------------------------------------------------------------
-
     async def join_job(
         self, nodes: list[dict[str, Any]], node: int, epoch: int, timeout_s: float
     ) -> None:
-        """Called by local rank 0: links this supervisor to those of the other nodes.
+        """Called by local rank 0: links the supervisors of all nodes (`JobNode`s, by rank).
 
         Engines of the last epoch are at rest on all nodes before rank 0 learns that the nodes have
-        met: a member joins the lead when its own are.
-
-        Args:
-            nodes: all nodes (`JobNode`), in the order of their ranks.
-            node: index of this one.
-            epoch: see `job_nodes`.
-
-        Raises:
-            DeadlineExceeded: another supervisor cannot be reached.
+        met: a member joins the lead when its own are. Raises DeadlineExceeded if another
+        supervisor is missing.
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
         self._end.begin_epoch()
@@ -449,7 +418,7 @@ class Supervisor:
                 self._act_on(request)
 
     async def _set_lead(self, is_lead: bool) -> None:
-        """Takes the role of rank 0's node, or gives it up: the job is found at that node."""
+        """Takes or gives up the role of rank 0's node, where the job is found."""
         if self._requests is None:
             return
         if not is_lead:
@@ -470,12 +439,10 @@ class Supervisor:
     async def join(
         self, epoch: int, node: int, warm: list[dict[str, Any]]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of another node; see `LeadLink`."""
         async for event in self._links.join(epoch, node, warm):
             yield event
 
     async def report(self, epoch: int, node: int, event: dict[str, Any]) -> None:
-        """Called by the supervisor of another node; see `LeadLink`."""
         await self._links.report(epoch, node, event)
 
     def on_node_event(self, node: int, event: dict[str, Any]) -> None:
@@ -514,16 +481,9 @@ class Supervisor:
         """Called by `umbra.runtime.node`: this node, which has no ranks, generates for a running
         job until that is over. It leaves, and this supervisor ends, when the stream is closed.
 
-        Args:
-            lead: rank 0's node, a `JobNode`.
-            me: this one.
-
-        Yields:
-            Lines for the person who started that program.
-
-        Raises:
-            ConfigError: the job cannot use this node.
-            JobFailed: the job or this node's engines have failed, or it cannot be reached.
+        `lead` and `me` are rank 0's node and this one, each a `JobNode`. Yields lines for the
+        person who started the program. Raises ConfigError if the job cannot use this node,
+        JobFailed if the job or this node's engines have failed, or it cannot be reached.
         """
         try:
             nodes = from_wire(JobNode, lead), from_wire(JobNode, me)
@@ -579,8 +539,6 @@ class Supervisor:
                     self._end_syncs_of(rank)
             self._ranks.fail(actor.spec.name, actor.failure)
 
-    # -- actors --------------------------------------------------------------------------
-
     def _on_actor_change(self, actor: SupervisedActor) -> None:
         for pool in self._pools.all():
             pool.on_actor_change(actor)
@@ -591,13 +549,10 @@ class Supervisor:
             else:
                 self.record(actor.failure, "fault", actor.spec.name)
 
-    # -- lifetime ------------------------------------------------------------------------
-
     async def run(self, tcp_endpoint: str = "") -> None:
         """Runs until the job is over; then ends every actor and returns.
 
-        Args:
-            tcp_endpoint: at which other nodes reach this supervisor; "" for none.
+        `tcp_endpoint` is where other nodes reach this supervisor; "" for none.
         """
         self._tcp_endpoint = tcp_endpoint
         try:
@@ -609,7 +564,7 @@ class Supervisor:
             self._forget_keys()
 
     def _forget_keys(self) -> None:
-        """Removes the file of keys on rank 0's node, unless the others may go on without it."""
+        """Removes the file of keys on rank 0's node, unless the others may continue without it."""
         is_lead = self._requests is not None and self._requests.is_lead
         is_last = self._end.may_forget_keys(has_failed=self._ranks.has_failed)
         if self._owns_keys and is_lead and is_last:

@@ -47,8 +47,7 @@ from umbra.runtime.tracing.trace_writer import recording
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
-"""Interval of checks for processes that dead actors' children left, and for the socket directory.
-Longer: they live longer."""
+"""Interval of checks for orphans and the socket directory. Longer: orphans live longer."""
 
 _NUM_FILES = 262_144
 """Files that a process may open if the hard limit allows it. A connection takes four, and the
@@ -58,13 +57,12 @@ they start, one by one, take seconds."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorConfig:
-    """Settings that a rank passes to the supervisor that it starts.
+    """Settings that a rank passes to the supervisor that it starts; the others are `Supervisor`'s.
 
     Attributes:
         log_dir: folder of this node's logs.
         run_dir: the run directory; "" on a node that only generates.
         trace_dir: folder of the run's trace; "" for none.
-        is_lead, nodes_may_change, owns_keys, torchrun_pid: see `Supervisor`.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
         keys_to_remove: the same, if the file ends with this node's part of the job. The supervisor
@@ -100,7 +98,6 @@ def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
 
 
 async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> None:
-    """Serves until the job is over."""
     socket_dir = Path(config.socket_dir)
     keys = CurveKeys.load(Path(config.secret_file)) if config.secret_file else None
     ref = supervisor_ref(config.node_id, socket_dir)
@@ -197,7 +194,6 @@ def _allow_many_files() -> None:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", nargs="?")
     parser.add_argument("--ready-fd", type=int, required=True)
