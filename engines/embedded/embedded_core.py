@@ -283,10 +283,8 @@ class EngineCore:
 def _unique(
     prompts: Sequence[npt.NDArray[np.int32]],
 ) -> tuple[list[npt.NDArray[np.int32]], Int64Array | None]:
-    """Distinct prompts, and the index of each request's prompt (None: all differ).
-
-    The samples of a group share a prompt, so it is computed once.
-    """
+    """Distinct prompts, and the index of each request's prompt (None: all differ). The samples of a
+    group share a prompt, so it is computed once."""
     known: dict[bytes, int] = {}
     distinct: list[npt.NDArray[np.int32]] = []
     copies = np.zeros(len(prompts), np.int64)

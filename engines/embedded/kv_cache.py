@@ -82,11 +82,9 @@ class KvCache:
             layer[target, :, :num_tokens] = layer[source, :, :num_tokens]
 
     def clear_beyond(self, lens: list[int]) -> None:
-        """Zeroes all but the first lens[i] tokens of row i.
-
-        Unused tokens are multiplied by a zero probability, which cancels any number but not the NaN
-        or infinity that a broken model left behind.
-        """
+        """Zeroes all but the first lens[i] tokens of row i. Unused tokens are multiplied by a
+        zero probability, which cancels any number but not the NaN or infinity that a broken
+        model left behind."""
         for layer in (*self.keys, *self.values):
             layer[len(lens) :] = 0
             for row, num_tokens in enumerate(lens):

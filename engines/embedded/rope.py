@@ -17,11 +17,9 @@ from umbra.runtime.engine_api.decoder_config import RopeConfig
 def rope_tables(
     config: RopeConfig, *, head_dim: int, num_positions: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines [P, 1, D] and signed sines [P, 1, D], on the CPU.
-
-    `x * cos + x.roll(D / 2, -1) * sin` rotates x: the sign of "rotate half" is in the sines. Angles
-    are float32 whatever the dtype, as in transformers, so logits agree with a trainer's.
-    """
+    """Cosines [P, 1, D] and signed sines [P, 1, D], on the CPU. `x * cos + x.roll(D / 2, -1) * sin`
+    rotates x: the sign of "rotate half" is in the sines. Angles are float32 whatever the dtype, as
+    in transformers, so logits agree with a trainer's."""
     frequencies = _frequencies(config, head_dim)
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()

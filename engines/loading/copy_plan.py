@@ -89,12 +89,9 @@ class CopyPlan:
 
     @torch.inference_mode()
     def accept(self, source: WeightSource) -> None:
-        """Overwrites each parameter, replays its copies, and keeps them only if they
-        restore every byte.
-
-        The model has the weights of `source` before and afterwards. Takes extra memory for the
-        largest parameter.
-        """
+        """Overwrites each parameter, replays its copies, and keeps them only if they restore every
+        byte. The model has the weights of `source` before and afterwards. Takes extra memory for
+        the largest parameter."""
         self._resolve(source)
         steps: dict[int, list[_Step]] = {}
         for step in self._steps:
@@ -148,10 +145,8 @@ class CopyPlan:
     @torch.inference_mode()
     def replay(self, source: WeightSource, staged: StagedCopies | None = None) -> None:
         """Fills all parameters except those of `layers`. Raises the errors of `WeightSource`.
-
         Copies to a GPU may still be in progress when it returns; closing the source waits. `staged`
-        is what `stage` returned for the same source.
-        """
+        is what `stage` returned for the same source."""
         prepared = self._prepare(source)
         with source.reading(prepared.copies):
             self._fill(self._fills)

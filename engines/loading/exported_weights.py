@@ -98,10 +98,8 @@ class ExportedWeights:
 
     def _sum_kept(self, copies: Sequence[BlockCopy]) -> None:
         """Takes the checksum of each region from the parameter that got all of it in one copy.
-
         Other regions start from the rank's own sum, plus the differences of the parameters that got
-        a part of it, which are zero if all is well.
-        """
+        a part of it, which are zero if all is well."""
         by_block: dict[tuple[int, int], list[BlockCopy]] = {}
         for copy in copies:
             by_block.setdefault((copy.idx, copy.number), []).append(copy)

@@ -25,10 +25,8 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class CompleteImage:
-    """An image in host memory that is complete, such as a follower's copy.
-
-    Its mapping is private, because a loader may write to its tensors.
-    """
+    """An image in host memory that is complete, such as a follower's copy. Its mapping is private,
+    because a loader may write to its tensors."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         self.manifest = Manifest.from_wire(description["manifest"])

@@ -167,10 +167,8 @@ class LoaderRecording:
         return list(self._fills.values())
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes the weights through to the loader; other names of a tensor follow its first one.
-
-        A tensor may be freed before the next one comes, which may reuse its memory.
-        """
+        """Passes the weights through to the loader; other names of a tensor follow its first one. A
+        tensor may be freed before the next one comes, which may reuse its memory."""
         last: Tensor | None = None
         for name, tensor in weights:
             if last is not tensor:

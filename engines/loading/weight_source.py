@@ -71,11 +71,9 @@ class WeightSource(Protocol):
         ...
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields names with their tensors, all or some; a tied tensor comes under each of its
-        names in a row.
-
-        A tensor is valid as long as the source is open, and longer if it came from a GPU.
-        """
+        """Yields names with their tensors, all or some; a tied tensor comes under each of
+        its names in a row. A tensor is valid as long as the source is open, and longer if it
+        came from a GPU."""
         ...
 
     def reading(self, copies: Sequence[BlockCopy]) -> AbstractContextManager[None]:

@@ -16,10 +16,8 @@ from umbra.runtime.errors import WeightSyncError
 
 
 def load_adapter(model: nn.Module, source: WeightSource) -> str:
-    """Returns how the adapter was loaded, for the engine's log.
-
-    SGLang's own call would wait for the last adapter's requests, which may be frozen.
-    """
+    """Returns how the adapter was loaded, for the engine's log. SGLang's own call would wait for
+    the last adapter's requests, which may be frozen."""
     spec = source.manifest.lora
     assert spec is not None
     # SGLang keeps adapters in host memory; the source's own memory is gone after the update.

@@ -8,11 +8,9 @@ from umbra.engines.shell.engine_core import NewOutput
 
 
 class SglangOutput:
-    """The tokens of one request, as the frontend (TokenizerManager) receives them.
-
-    The first chunk carries the list to which the frontend appends all later tokens, so no task has
-    to wake for each token. SGLang's scheduler sends a message every `interval` tokens.
-    """
+    """The tokens of one request, as the frontend (TokenizerManager) receives them. The first chunk
+    carries the list to which the frontend appends all later tokens, so no task has to wake for each
+    token. SGLang's scheduler sends a message every `interval` tokens."""
 
     def __init__(self, interval: int = 1) -> None:
         self._interval = interval
@@ -49,11 +47,9 @@ class SglangOutput:
             self.changed.set()
 
     def expect_older(self) -> None:
-        """Announces new weights while the request is frozen: its next tokens may be older.
-
-        These are the tokens not sent yet, and one more: SGLang computes a batch while it processes
-        the last one, so a batch done at the freeze delivers its tokens after the resume.
-        """
+        """Announces new weights while the request is frozen: its next tokens may be older. These
+        are the tokens not sent yet, and one more: SGLang computes a batch while it processes the
+        last one, so a batch done at the freeze delivers its tokens after the resume."""
         self._num_older = len(self._entries) + self._interval
 
     def take(self) -> NewOutput | None:

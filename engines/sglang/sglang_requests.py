@@ -24,11 +24,9 @@ def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -
 
 
 def stream_interval(num_running: int) -> int:
-    """Tokens from one message of a request to its next.
-
-    SGLang's scheduler spends about 27 us on a message (0.5.17; 256 requests: 7 ms a step). With 250
-    running requests the interval is 50, which SGLang itself uses for requests that do not stream.
-    """
+    """Tokens from one message of a request to its next. SGLang's scheduler spends about 27 us on a
+    message (0.5.17; 256 requests: 7 ms a step). With 250 running requests the interval is 50, which
+    SGLang itself uses for requests that do not stream."""
     interval = num_running // _MESSAGES_PER_STEP
     return min(max(_MIN_STREAM_INTERVAL, interval), _MAX_STREAM_INTERVAL)
 
@@ -36,11 +34,9 @@ def stream_interval(num_running: int) -> int:
 def generate_fields(
     request: GenerationRequest, key: str, cache_salt: str, interval: int, adapter_id: str = ""
 ) -> dict[str, Any]:
-    """Arguments for GenerateReqInput, with logprobs of sampled tokens.
-
-    With `top_p` or `top_k`, SGLang reports the whole distribution's logprobs. An `interval` above 1
-    needs a version with `stream_interval`.
-    """
+    """Arguments for GenerateReqInput, with logprobs of sampled tokens. With `top_p` or `top_k`,
+    SGLang reports the whole distribution's logprobs. An `interval` above 1 needs a version with
+    `stream_interval`."""
     return {
         "rid": key,
         "input_ids": request.tokens.tolist(),

@@ -57,10 +57,8 @@ def _cpu_group() -> Any:
 
 
 def gather_reports(report: Mapping[str, Any], group: Any) -> list[dict[str, Any]]:
-    """The reports of all workers, by rank, in the first one; empty in the others.
-
-    Every rank of the gloo group calls it.
-    """
+    """The reports of all workers, by rank, in the first one; empty in the others. Every rank of the
+    gloo group calls it."""
     data = bytearray(msgpack.packb(dict(report)))
     world_size: int = _dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world_size)]

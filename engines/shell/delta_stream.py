@@ -43,10 +43,8 @@ class DeltaStream:
 
     async def read(self) -> AsyncGenerator[DeltaColumns, None]:
         """Yields an empty batch at once, which confirms the attachment, then the batches to come.
-
         The first consumer owns the requests submitted before. A second one ends the first one's
-        stream and drops its requests, as detaching does.
-        """
+        stream and drops its requests, as detaching does."""
         if self._has_consumer:
             self._drop_requests()
         self._num_consumers += 1

@@ -41,10 +41,8 @@ class Changes:
     async def make(
         self, change: Callable[[], Coroutine[Any, Any, _T]], traced: span | None = None
     ) -> _T:
-        """Returns or raises the change's outcome. Must not be called within a change.
-
-        `traced` measures the change without its wait for earlier ones.
-        """
+        """Returns or raises the change's outcome. Must not be called within a change. `traced`
+        measures the change without its wait for earlier ones."""
         outcome: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         task = self._group.create_task(self._settle(change, outcome, traced or nullcontext()))
         self._tasks.add(task)

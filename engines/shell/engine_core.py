@@ -174,11 +174,9 @@ class PolledCore(Core):
 
 
 class AdapterCore(PolledCore):
-    """The core of an adapter: its library loads weights by itself, mostly in worker processes.
-
-    With `lora_base`, updates bring LoRA adapters of that model, which `load_weights` applies to all
-    later requests; otherwise they bring the model's weights.
-    """
+    """The core of an adapter: its library loads weights by itself, mostly in worker processes. With
+    `lora_base`, updates bring LoRA adapters of that model, which `load_weights` applies to all
+    later requests; otherwise they bring the model's weights."""
 
     def __init__(self, lora_base: LoraBase | None = None) -> None:
         super().__init__()
@@ -219,10 +217,8 @@ class AdapterCore(PolledCore):
             self._lora_base.check(manifest.lora, manifest.shapes)
 
     async def open_weights(self, description: Mapping[str, Any]) -> None:
-        """Opens the weights in the workers while the engine may still generate.
-
-        `load_weights` follows with the same description, unless the update is dropped.
-        """
+        """Opens the weights in the workers while the engine may still generate. `load_weights`
+        follows with the same description, unless the update is dropped."""
         return
 
     async def is_staged(self) -> bool:

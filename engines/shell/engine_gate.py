@@ -24,10 +24,8 @@ from umbra.runtime.errors import EngineError
 
 class EngineGate:
     """The engine's own copy of the lifecycle that the supervisor keeps; starts in PENDING_WEIGHTS.
-
     An engine driven by no supervisor, or by a faulty one, raises IllegalTransition for calls that
-    would corrupt it: serving without weights, overwriting weights in use.
-    """
+    would corrupt it: serving without weights, overwriting weights in use."""
 
     def __init__(self) -> None:
         self._lifecycle = EngineLifecycle().apply(EngineStarted())

@@ -40,10 +40,8 @@ class FollowerGroup:
         self, program: str, options: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
     ) -> None:
         """Starts a program on each follower's node, with its own options; see
-        `EngineFollower.follow`.
-
-        The programs' ends need no watch: the supervisor kills this process when a follower ends.
-        """
+        `EngineFollower.follow`. The programs' ends need no watch: the supervisor kills this process
+        when a follower ends."""
         context = actor_context()
         for name, own in zip(self._names, options, strict=True):
             follower = context.client.handle(await context.resolve(name, _START_LIMIT_S))

@@ -34,10 +34,8 @@ class _Running:
 
 class PolledRequests(EngineRequests):
     """Requests whose tokens collect on the event loop, for example in a library's frontend.
-
     One loop takes the tokens of all requests once a tick, so Python runs per request and tick,
-    not per token.
-    """
+    not per token."""
 
     def __init__(self, core: PolledCore, *, max_num_seqs: int, tick_ms: float) -> None:
         super().__init__()
@@ -86,11 +84,8 @@ class PolledRequests(EngineRequests):
             await self._core.abort(keys)
 
     def _take(self) -> int:
-        """Sends all new tokens under the version held; returns their number. Raises the
-        engine's failure.
-
-        During an update, tokens of the older version may still arrive.
-        """
+        """Sends all new tokens under the version held; returns their number. Raises the engine's
+        failure. During an update, tokens of the older version may still arrive."""
         runs, older_runs = _Runs(), _Runs()
         finishes: list[tuple[int, str]] = []
         for request_id, running in self._by_id.items():

@@ -27,12 +27,9 @@ _REQUEST: Final = GenerationRequest(
 
 
 async def warm_up(core: AdapterCore) -> None:
-    """Runs a two-token request before the engine reports ready, so that it compiles
-    during its start.
-
-    Compiling takes many seconds with vLLM on the CPU. From then on, callers and the stall watchdog
-    can expect tokens promptly. The start's own deadline applies.
-    """
+    """Runs a two-token request before the engine reports ready, so that it compiles during its
+    start. Compiling takes many seconds with vLLM on the CPU. From then on, callers and the stall
+    watchdog can expect tokens promptly. The start's own deadline applies."""
     started = time.monotonic()
     output = await core.add("warm-up", _REQUEST, "warm-up", 1)
     while True:

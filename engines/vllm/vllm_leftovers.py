@@ -42,11 +42,9 @@ def file_variables(folder: str, *, is_cpu: bool) -> dict[str, str]:
 
 
 def unlink_shared_memory() -> None:
-    """Removes the names of shared memory that this process and its descendants have mapped.
-
-    Must be called while they all run, when none of them opens anything by name any more. The kernel
-    frees the memory with the last of them.
-    """
+    """Removes the names of shared memory that this process and its descendants have mapped. Must be
+    called while they all run, when none of them opens anything by name any more. The kernel frees
+    the memory with the last of them."""
     pids = [os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))]
     ours = {inode for pid in pids for inode in _mapped_inodes(pid)}
     for entry in os.scandir(_SHARED_FOLDER):

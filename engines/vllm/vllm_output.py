@@ -31,11 +31,9 @@ class VllmOutput:
 
 
 def _sampled_logprobs(completion: Any) -> list[float]:
-    """The sampled tokens' logprobs, the only ones that vLLM returns with `logprobs=0`.
-
-    In vLLM 0.26.0 the final output of an abort has no tokens of its own, but appends all logprobs
-    so far to those of the tokens that it is merged with.
-    """
+    """The sampled tokens' logprobs, the only ones that vLLM returns with `logprobs=0`. In vLLM
+    0.26.0 the final output of an abort has no tokens of its own, but appends all logprobs so far to
+    those of the tokens that it is merged with."""
     if not completion.token_ids:
         return []
     flat = completion.logprobs

@@ -39,11 +39,8 @@ def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size
 
 
 def draw_seed(seed: int, position: int) -> int:
-    """The seed for resuming a trajectory at `position`, in [0, 2**63).
-
-    vLLM starts a generator with each request: the same seed would repeat the draws of
-    the beginning.
-    """
+    """The seed for resuming a trajectory at `position`, in [0, 2**63). vLLM starts a generator with
+    each request: the same seed would repeat the draws of the beginning."""
     if position == 0:
         return seed
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position)) >> 1

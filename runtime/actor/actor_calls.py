@@ -84,11 +84,9 @@ class ActorCalls:
 
     @idempotent
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation of an actor; waits for one that is starting, or not spawned yet.
-
-        A caller that lost its connection passes `lost_incarnation`, whose end may not have been
-        noticed here, and gets its successor. Other nodes' actors are resolved by the lead.
-        """
+        """The live incarnation of an actor; waits for one that is starting, or not spawned yet. A
+        caller that lost its connection passes `lost_incarnation`, whose end may not have been
+        noticed here, and gets its successor. Other nodes' actors are resolved by the lead."""
         lead = self._links.lead
         if name not in self._actors and lead is not None:
             arguments = (name, timeout_s, lost_incarnation)

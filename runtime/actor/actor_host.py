@@ -60,11 +60,9 @@ the successor. Shorter: code about to return is cut off, exit handlers included.
 
 
 class _Host:
-    """One actor process, from announcement to shutdown.
-
-    A stop signal is reported to the supervisor. If the supervisor sent it, the actor ends.
-    Otherwise it keeps serving, because ranks need it while the whole job stops.
-    """
+    """One actor process, from announcement to shutdown. A stop signal is reported to the
+    supervisor. If the supervisor sent it, the actor ends. Otherwise it keeps serving, because ranks
+    need it while the whole job stops."""
 
     def __init__(self, config: dict[str, Any], ready_fd: int) -> None:
         self._spec = from_wire(ActorSpec, config["spec"])

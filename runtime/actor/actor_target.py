@@ -30,9 +30,7 @@ def make_target(
     target: str, kwargs: Mapping[str, Any], kwarg_settings: Mapping[str, str] | None = None
 ) -> Any:
     """An instance of `module:Class`. Raises ConfigError that lists the accepted arguments.
-
-    `kwarg_settings` names the user's setting that an argument comes from, for the message.
-    """
+    `kwarg_settings` names the user's setting that an argument comes from, for the message."""
     kind = load_target(target)
     try:
         signature = inspect.signature(kind)

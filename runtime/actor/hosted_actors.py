@@ -51,9 +51,7 @@ class HostedActors:
 
     async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
         """Starts an actor, yields its state after every change, returns when it has ended for good.
-
-        If the caller is lost, the actor ends, unless it is kept warm.
-        """
+        If the caller is lost, the actor ends, unless it is kept warm."""
         may_start = asyncio.Event()
         hosted = self._hosted[spec.name] = _Hosted(self._start(spec, may_start), may_start)
         try:

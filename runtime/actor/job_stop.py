@@ -43,9 +43,7 @@ class JobStop:
 
     async def settle(self, own_stop: asyncio.Event) -> None:
         """After a signal to an actor: returns once it is known whether the job is being stopped.
-
-        `own_stop` is set when umbra asks the actor to end, as it does at the end of each stop.
-        """
+        `own_stop` is set when umbra asks the actor to end, as it does at the end of each stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_WINDOW_S):
                 await first_of(self._requested, own_stop)

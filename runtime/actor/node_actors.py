@@ -172,10 +172,8 @@ class NodeActors:
         return await self.find(name).wait_running(deadline - time.monotonic(), lost_incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
-        """Ends an actor for good, waits until its process is reaped, and frees its name.
-
-        After DeadlineExceeded it still ends, later.
-        """
+        """Ends an actor for good, waits until its process is reaped, and frees its name. After
+        DeadlineExceeded it still ends, later."""
         actor = self.find(name)
         actor.stop()
         try:

@@ -213,11 +213,8 @@ class SupervisedActor:
         self._shortages.woke()
 
     def signalled(self, incarnation: int) -> bool:
-        """Takes the actor's report of a stop signal; returns whether umbra sent it, so that
-        the actor ends.
-
-        Otherwise the actor gets another signal when it must end.
-        """
+        """Takes the actor's report of a stop signal; returns whether umbra sent it, so that the
+        actor ends. Otherwise the actor gets another signal when it must end."""
         if incarnation != self.incarnation or self._stop.is_set() or self._child is None:
             return True
         self._got_signal.set()
@@ -415,10 +412,8 @@ class SupervisedActor:
         return ""
 
     async def _read_outcome(self, read_fd: int, child: ChildProcess) -> dict[str, Any] | None:
-        """Reads the child's announcement; None if it ended, or the actor must stop, before.
-
-        The pipe's end proves nothing: a process that the constructor forked may hold it open.
-        """
+        """Reads the child's announcement; None if it ended, or the actor must stop, before. The
+        pipe's end proves nothing: a process that the constructor forked may hold it open."""
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(_read_object(read_fd))
             ended = tasks.create_task(child.wait())
@@ -525,10 +520,8 @@ def _with_state(pid: int, reason: str) -> str:
 async def await_end_of_lost(
     changed: asyncio.Condition, state: Callable[[], ActorState], grace_s: float
 ) -> None:
-    """Waits for the end that a lost connection announces, for the actor's grace at most.
-
-    The caller holds the condition.
-    """
+    """Waits for the end that a lost connection announces, for the actor's grace at most. The caller
+    holds the condition."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s + _LOST_LIMIT_S):
             await changed.wait_for(lambda: state() != ActorState.RUNNING)

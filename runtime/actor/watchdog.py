@@ -23,12 +23,9 @@ _LOOK_EVERY: Final = 10
 
 
 class Watchdog:
-    """Watches one actor's processes and decides when they must be killed: hung, blocked,
-    stalled, large.
-
-    It counts pings, not clock time, so that a supervisor that was itself stopped for a while does
-    not blame its children.
-    """
+    """Watches one actor's processes and decides when they must be killed: hung, blocked, stalled,
+    large. It counts pings, not clock time, so that a supervisor that was itself stopped for a while
+    does not blame its children."""
 
     def __init__(
         self,

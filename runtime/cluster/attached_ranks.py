@@ -190,10 +190,8 @@ class AttachedRanks:
         self._nodes = None
 
     async def watch_stops(self, notify: Notify) -> None:
-        """Reports each rank that a signal stops or continues, until cancelled.
-
-        A stopped rank is not lost: the job waits for it, as long as its deadlines allow.
-        """
+        """Reports each rank that a signal stops or continues, until cancelled. A stopped rank is
+        not lost: the job waits for it, as long as its deadlines allow."""
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             for rank in self.all():

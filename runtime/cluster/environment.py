@@ -50,11 +50,9 @@ _START_VARIABLES: Final = ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FI
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that torchrun gave a rank, for other processes.
-
-    A library there that makes its own process group (vLLM) would look for its peers at the ranks'
-    store, and wait forever.
-    """
+    """The environment without the variables that torchrun gave a rank, for other processes. A
+    library there that makes its own process group (vLLM) would look for its peers at the ranks'
+    store, and wait forever."""
     return {
         name: value
         for name, value in environ.items()
@@ -141,11 +139,9 @@ class TorchrunEnvironment:
 
     @property
     def round_id(self) -> str:
-        """Distinguishes starts of a node's ranks that have the same `incarnation`.
-
-        torchrun's count of restarts is each agent's own, and does not rise when only the nodes
-        change. Rank 0's own store is a new one in each round of torchrun's rendezvous.
-        """
+        """Distinguishes starts of a node's ranks that have the same `incarnation`. torchrun's count
+        of restarts is each agent's own, and does not rise when only the nodes change. Rank 0's own
+        store is a new one in each round of torchrun's rendezvous."""
         host, port = self.meeting_point
         return f"{host}:{port}" if self.has_own_store else ""
 

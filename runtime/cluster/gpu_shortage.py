@@ -60,11 +60,9 @@ class RankMemory:
 async def read_gpu_memory(
     roots: Mapping[int, str] = {}, ranks: Mapping[str, RankMemory] = {}
 ) -> str:
-    """Reads the memory now and describes it like `describe_gpu_memory`.
-
-    `roots` maps pids to ranks or actors, whose descendants count as theirs. The supervisor and its
-    actors are below a rank, so ranks come first.
-    """
+    """Reads the memory now and describes it like `describe_gpu_memory`. `roots` maps pids to ranks
+    or actors, whose descendants count as theirs. The supervisor and its actors are below a rank, so
+    ranks come first."""
     uses: list[GpuUse] = []
     holders: dict[int, str] = {}
     try:

@@ -27,10 +27,8 @@ _TAKE_OVER_LIMIT_S = 60.0
 
 
 class GuardianProcess:
-    """A node's guardian, which starts the supervisor, from local rank 0's side. Calls block.
-
-    The guardian outlives its starter: closing leaves it running.
-    """
+    """A node's guardian, which starts the supervisor, from local rank 0's side. Calls block. The
+    guardian outlives its starter: closing leaves it running."""
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int, log: ChildLog) -> None:
         self.pid = popen.pid
@@ -75,10 +73,8 @@ class GuardianProcess:
             return None
 
     def stop(self, timeout_s: float) -> ExitStatus | None:
-        """Ends everything after a start that failed, and waits.
-
-        Asks again after half the time, because a first request waits for the ranks.
-        """
+        """Ends everything after a start that failed, and waits. Asks again after half the time,
+        because a first request waits for the ranks."""
         for _ in range(2):
             if self._popen.poll() is None:
                 self._popen.terminate()

@@ -278,10 +278,8 @@ class JobLinks:
         members.report(node, event)
 
     async def check_epoch(self, epoch: int) -> None:
-        """Raises ActorNotFound for a supervisor's call from another epoch.
-
-        Must come first in such calls. Waits, because the caller may know an epoch before this node.
-        """
+        """Raises ActorNotFound for a supervisor's call from another epoch. Must come first in such
+        calls. Waits, because the caller may know an epoch before this node."""
         await self._await_begin()
         if epoch != self.epoch:
             raise ActorNotFound(f"the nodes have met again: epoch {epoch} is not {self.epoch}")

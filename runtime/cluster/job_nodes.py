@@ -198,10 +198,8 @@ def meet_nodes(
 
 @contextlib.contextmanager
 def failure_reported(environment: TorchrunEnvironment) -> Generator[None]:
-    """Reports an error of the block to the nodes that wait in `meet_nodes`, now or soon.
-
-    Only local rank 0 in a job of several nodes does, and only before this node has met the others.
-    """
+    """Reports an error of the block to the nodes that wait in `meet_nodes`, now or soon. Only local
+    rank 0 in a job of several nodes does, and only before this node has met the others."""
     try:
         yield
     except Exception as error:

@@ -55,9 +55,7 @@ class JobRequests:
 
     async def look(self) -> None:
         """Takes requests from clients that cannot reach the supervisor's socket, until cancelled.
-
-        Must not be cancelled before the job is over: a request just taken would be lost.
-        """
+        Must not be cancelled before the job is over: a request just taken would be lost."""
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             if not self.is_lead:

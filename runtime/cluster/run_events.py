@@ -59,11 +59,9 @@ def read_events(run_dir: Path) -> list[RunEvent]:
 
 
 class EventLog:
-    """Appends events. `run` lives until `close`. Owned by the supervisor.
-
-    The directory may be on a shared file system that answers late, so a thread writes. Each write
-    opens the file, because a run that replaces another one moves its file away.
-    """
+    """Appends events. `run` lives until `close`. Owned by the supervisor. The directory may be on a
+    shared file system that answers late, so a thread writes. Each write opens the file, because a
+    run that replaces another one moves its file away."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "events.jsonl"

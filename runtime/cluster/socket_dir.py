@@ -46,11 +46,9 @@ _OWNER, _NEW, _DEAD = "owner", ".new-", ".dead-"
 
 
 class SocketDir:
-    """A job's socket directory on this node, owned through its lock.
-
-    The lock is held as long as any process has `lock_fd` open: pass it to the guardian, which
-    removes the directory at the end, then `release` it here.
-    """
+    """A job's socket directory on this node, owned through its lock. The lock is held as long as
+    any process has `lock_fd` open: pass it to the guardian, which removes the directory at the end,
+    then `release` it here."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path

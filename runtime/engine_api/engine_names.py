@@ -56,9 +56,7 @@ class EngineKind:
 
     def tensor_parallel_size(self, engine_args: Mapping[str, Any], section: str = "pool") -> int:
         """Worker processes of one engine, each with a GPU of its own where there are GPUs.
-
-        `section` is the config's section of `engine_args`, for the error.
-        """
+        `section` is the config's section of `engine_args`, for the error."""
         if self.wraps_engine:
             inner = engine_kind(str(engine_args.get("inner", "embedded")))
             options: object = engine_args.get("engine_args", {})

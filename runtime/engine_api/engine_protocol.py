@@ -72,19 +72,15 @@ class Engine(Protocol):
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Why the ranks' memory (`rank_exports`) cannot be read here, or "". Allowed in any state.
-
-        If it can be read, an update may bring "exports" in place of buckets.
-        """
+        If it can be read, an update may bring "exports" in place of buckets."""
         ...
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]
     ) -> None:
-        """Prepares for the weights of `version`, and changes nothing else.
-
-        Allowed in any state except between `load` and `commit_update` or `abort_update`. A sleep
-        discards the preparation.
-        """
+        """Prepares for the weights of `version`, and changes nothing else. Allowed in any
+        state except between `load` and `commit_update` or `abort_update`. A sleep discards
+        the preparation."""
         ...
 
     async def load(self) -> dict[str, int]:
@@ -98,11 +94,9 @@ class Engine(Protocol):
         ...
 
     async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares loaded checksums with `regions`, each [image offset, nbytes, checksum].
-
-        Called in syncs with checksums. Returns a text for each difference; with any, the update
-        cannot be committed. Changes nothing.
-        """
+        """Compares loaded checksums with `regions`, each [image offset, nbytes, checksum]. Called
+        in syncs with checksums. Returns a text for each difference; with any, the update cannot be
+        committed. Changes nothing."""
         ...
 
     async def commit_update(self) -> None:

@@ -33,11 +33,9 @@ class LoraAdapter:
 
     @classmethod
     def read(cls, name: str, path: Path, model_path: Path) -> Self:
-        """Reads the folder, and compares its matrices with the model's.
-
-        Models that are quantised, or whose checkpoint has other names than their modules, are not
-        compared. Raises DataError for a folder that is missing, damaged, or for another model.
-        """
+        """Reads the folder, and compares its matrices with the model's. Models that are quantised,
+        or whose checkpoint has other names than their modules, are not compared. Raises DataError
+        for a folder that is missing, damaged, or for another model."""
         try:
             config = _read_config(path / _CONFIG)
             shapes = {name: each.shape for name, each in read_header(path / _WEIGHTS).items()}

@@ -130,10 +130,8 @@ def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
 
 
 def check_fits(shapes: Shapes, model: Shapes) -> None:
-    """Raises ValueError for a matrix that the model lacks, or has in another shape.
-
-    Models whose checkpoint has other names than their modules are not compared.
-    """
+    """Raises ValueError for a matrix that the model lacks, or has in another shape. Models whose
+    checkpoint has other names than their modules are not compared."""
     modules = module_shapes(shapes)
     found = {name: model[f"{name}.weight"] for name in modules if f"{name}.weight" in model}
     if not found:

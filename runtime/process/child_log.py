@@ -64,11 +64,9 @@ class ChildLog:
         return "\n".join(text.splitlines()[-max_lines:])
 
     def first_error(self) -> str:
-        """The first traceback's last lines; empty if there is none.
-
-        If several processes write, the first error caused the others, and by the end of all their
-        tracebacks it is far above the tail.
-        """
+        """The first traceback's last lines; empty if there is none. If several processes write,
+        the first error caused the others, and by the end of all their tracebacks it is far
+        above the tail."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start_offset)

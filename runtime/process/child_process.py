@@ -111,9 +111,7 @@ class ChildProcess:
 
     async def terminate(self, grace_s: float) -> ExitStatus:
         """SIGTERM, up to `grace_s` seconds, then SIGKILL for the child and everything below it.
-
-        Ends stopped processes, too. Raises TimeoutError if SIGKILL does not end it within 30 s.
-        """
+        Ends stopped processes, too. Raises TimeoutError if SIGKILL does not end it within 30 s."""
         if self.status is None and grace_s > 0:
             self.send_signal(signal.SIGTERM)
             self.send_signal(signal.SIGCONT)  # a stopped process would not handle SIGTERM
@@ -193,10 +191,8 @@ def living_pids() -> frozenset[int]:
 
 
 def resident_nbytes(pid: int) -> int:
-    """Resident memory of one process, shared pages included; 0 if it has ended.
-
-    Memory limits use this number: RLIMIT_AS would count memory that torch only reserves.
-    """
+    """Resident memory of one process, shared pages included; 0 if it has ended. Memory limits use
+    this number: RLIMIT_AS would count memory that torch only reserves."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

@@ -31,22 +31,16 @@ def _united(near: Sequence[frozenset[int]]) -> frozenset[int]:
 
 
 def core_shares(cores: Sequence[AbstractSet[int]], quota: float) -> list[int]:
-    """Threads for each process: its cores divided by the processes that share any of
-    them, at least 1.
-
-    `quota` is the number of CPUs that all may keep busy, see `cpu_quota`.
-    """
+    """Threads for each process: its cores divided by the processes that share any of them, at least
+    1. `quota` is the number of CPUs that all may keep busy, see `cpu_quota`."""
     most = quota / len(cores)
     shares = [len(own) // sum(1 for other in cores if own & other) for own in cores]
     return [max(1, int(min(share, most))) for share in shares]
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs that this process's cgroup, such as a container, may keep busy; infinite
-    without a limit.
-
-    A limited process still sees all of the host's cores.
-    """
+    """CPUs that this process's cgroup, such as a container, may keep busy; infinite without a
+    limit. A limited process still sees all of the host's cores."""
     limits = [math.inf]
     for line in own.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -70,11 +64,8 @@ def _quota_of(cgroup: Path) -> float:
 
 
 def allowed_threads(num: int) -> int:
-    """`num`, or OMP_THREAD_LIMIT if that is less.
-
-    OpenMP starts no more threads than that. If more are set, torch 2.13 leaves their part of a
-    product in bfloat16 uninitialised.
-    """
+    """`num`, or OMP_THREAD_LIMIT if that is less. OpenMP starts no more threads than that. If more
+    are set, torch 2.13 leaves their part of a product in bfloat16 uninitialised."""
     limit = os.environ.get("OMP_THREAD_LIMIT", "")
     return min(num, int(limit)) if limit.isdigit() and int(limit) > 0 else num
 

@@ -104,12 +104,9 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Sends SIGKILL to the caller's child `pid` and all below it except resource trackers;
-    does not wait.
-
-    The root is stopped first so that it does not fork between the last scan and its own death.
-    Processes that fork faster than the scans remain, and go to the nearest subreaper.
-    """
+    """Sends SIGKILL to the caller's child `pid` and all below it except resource trackers; does not
+    wait. The root is stopped first so that it does not fork between the last scan and its own
+    death. Processes that fork faster than the scans remain, and go to the nearest subreaper."""
     send_signal(pid, signal.SIGSTOP)
     kill_tree_below(pid, spare_trackers=True)
     send_signal(pid, signal.SIGKILL)
@@ -143,10 +140,8 @@ def kill_tree_below(
 
 
 def living_descendants(pid: int, spared: Collection[int] = ()) -> Iterator[Identity]:
-    """Yields descendants of `pid` that have not ended, without `spared` trees.
-
-    Parents come before children, and young siblings before old ones, because they fork soonest.
-    """
+    """Yields descendants of `pid` that have not ended, without `spared` trees. Parents come before
+    children, and young siblings before old ones, because they fork soonest."""
     queue = [child for child in reversed(child_pids(pid)) if child not in spared]
     seen = set(queue)
     for current in queue:
@@ -160,10 +155,8 @@ def living_descendants(pid: int, spared: Collection[int] = ()) -> Iterator[Ident
 
 
 def child_pids(pid: int) -> list[int]:
-    """Children of `pid`, zombies included; empty if the process has ended.
-
-    The kernel may skip a child while a sibling exits, so callers that need all of them scan again.
-    """
+    """Children of `pid`, zombies included; empty if the process has ended. The kernel may skip a
+    child while a sibling exits, so callers that need all of them scan again."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:

@@ -18,11 +18,9 @@ _GIB: Final = 1 << 30
 
 
 class ReleaseWatch:
-    """Decides from readings whether ended processes' memory is free. Pure.
-
-    It is once these processes hold none, and use has stopped falling. If NVML knows them by other
-    pids, only the second test counts. `now` is the time of the end, on a monotonic clock.
-    """
+    """Decides from readings whether ended processes' memory is free. Pure. It is once these
+    processes hold none, and use has stopped falling. If NVML knows them by other pids, only the
+    second test counts. `now` is the time of the end, on a monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._began = self._still_since = now

@@ -63,10 +63,8 @@ class GpuUse:
 
 
 class Nvml:
-    """The GPUs of this machine, read by ctypes: no CUDA context, no package.
-
-    All calls may block while a device wakes; the caller of `open` closes it.
-    """
+    """The GPUs of this machine, read by ctypes: no CUDA context, no package. All calls may block
+    while a device wakes; the caller of `open` closes it."""
 
     def __init__(self, library: Any, devices: Sequence[ctypes.c_void_p]) -> None:
         self._library = library

@@ -27,11 +27,9 @@ _LOOK_AGAIN_S = 0.02
 
 
 async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> list[int]:
-    """Sends SIGKILL to all orphans and reaps them; returns the pids that survive the deadline.
-
-    Call it after each child's end, before its successor is started (which may need the memory), and
-    now and then besides. `also_living`: children that ChildProcess did not start.
-    """
+    """Sends SIGKILL to all orphans and reaps them; returns the pids that survive the deadline. Call
+    it after each child's end, before its successor is started (which may need the memory), and now
+    and then besides. `also_living`: children that ChildProcess did not start."""
     clock = asyncio.get_running_loop().time
     begin = clock()
     deadline = begin + deadline_s

@@ -7,11 +7,8 @@ from types import TracebackType
 
 
 class PidWatch:
-    """Calls `callback` once on the running loop when process `pid`, child or not,
-    ends, or has ended.
-
-    Must be closed before the loop ends. Does not reap.
-    """
+    """Calls `callback` once on the running loop when process `pid`, child or not, ends, or has
+    ended. Must be closed before the loop ends. Does not reap."""
 
     def __init__(self, pid: int, callback: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()

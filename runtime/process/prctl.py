@@ -42,11 +42,9 @@ def exit_as_orphan(reason: str) -> NoReturn:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, in any session.
-
-    A daemonised grandchild (double fork, setsid) stays below this process while it lives. The
-    setting survives `exec`; children do not inherit it, and the nearest subreaper adopts theirs.
-    """
+    """Makes this process the parent of every descendant whose own parent ends, in any session. A
+    daemonised grandchild (double fork, setsid) stays below this process while it lives. The setting
+    survives `exec`; children do not inherit it, and the nearest subreaper adopts theirs."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -7,9 +7,7 @@ from umbra.runtime.process.descendants import living_descendants, process_stat
 
 class ProcessTree:
     """A process and its descendants at the last `look`, which reads about one file per thread.
-
-    Ended processes stay in `pids` until the next look, and count for nothing.
-    """
+    Ended processes stay in `pids` until the next look, and count for nothing."""
 
     def __init__(self, root_pid: int) -> None:
         self._root_pid = root_pid
@@ -33,11 +31,9 @@ class ProcessTree:
         return f"its process {stopped[0]} was stopped by a signal" if stopped else ""
 
     def resident_nbytes(self) -> int:
-        """Resident memory. Pages that may be shared count as the most that one process has.
-
-        A weight image that all of them map then counts once. For exact shares (PSS) the kernel
-        would have to walk all pages.
-        """
+        """Resident memory. Pages that may be shared count as the most that one process has. A
+        weight image that all of them map then counts once. For exact shares (PSS) the kernel would
+        have to walk all pages."""
         sizes = [_private_and_shared_nbytes(pid) for pid in self.pids]
         return sum(private for private, _ in sizes) + max(shared for _, shared in sizes)
 

@@ -93,10 +93,8 @@ def answering_stack_requests() -> Generator[None]:
 
 
 def read_stacks(pids: Collection[int]) -> dict[int, str]:
-    """The stacks of processes, in the format of faulthandler; or a reason in brackets.
-
-    Blocks for some seconds at most.
-    """
+    """The stacks of processes, in the format of faulthandler; or a reason in brackets. Blocks for
+    some seconds at most."""
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         return dict(zip(pids, readers.map(_read, pids), strict=True))
 

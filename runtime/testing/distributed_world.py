@@ -38,10 +38,8 @@ _OUTPUT_MAX_CHARS: Final = 4000
 
 
 class RankFailed(UmbraError):
-    """A rank raised, died or was late; the message has its traceback and its last output.
-
-    `rank` is the first one that failed.
-    """
+    """A rank raised, died or was late; the message has its traceback and its last output. `rank` is
+    the first one that failed."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(rank, message)

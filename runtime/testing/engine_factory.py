@@ -21,10 +21,8 @@ class EngineFactory:
         self, model_dir: Path | None = None, *, name: str = "", **kwargs: Any
     ) -> SyncHandle:
         """Starts an engine with the weights of `model_dir` (default: the tiny model), on the CPU.
-
         `kwargs` are the engine's, such as `max_num_seqs`. For a pool, whose engines get their
-        weights by a sync, use `session.create_pool`.
-        """
+        weights by a sync, use `session.create_pool`."""
         settings: dict[str, Any] = {
             "model_path": str(model_dir or self._model_dir),
             "max_context_len": 256,

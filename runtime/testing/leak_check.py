@@ -104,11 +104,9 @@ class LeakCheck:
         self._before = Look.take()
 
     def finish(self, grace_s: float) -> list[str]:
-        """Returns one line for each leak; empty if nothing was left.
-
-        Waits up to `grace_s` seconds for what is ending. Reported processes are killed, so that
-        they do not disturb the next test.
-        """
+        """Returns one line for each leak; empty if nothing was left. Waits up to `grace_s`
+        seconds for what is ending. Reported processes are killed, so that they do not disturb
+        the next test."""
         if not self._new():
             return []
         deadline = time.monotonic() + grace_s
@@ -250,9 +248,7 @@ def _is_permanent_thread(thread: threading.Thread) -> bool:
 
 def _end_zmq_collector() -> None:
     """Ends the thread that pyzmq starts with the first message it does not copy, and then keeps.
-
-    Its descriptors do not show their owner. The thread starts again when needed.
-    """
+    Its descriptors do not show their owner. The thread starts again when needed."""
     garbage = sys.modules.get("zmq.utils.garbage")
     if garbage is not None and not garbage.gc.refs:
         garbage.gc.stop()

@@ -90,11 +90,9 @@ class _LeakFixture:
 def umbra_session_factory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SessionFactory]:
-    """Opens sessions with options: `umbra_session_factory(tcp_host="127.0.0.1")`.
-
-    They are closed in reverse order after the test, which then fails if a supervisor still runs or
-    a socket directory was left.
-    """
+    """Opens sessions with options: `umbra_session_factory(tcp_host="127.0.0.1")`. They are closed
+    in reverse order after the test, which then fails if a supervisor still runs or a socket
+    directory was left."""
     from umbra.runtime.testing.session_factory import SessionFactory
 
     with SessionFactory(tmp_path, monkeypatch) as factory:
@@ -111,10 +109,8 @@ def umbra_session(umbra_session_factory: SessionFactory) -> Session:
 def umbra_tiny_model_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A Hugging Face directory of a tiny Qwen3, always the same; skips without transformers.
-
-    Kept in pytest's cache, so that later runs need not import transformers.
-    """
+    """A Hugging Face directory of a tiny Qwen3, always the same; skips without transformers. Kept
+    in pytest's cache, so that later runs need not import transformers."""
     from umbra.runtime.testing.tiny_model import make_tiny_model
 
     cache: pytest.Cache | None = getattr(request.config, "cache", None)

@@ -20,11 +20,9 @@ _SPECIALS: Final = ("<pad>", "<eos>", "<unk>")
 
 
 def make_tiny_model(parent: Path, seed: int = 0) -> Path:
-    """A tiny Hugging Face directory below `parent`: Qwen3 of 0.1 M parameters; a token
-    is a character.
-
-    Made once per seed, the same on every machine; skips the test if transformers is missing.
-    """
+    """A tiny Hugging Face directory below `parent`: Qwen3 of 0.1 M parameters; a token is
+    a character. Made once per seed, the same on every machine; skips the test if
+    transformers is missing."""
     path = parent / f"{_RECIPE}-seed{seed}"
     if path.exists():
         return path

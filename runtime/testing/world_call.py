@@ -76,10 +76,8 @@ class WorldCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldOutcome:
-    """One rank's result: `error` is empty where there is a `value`.
-
-    `failed_at` is the rank's time.monotonic() when the function raised; 0 for other errors.
-    """
+    """One rank's result: `error` is empty where there is a `value`. `failed_at` is the rank's
+    time.monotonic() when the function raised; 0 for other errors."""
 
     value: Any = None
     error: str = ""
