@@ -15,13 +15,8 @@ _MAX_BURST: Final = 1024
 
 
 class EchoCore(PolledCore):
-    """Makes tokens when they are taken, as many as time allows, for up to `max_num_seqs` requests.
-
-    Args:
-        tokens_per_s: speed of each running request; None: as fast as possible.
-        weights: bytes that a level 2 sleep loses; logprobs depend on them with
-            `weights_in_logprobs`.
-    """
+    """Makes tokens when they are taken, as many as time and `tokens_per_s` of each request allow. A
+    level 2 sleep loses `weights`; with `weights_in_logprobs`, logprobs depend on them."""
 
     name = "echo"
     keeps_requests_asleep = True
@@ -113,11 +108,8 @@ class EchoCore(PolledCore):
 
 
 class _EchoOutput:
-    """A request in progress.
-
-    Attributes:
-        since: loop time up to which the request has its tokens; None while it waits to run.
-    """
+    """A request in progress; `since` is the loop time of its last token, None while
+    it waits to run."""
 
     def __init__(self, core: EchoCore, key: str, request: GenerationRequest) -> None:
         self._core = core
@@ -131,7 +123,6 @@ class _EchoOutput:
         self.changed = asyncio.Event()
 
     def take(self) -> NewOutput | None:
-        """No token follows a stop token or exceeds the budget."""
         if self.is_aborted:
             return NewOutput(tokens=[], logprobs=[], finish_reason="abort")
         request = self._request

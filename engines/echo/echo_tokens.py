@@ -20,16 +20,9 @@ class Drawn(NamedTuple):
 
 
 class EchoTokens:
-    """Draws the tokens that follow a context, one after the other, in constant time each.
-
-    A trajectory that was cut continues with the same tokens in any process if seed, context and
-    position are right. A wrong context gives other tokens.
-
-    Args:
-        seed: the trajectory's.
-        context: prompt and all tokens so far.
-        position: index of the next token in the completion; advances with each draw.
-    """
+    """Draws the tokens that follow a context (prompt and all tokens so far), in constant time each.
+    A trajectory that was cut continues with the same tokens in any process if its seed, context and
+    `position`, the completion index of the next token, are right."""
 
     def __init__(
         self,
@@ -44,7 +37,6 @@ class EchoTokens:
         self.position = position
 
     def draw(self, count: int, stop_token_ids: Collection[int] = ()) -> Drawn:
-        """The next `count` tokens in [0, vocab_size), none after a stop token."""
         tokens: list[int] = []
         keys: list[int] = []
         state = self._digest.intdigest()
@@ -61,12 +53,7 @@ class EchoTokens:
 
 
 def echo_logprobs(keys: npt.NDArray[np.uint64], fingerprint: int) -> npt.NDArray[np.float32]:
-    """Stand-ins for logprobs, below 0.
-
-    Args:
-        keys: see `Drawn`; any shape.
-        fingerprint: of the weights; see `weights_fingerprint`.
-    """
+    """Stand-ins for logprobs, below 0, from `Drawn` keys and the `weights_fingerprint`."""
     bits = keys ^ np.uint64(fingerprint)
     # 52 bits and a half: the largest value is still below 1 after rounding to float64.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

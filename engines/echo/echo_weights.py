@@ -17,7 +17,6 @@ _OPEN_TIMEOUT_S = 10.0
 
 
 def weights_fingerprint(tensors: Iterable[bytes | bytearray | memoryview]) -> int:
-    """One number for the bytes of all tensors, in the order of their manifest."""
     digest = xxhash.xxh3_64()
     for data in tensors:
         digest.update(data)
@@ -25,8 +24,7 @@ def weights_fingerprint(tensors: Iterable[bytes | bytearray | memoryview]) -> in
 
 
 class EchoWeights:
-    """The bytes that an engine holds. An update overwrites them in place, even one
-    aborted half-way."""
+    """The bytes that an engine holds. Updates overwrite them in place, even an aborted one."""
 
     def __init__(self) -> None:
         self.image = bytearray()
@@ -58,12 +56,8 @@ class EchoWeights:
 
 
 class EchoUpdates(WeightUpdates):
-    """The echo engine's side of a sync: reads every byte.
-
-    Args:
-        weights: receives the bytes; None: the bytes are dropped.
-        verify: compare checksums, which imports torch.
-    """
+    """Reads every byte of a sync, into `weights` if given. `verify` compares
+    checksums with torch."""
 
     def __init__(self, weights: EchoWeights | None, *, verify: bool) -> None:
         self._weights = weights

@@ -50,7 +50,6 @@ class Arena:
         return self.data[offset_nbytes : offset_nbytes + size_nbytes].view(dtype).view(shape)
 
     def populate(self) -> None:
-        """Makes all pages present, so that the first write is as fast as later ones."""
         if self._mapping is not None:
             populate_range(self.data.data_ptr(), self.size_nbytes)
 

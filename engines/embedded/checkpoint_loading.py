@@ -29,10 +29,8 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def load_checkpoint(model_path: str, parameters: Parameters) -> None:
-    """Fills all parameters from safetensors files in `model_path`, converting to their dtype.
-
-    Raises DataError for files or tensors that are missing, unexpected, mis-shaped or unusable.
-    """
+    """Fills all parameters from safetensors files, converting to their dtype. Raises DataError for
+    files or tensors that are missing, unexpected, mis-shaped or unusable."""
     missing = set(parameters.destinations)
     with ExitStack() as stack:
         for name, tensor, file in _tensors(model_path, stack):

@@ -69,7 +69,6 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
 
     async def start(self) -> None:
-        """Builds the worker in the thread. Raises the builder's errors."""
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -95,13 +94,9 @@ class ComputeThread:
         return self._error
 
     async def run(self, job: Callable[[EmbeddedWorker], T], *, flushes: bool = False) -> T:
-        """Runs `job` in the thread between two steps, even if the caller is cancelled.
-
-        Raises EngineError with the traceback if the thread has failed.
-
-        Args:
-            flushes: `on_batch` has had all tokens and finishes when this returns.
-        """
+        """Runs `job` in the thread between two steps, even if the caller is cancelled. With
+        `flushes`, `on_batch` has had all tokens and finishes when it returns. Raises EngineError if
+        the thread failed."""
         if self._error is not None:
             raise self._error
         future: asyncio.Future[T] = self._loop.create_future()
@@ -111,14 +106,11 @@ class ComputeThread:
         return await future
 
     def post(self, job: Job) -> None:
-        """Queues `job` without waiting for it. Its errors are logged."""
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_log_error)
         self._jobs.put(_QueuedJob(job, future, flushes=False))
 
     def begin_epoch(self, epoch: int) -> None:
-        """Drops all requests; later batches carry `epoch`."""
-
         def forget(worker: EmbeddedWorker) -> None:
             worker.core.forget()
             self._epoch = epoch

@@ -20,7 +20,7 @@ from umbra.runtime.engine_api.decoder_config import ModelConfig
 
 
 class DecoderModel:
-    """Parameters and the two passes that use them, both under `torch.inference_mode()`."""
+    """Parameters and two passes, both under `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -124,7 +124,6 @@ class DecoderModel:
     def _project(
         self, layer: LayerParameters, hidden: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [M, H, D] and keys [M, K, D], and values [M, K, D]."""
         config = self.config
         qkv = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
         heads = qkv.view(len(hidden), -1, config.head_dim)
@@ -156,7 +155,6 @@ class DecoderModel:
 
 
 def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + x @ weight.T + bias, in one product if there is no bias."""
     if bias is None:
         return torch.addmm(residual, x, weight.t())
     return residual + F.linear(x, weight, bias)

@@ -104,7 +104,6 @@ class EngineCore:
         return len(chosen)
 
     def forget(self) -> None:
-        """Drops all requests and undelivered deltas."""
         self.abort()
         self._deltas.clear()
 
@@ -114,7 +113,6 @@ class EngineCore:
         self.version = version
 
     def take_deltas(self) -> DeltaColumns | None:
-        """All tokens and finishes since the last take."""
         self._cut_runs()
         return self._deltas.take()
 
@@ -123,7 +121,6 @@ class EngineCore:
         self._evict(list(range(self._rows.count)))
 
     def step(self) -> None:
-        """One prefill if a waiting request fits, then one token for all running requests."""
         with torch.inference_mode():
             if self._waiting:
                 self._admit()
@@ -189,7 +186,6 @@ class EngineCore:
         self._resize(growth.capacity)
 
     def _evict(self, evicted: Sequence[int]) -> None:
-        """Returns running requests to the head of the queue, the oldest first."""
         rows = self._rows
         if not evicted:
             return
@@ -243,7 +239,6 @@ class EngineCore:
             self.cache.clear_beyond((rows.lens[: rows.count] - 1).tolist())
 
     def _truncate(self, chosen: slice, logits: Tensor) -> None:
-        """Masks the tokens that the rows' top-k and top-p leave out."""
         rows = self._rows
         top_ps, top_ks = rows.top_ps[chosen], rows.top_ks[chosen]
         is_truncated = (top_ps < 1) | (top_ks > 0)
@@ -256,7 +251,6 @@ class EngineCore:
             logits.index_copy_(0, indices, part.masked_fill_(part < lowest, -torch.inf))
 
     def _remove(self, finished: Sequence[tuple[int, str]]) -> None:
-        """Ends running requests, given as (row, reason)."""
         if not finished:
             return
         numbers = [row for row, _ in finished]

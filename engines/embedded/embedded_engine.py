@@ -103,8 +103,6 @@ class EmbeddedCore(Core):
 
 
 class EmbeddedRequests(EngineRequests):
-    """Receives whole batches from the compute thread, one per tick."""
-
     def __init__(self, build: Callable[[], EmbeddedWorker], *, tick_ms: float) -> None:
         super().__init__()
         self.thread = ComputeThread(build, tick_s=tick_ms / 1000, on_batch=self._on_batch)
@@ -153,8 +151,7 @@ class EmbeddedRequests(EngineRequests):
 
 
 class EmbeddedUpdates(WeightUpdates):
-    """Loads weights straight into the parameters, in the compute thread, which then
-    waits for ranks."""
+    """Loads weights straight into the parameters, in the compute thread."""
 
     def __init__(self, thread: ComputeThread) -> None:
         self._thread = thread

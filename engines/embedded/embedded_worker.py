@@ -24,8 +24,7 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 class EmbeddedWorker:
-    """Owns model, core and weight receiver. One thread builds and uses it, but any may call
-    `receiver.stop`."""
+    """Model, core and weight receiver, used by one thread; `receiver.stop` may come from any."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         if config.num_threads < 1:
@@ -79,7 +78,6 @@ class EmbeddedWorker:
             self.core.cache.restore()
 
     def load_update(self) -> int:
-        """Loads new weights and returns their bytes. Waits for the ranks."""
         nbytes = self.receiver.load()
         self._model.parameters.refresh()
         return nbytes
@@ -99,7 +97,6 @@ class EmbeddedWorker:
         )
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes resident now."""
         arena, cache = self._model.parameters.arena, self.core.cache
         return {
             "weights_nbytes": arena.size_nbytes if arena.is_resident else 0,

@@ -54,7 +54,6 @@ class KvCache:
         return self._arenas[0].is_resident
 
     def release(self) -> None:
-        """Frees the memory; every row is lost."""
         for arena in self._arenas:
             arena.release()
 

@@ -70,7 +70,6 @@ class Parameters:
             self.head = self._add("lm_head.weight", config.vocab_size, width)
 
     def refresh(self) -> None:
-        """Recomputes derived tensors."""
         config = self._config
         for idx, layer in enumerate(self.layers):
             if layer.qk_norm is not None:
@@ -148,7 +147,6 @@ class Parameters:
         return self._carve((config.num_heads + config.num_kv_heads, config.head_dim))
 
     def _carve(self, shape: tuple[int, ...]) -> Tensor:
-        """The next stretch of the arena, or a stand-in while `_build` counts bytes."""
         offset_nbytes = self._offset_nbytes
         size_nbytes = math.prod(shape) * self.dtype.itemsize
         self._offset_nbytes += -(-size_nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

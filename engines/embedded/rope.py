@@ -29,7 +29,6 @@ def rope_tables(
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Inverse wavelengths [D/2] float32, stretched by the config."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
     plain = 1.0 / (config.theta**exponents)
     if config.kind == "default":

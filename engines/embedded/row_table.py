@@ -15,12 +15,8 @@ Int64Array = npt.NDArray[np.int64]
 
 class RowTable:
     """The running sequences as columns: row i of every array is cache row i; 0..count-1 are in use.
-
-    Columns instead of objects: with a small model, Python per sequence would cost more
-    than the model.
-
-    R: rows, C: longest context, W: widest list of stop tokens.
-    """
+    With a small model, Python per sequence would cost more than the model. R: rows, C: longest
+    context, W: widest list of stop tokens."""
 
     def __init__(self, *, max_rows: int, max_context_len: int) -> None:
         self.count = 0
@@ -78,7 +74,6 @@ class RowTable:
         self.stops[row, :num_stops] = request.stop_token_ids
 
     def push(self, first: int, tokens: Int64Array, logprobs: npt.NDArray[np.float32]) -> None:
-        """Appends one sampled token to each row from `first` on."""
         rows, lens = self._numbers[first : self.count], self.lens[first : self.count]
         self.tokens[rows, lens] = tokens
         self.logprobs[rows, lens] = logprobs
@@ -91,7 +86,6 @@ class RowTable:
         return stopped, self.lens[rows] >= self.ends[rows]
 
     def cut_runs(self, rows: Int64Array, buffer: DeltaBuffer, version: int) -> None:
-        """Moves the tokens that the consumer lacks to `buffer`."""
         counts = self.lens[rows] - self.sent[rows]
         rows, counts = rows[counts > 0], counts[counts > 0]
         if not len(rows):

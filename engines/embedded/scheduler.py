@@ -48,7 +48,6 @@ class Limits:
             )
 
     def capacity_for(self, num_tokens: int) -> int:
-        """The smallest row that holds `num_tokens`."""
         assert num_tokens <= self.max_context_len
         capacity = MIN_CAPACITY
         while capacity < num_tokens:
@@ -75,12 +74,8 @@ def plan_admission(
     longest_running: int,
     capacity: int,
 ) -> AdmissionPlan:
-    """How many of the queue's head start now.
-
-    Args:
-        waiting_lens: tokens of each waiting request, in order.
-        longest_running: tokens of the longest running sequence, 0 when none runs.
-    """
+    """How many requests of the queue's head start now. Lengths are in tokens; `longest_running` is
+    0 when none runs."""
     count, longest = 0, longest_running
     longest_prompt = 0
     for num_tokens in waiting_lens:
@@ -111,12 +106,8 @@ class Growth:
 def plan_growth(
     limits: Limits, *, lens: Sequence[int], arrivals: Sequence[int], capacity: int
 ) -> Growth:
-    """Evicts as few rows as possible so that sequences that outgrew their rows fit.
-
-    Args:
-        lens: tokens each running row must hold in the coming step.
-        arrivals: each row's index in the order of arrival.
-    """
+    """Evicts as few rows as possible so that sequences that outgrew their rows fit. `lens` are the
+    tokens of each row in the coming step, `arrivals` its index in the order of arrival."""
     outgrown = [row for row, num_tokens in enumerate(lens) if num_tokens > capacity]
     if not outgrown:
         return Growth(capacity=capacity, evicted=())

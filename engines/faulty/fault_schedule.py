@@ -10,12 +10,8 @@ from umbra.engines.faulty.fault import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueFault:
-    """A fault that happens now.
-
-    Attributes:
-        point: token of this incarnation at which it was due.
-        draw: a random number in [0, 1) that chooses a part of a batch.
-    """
+    """A fault that happens now, due at token `point` of this incarnation; `draw` in [0, 1) chooses
+    a part of a batch."""
 
     fault: Fault
     point: int
@@ -49,13 +45,11 @@ class FaultSchedule:
                 self._of_batches.append(timer)
 
     def on_batch(self, num_tokens: int) -> list[DueFault]:
-        """The faults that the next batch suffers, in the order of the settings."""
         self.num_tokens += num_tokens
         dues = [timer.take(self.num_tokens) for timer in self._of_batches]
         return [due for due in dues if due is not None]
 
     def on_call(self, call: str) -> DueFault | None:
-        """The fault that a call other than `deltas` suffers."""
         for timer in self._of_calls.get(call, ()):
             due = timer.take(self.num_tokens)
             if due is not None:
@@ -74,7 +68,6 @@ class _Timer:
         self._num_left = fault.times
 
     def take(self, num_tokens: int) -> DueFault | None:
-        """The fault, if a point has been reached and `times` is not used up."""
         if self._num_left == 0 or self._next_point > num_tokens:
             return None
         if self._num_left is not None:
@@ -96,7 +89,6 @@ def fault_points(fault: Fault, rng: random.Random) -> Iterator[int]:
 
 
 def _distance(mean: float, rng: random.Random) -> int:
-    """Geometric with that mean: 1 + the tokens before the first that is hit, each with
-    odds 1 / mean."""
+    """Geometric: 1 + the tokens before the first that is hit, with odds of 1 / mean each."""
     draw = rng.random()
     return 1 if mean == 1 else 1 + int(math.log1p(-draw) / math.log1p(-1 / mean))

@@ -79,7 +79,6 @@ class FaultyEngine:
                     yield passed
 
     def _falsify(self, batch: DeltaColumns) -> list[DeltaColumns]:
-        """The batches to send instead. A batch without tokens stays as it is."""
         passed = [batch]
         if len(batch["tokens"]):
             for due in self._schedule.on_batch(len(batch["tokens"])):
@@ -189,7 +188,6 @@ class FaultyEngine:
 
 
 def _actor_and_incarnation() -> tuple[str, int]:
-    """Name and incarnation of the actor in this process."""
     try:
         context = actor_context()
     except RuntimeError:  # constructed outside any actor

@@ -124,12 +124,8 @@ class CopyPlan:
 
     @torch.inference_mode()
     def stage(self, source: WeightSource) -> StagedCopies | None:
-        """Begins to read the prepared copies' values, all of which must be filled; None if
-        there are none.
-
-        Raises:
-            torch.OutOfMemoryError: there is no spare memory. Nothing is staged.
-        """
+        """Begins to read the prepared copies' values, all of which must be filled; None if there
+        are none. Raises torch.OutOfMemoryError, with nothing staged."""
         copies, memory = self._prepare(source).copies, source.memory
         if memory is None or len({copy.target.device for copy in copies}) != 1:
             return None
@@ -144,9 +140,8 @@ class CopyPlan:
 
     @torch.inference_mode()
     def replay(self, source: WeightSource, staged: StagedCopies | None = None) -> None:
-        """Fills all parameters except those of `layers`. Raises the errors of `WeightSource`.
-        Copies to a GPU may still be in progress when it returns; closing the source waits. `staged`
-        is what `stage` returned for the same source."""
+        """Fills all parameters except those of `layers`, maybe from its `stage`. Copies to a GPU
+        may still be in progress when it returns; closing the source waits."""
         prepared = self._prepare(source)
         with source.reading(prepared.copies):
             self._fill(self._fills)
@@ -160,7 +155,6 @@ class CopyPlan:
                     self._carry_out(source, step)
 
     def _resolve(self, source: WeightSource) -> None:
-        """Splits the copies by the source's blocks, unless the layout is the same."""
         layout = [source.blocks(idx) for idx in range(len(self._manifest.entries))]
         if self._steps and layout == self._layout:
             return
@@ -220,8 +214,7 @@ class CopyPlan:
             self._tensors.view_of(fill.target).fill_(fill.value)
 
     def _overlaps(self, storage: int) -> bool:
-        """Whether copies write to the same element, where the last one wins and the
-        order may differ."""
+        """Whether copies write to the same element, where their order matters."""
         written = [copy.target for copy in self._copies if copy.target.storage == storage]
         filled = [fill.target for fill in self._fills if fill.target.storage == storage]
         memory = self._tensors.memory(storage)
@@ -249,8 +242,8 @@ class CopyPlan:
         )
 
     def _leave_to_loader(self) -> None:
-        """Drops the copies of layers that need the loader, and of all layers that share memory with
-        them or are below them."""
+        """Drops the copies of layers that need the loader, and of all that share
+        memory with them."""
         layers: set[nn.Module] = set(self.reasons)
         storages: set[int] = set()
         while True:
@@ -271,10 +264,8 @@ class CopyPlan:
 
 
 def _within(tensor: Tensor, view: StridedView) -> Tensor:
-    """A view, counted from the first element of a tensor."""
     return tensor.as_strided(view.shape, view.strides, int(tensor.storage_offset()) + view.offset)
 
 
 def _viewed(tensor: Tensor, view: StridedView) -> Tensor:
-    """A view, counted from the first element of a tensor's storage."""
     return tensor.as_strided(view.shape, view.strides, view.offset)

@@ -128,8 +128,7 @@ class ExportedWeights:
 
     @torch.inference_mode()
     def _add_up(self, terms: Sequence[_Term]) -> None:
-        """Adds the terms to their regions' checksums, on the GPU even for parameters
-        in host memory."""
+        """Adds the terms to their regions' checksums, on the GPU."""
         if terms:
             device = self._sums.device
             contents = [term.content for term in terms]
@@ -144,8 +143,6 @@ class ExportedWeights:
 
 
 class _Term(NamedTuple):
-    """A checksum that is added to a region's, or subtracted."""
-
     region: int
     content: CastValues
     sign: int = 1

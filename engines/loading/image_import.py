@@ -40,7 +40,6 @@ class ImageImport:
         return self._layout.payload_nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares the image's checksums with the ranks'; returns the differences."""
         tensors = image_tensors(self._layout, self._source.memory)
         return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
 
@@ -49,7 +48,6 @@ class ImageImport:
         self._source.stop()
 
     def close(self) -> None:
-        """Idempotent."""
         self._source.close()
 
 

@@ -106,8 +106,8 @@ class FillingImage(CompleteImage):
         self._end.check_not_aborted()
 
     def wait(self, idx: int) -> None:
-        """Waits for all pages of the entry: a page that a loader writes to no longer shows what
-        ranks write to it."""
+        """Waits for all pages of the entry: one that a loader writes to hides the
+        ranks' later writes."""
         entry = self.manifest.entries[idx]
         self._end.check_not_aborted()
         self._end.wait_filled(
@@ -118,13 +118,11 @@ class FillingImage(CompleteImage):
         self._note_loaded(entry.offset // self._grid.bucket_nbytes)
 
     def finish(self) -> None:
-        """Called when every entry was taken."""
         self._end.check_not_aborted()
         self._note_loaded(self._grid.num_buckets)
 
     def settle(self) -> None:
-        """Waits for copies to the GPU, even after a failure: the memory of both sides
-        is reused then."""
+        """Waits for copies to the GPU, even after a failure, because the memory is reused."""
         self._copies.wait()
 
     def _note_loaded(self, num_buckets: int) -> None:

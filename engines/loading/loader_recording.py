@@ -37,8 +37,6 @@ _FILLS: Final[frozenset[Any]] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WrittenView:
-    """A view within the parameter or buffer storage at address `storage`."""
-
     storage: int
     view: StridedView
     dtype: torch.dtype
@@ -60,11 +58,8 @@ class RecordedFill:
 
 
 class ModelTensors:
-    """The parameters and buffers of a model at one time.
-
-    Attributes:
-        layers: the modules that own a tensor in a storage, by the storage's address.
-    """
+    """The parameters and buffers of a model at one time; `layers` has the modules with a tensor in
+    a storage, by its address."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -93,7 +88,6 @@ class ModelTensors:
             return {place.layer for place in self._places if place.is_replaced or place.is_moved}
 
     def put_back(self) -> None:
-        """Gives moved tensors back their memory, unless they were replaced."""
         for place in self._places:
             if place.is_moved and not place.is_replaced:
                 place.tensor.data = place.memory
@@ -112,8 +106,6 @@ class ModelTensors:
 
 
 class _Place(NamedTuple):
-    """A tensor under its name in a layer, with its memory and that memory's address."""
-
     layer: nn.Module
     kind: Mapping[str, Tensor | None]
     key: str
@@ -191,8 +183,7 @@ class LoaderRecording:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Operations in the block are not the loader's; they only count as reads of
-        given tensors."""
+        """Operations in the block only count as reads of given tensors."""
         self._is_paused = True
         try:
             yield
@@ -212,7 +203,6 @@ class LoaderRecording:
         return sum(view.numel for view in self._written.get(storage_of(parameter), ()))
 
     def unread(self) -> list[str]:
-        """Names of tensors that were never read."""
         return [name for name in self._given.names if name not in self._read]
 
     def _lacks(self, name: str, parameter: nn.Parameter) -> bool:
@@ -223,7 +213,6 @@ class LoaderRecording:
     def note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Records one operation, after it was carried out."""
         made = {storage_of(tensor) for tensor in _tensors(result)}
         read: list[Tensor] = []
         written: list[Tensor] = []
@@ -334,7 +323,6 @@ class _Given:
         return None
 
     def view_of(self, name: str, tensor: Tensor) -> StridedView | None:
-        """`tensor` as a view of the given one."""
         start, dtype, is_contiguous = self._tensors[name]
         if tensor.dtype != dtype or not is_contiguous or tensor.is_conj() or tensor.is_neg():
             return None

@@ -35,7 +35,7 @@ _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class WorkerMemory:
-    """What a worker keeps open between updates: the ranks' memory, or its node's image."""
+    """Memory that a worker keeps open between updates: the ranks', or its node's image."""
 
     def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
         self.exports = OpenedMemory(make_opener)
@@ -67,11 +67,7 @@ class OpenUpdate:
         return self.staged is None or self.staged.is_done
 
     def open(self, description: Mapping[str, Any], loading: PlannedLoading | None = None) -> None:
-        """Opens an update, and leaves one that was not loaded; see `open_weights`.
-
-        Args:
-            loading: stages the update if the description asks for it.
-        """
+        """Opens an update, maybe stages it by `loading`, and leaves one that was not loaded."""
         self._leave()
         weights = open_weights(description, self._device, memory=self._memory)
         self._source = self._opened.enter_context(weights)
@@ -82,7 +78,6 @@ class OpenUpdate:
 
     @contextmanager
     def taken(self) -> Generator[WeightSource]:
-        """Yields the source opened last, and closes it."""
         source, self._source = self._source, None
         if source is None:
             raise WeightSyncError("no update was opened in this worker")
@@ -109,12 +104,8 @@ def open_weights(
     *,
     memory: WorkerMemory | None = None,
 ) -> Generator[WeightSource]:
-    """Opens the described source. The engine's first worker reports its progress.
-
-    Args:
-        device: of the tensors, unless they come from an image.
-        memory: stays open afterwards; without it, nothing does.
-    """
+    """Opens the described source, with tensors on `device` unless they come from an image. `memory`
+    stays open afterwards. The engine's first worker reports its progress."""
     description = _on_this_node(description)
     if "progress" not in description:
         yield CompleteImage(description)
@@ -149,7 +140,6 @@ def _open_exports(
 
 
 def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The update as this worker's node has it: followers have a copy of their own."""
     paths: Sequence[str] = description.get("paths", ())
     if not paths:
         return description

@@ -16,17 +16,14 @@ class ModelLoader(Protocol):
     """The loader of an engine's model. A load that fails may leave the model half-loaded."""
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        """Loads all weights and checks that they are complete.
-
-        Returns:
-            The recording, and the reasons why some layers need the loader.
-        """
+        """Loads all weights, completely; returns why some layers need the loader, besides
+        the recording."""
         ...
 
     def load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
     ) -> None:
-        """Loads layers; without `layers`, loads all and checks that they are complete."""
+        """Loads layers, or all of them completely."""
         ...
 
 

@@ -31,11 +31,8 @@ class RepeatedCopies:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def carry_out(self, wait: Callable[[int], None] | None = None) -> None:
-        """Makes all copies; on a GPU they may still be in progress afterwards.
-
-        Args:
-            wait: returns when the blocks of an entry may be read.
-        """
+        """Makes all copies; on a GPU they may still be in progress afterwards. `wait` returns when
+        the blocks of an entry may be read."""
         if not (self._is_on_one_gpu and self._was_carried_out):
             for copy in self.copies:
                 if wait is not None:

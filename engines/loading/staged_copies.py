@@ -54,7 +54,6 @@ class StagedCopies:
 
     @torch.inference_mode()
     def begin(self) -> None:
-        """Begins to read a version; on the CPU it also ends."""
         if self._stream is None or self._done is None:
             self._to_spare.carry_out()
             return

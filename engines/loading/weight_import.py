@@ -32,7 +32,6 @@ class WeightImport:
         return nullcontext()
 
     def take_reports(self, per_worker: Sequence[Regions]) -> int:
-        """Takes the workers' reports; returns the bytes of the model."""
         if not per_worker:
             raise WeightSyncError("no worker of the engine has read the weights")
         self._read = [
@@ -42,7 +41,6 @@ class WeightImport:
         return self._nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares the ranks' checksums with every worker's; returns the differences."""
         mismatches: list[str] = []
         for offset, nbytes, sent in regions:
             for worker, read in enumerate(self._read):

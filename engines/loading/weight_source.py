@@ -66,9 +66,7 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def regions(self) -> Regions:
-        """The regions read, once everything was taken; empty without checksums."""
-        ...
+    def regions(self) -> Regions: ...
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields names with their tensors, all or some; a tied tensor comes under each of
@@ -81,8 +79,7 @@ class WeightSource(Protocol):
         ...
 
     def wait(self, idx: int) -> None:
-        """Within `reading`: returns when an entry's blocks may be read, sooner for
-        earlier entries."""
+        """Within `reading`: returns when an entry's blocks may be read."""
         ...
 
     def blocks(self, idx: int) -> list[ShardBlock]:

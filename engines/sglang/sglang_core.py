@@ -56,8 +56,7 @@ _NOT_TAKEN: Final = object()
 
 
 class SglangCore(AdapterCore):
-    """Owns SGLang's Engine and the processes below it. Its tasks live from `start` to `stop`,
-    whichever task calls these."""
+    """Owns SGLang's Engine and its processes. Its tasks live from `start` to `stop`."""
 
     name = "SGLang"
     truncates = True
@@ -136,8 +135,7 @@ class SglangCore(AdapterCore):
         self._engine = engine
 
     def _take_over_frontend(self) -> None:
-        """Replaces SGLang's own set-up at the first request, which would take
-        SIGTERM and SIGQUIT."""
+        """Replaces SGLang's set-up at the first request, which would take SIGTERM and SIGQUIT."""
         self._frontend = self._engine.tokenizer_manager
         sglang_processes.remove_load_snapshot(self._frontend)
         watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
@@ -368,7 +366,6 @@ class SglangCore(AdapterCore):
                 await self._unfreeze()
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
-        """Makes every worker carry out an action on the model; returns their reports."""
         with ReportFile() as file:
             payload = self._payload(details | {"action": action, "report": file.address})
             await self._begin_update(loads=action == "load")
@@ -394,12 +391,9 @@ class SglangCore(AdapterCore):
         return payload
 
     async def _begin_update(self, *, loads: bool) -> None:
-        """Announces an update, which SGLang requires from 0.5.23 on.
-
-        SGLang then gives weights the layout of files, and at the end that of its kernels. Orders
-        that load nothing may come while a batch reads the weights, so they pose as updates of a
-        draft model, which does not exist.
-        """
+        """Announces an update, which SGLang requires from 0.5.23 on, and which gives weights the
+        layout of files. Orders that load nothing may come while a batch reads the weights, so they
+        pose as updates of a draft model, which does not exist."""
         if self.library.BeginWeightUpdateReqInput is not None:
             selector = "target" if loads else "draft"
             request = self.library.BeginWeightUpdateReqInput(selector=selector)

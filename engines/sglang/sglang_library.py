@@ -37,7 +37,6 @@ class SglangLibrary:
 
     @classmethod
     def load(cls) -> Self:
-        """Imports SGLang, which takes seconds."""
         return load_library(
             "SGLang",
             "sglang",

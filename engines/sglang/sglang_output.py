@@ -40,7 +40,6 @@ class SglangOutput:
         self.end(_word(reason))
 
     def end(self, reason: str) -> None:
-        """Ends the request after the tokens received so far."""
         if self._limit is None:
             self._limit = len(self._entries)
             self._reason = reason
@@ -69,7 +68,6 @@ class SglangOutput:
 
 
 def _word(reason: Mapping[str, Any]) -> str:
-    """SGLang's finish reason, or a description of the failure."""
     kind = str(reason.get("type"))
     if kind == "stop" and not isinstance(reason.get("matched"), int):
         return str(reason.get("matched"))  # "NaN happened"

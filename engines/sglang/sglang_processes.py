@@ -27,7 +27,6 @@ def ignore_sigquit(signum: int, frame: object) -> None:
 
 
 def end_on_sigquit(signum: int, frame: object) -> None:
-    """SGLang's `custom_sigquit_handler` in a follower's program."""
     print("a process of SGLang has failed", flush=True)
     os._exit(1)
 
@@ -45,8 +44,8 @@ def keeping_logging() -> Generator[None]:
 
 @contextlib.contextmanager
 def temporary_files_in(folder: Path | None) -> Generator[None]:
-    """Puts this process's temporary files into `folder`. The children's stay elsewhere, because
-    their compiler caches serve later runs."""
+    """Puts this process's temporary files into `folder`, not the children's:
+    compiler caches stay."""
     before = tempfile.tempdir
     tempfile.tempdir = before if folder is None else str(folder)
     try:
@@ -56,15 +55,13 @@ def temporary_files_in(folder: Path | None) -> Generator[None]:
 
 
 def socket_files(port_args: Any) -> list[Path]:
-    """Files that SGLang makes for its sockets and does not remove."""
     fields = cast("dict[str, object]", vars(port_args))
     names = [value for value in fields.values() if isinstance(value, str)]
     return [Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")]
 
 
 def remove_load_snapshot(frontend: Any) -> None:
-    """Removes the name in /dev/shm of a snapshot that SGLang's scheduler writes and
-    never removes."""
+    """Removes the name in /dev/shm that SGLang's scheduler leaves."""
     path: str | None = getattr(getattr(frontend, "load_snapshot_reader", None), "path", None)
     if path is not None:
         Path(path).unlink(missing_ok=True)
@@ -81,7 +78,6 @@ def end_children(pids: Collection[int]) -> None:
 
 
 def allow_stack_dumps() -> None:
-    """Makes SIGUSR1 write the stacks of a scheduler's threads to its standard error."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 

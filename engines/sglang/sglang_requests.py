@@ -13,8 +13,7 @@ _MAX_STREAM_INTERVAL: Final = 50
 
 
 def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -> None:
-    """Raises ValueError for a request that the model's own stop tokens would end,
-    against its wish."""
+    """Raises ValueError where the model's own stop tokens would end a request."""
     others = set(model_stop_ids) - set(request.stop_token_ids)
     if request.stop_token_ids and others:
         raise ValueError(

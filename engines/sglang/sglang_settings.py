@@ -91,7 +91,6 @@ class SglangSettings(SpanningSettings):
     kind: ClassVar[str] = "sglang"
 
     def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
-        """Options of part `part`; 0 leads, and all meet at its address and port."""
         host = f"[{address}]" if ":" in address else address
         return {
             "nnodes": self.num_parts,
@@ -100,7 +99,6 @@ class SglangSettings(SpanningSettings):
         }
 
     def options(self, known: Collection[str]) -> dict[str, Any]:
-        """The arguments for ServerArgs, whose option names are `known`."""
         OPTIONS.check(self.engine_args, known)
         self._check_context_len()
         if self.dtype not in _DTYPES:

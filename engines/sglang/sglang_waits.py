@@ -9,8 +9,6 @@ from umbra.runtime.errors import EngineError
 
 @contextlib.asynccontextmanager
 async def until_died(died: asyncio.Event) -> AsyncGenerator[None]:
-    """Raises EngineError as soon as a process of SGLang ends."""
-
     async def fail() -> None:
         await died.wait()
         raise EngineError("a process of SGLang ended during the start; the log has the reason")

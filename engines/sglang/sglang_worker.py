@@ -108,11 +108,8 @@ def _load_adapter(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WatchedLoader:
-    """SGLang's loader, which fills the parameters in place.
-
-    Attributes:
-        unread: tensors that the last recorded load has not read.
-    """
+    """SGLang's loader, which fills the parameters in place; `unread` are tensors of the
+    last recording."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model

@@ -15,8 +15,6 @@ from umbra.runtime.engine_api.hub_snapshot import local_model
 
 
 class AdapterEngine(EngineShell[AdapterCore]):
-    """The shell around a foreign engine's library."""
-
     def __init__(
         self,
         core: AdapterCore,
@@ -48,7 +46,7 @@ class MakeCore(Protocol):
 
 
 class ConfiguredEngine(AdapterEngine):
-    """An adapter made from settings: accepts the fields of `settings_class` by name."""
+    """An adapter that accepts the fields of `settings_class` by name."""
 
     settings_class: ClassVar[type[AdapterSettings]]
     core_class: ClassVar[MakeCore]

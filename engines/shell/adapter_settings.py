@@ -1,5 +1,3 @@
-"""Settings that all foreign engines share, and the check of a user's engine options."""
-
 from __future__ import annotations
 
 import difflib
@@ -64,12 +62,8 @@ class AdapterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanningSettings(AdapterSettings):
-    """Settings of a foreign engine that may span nodes.
-
-    Attributes:
-        followers: the actors of its parts on other nodes; all parts have as many workers.
-        kind: the engine's short name.
-    """
+    """Settings of an engine that may span nodes; `followers` are the actors of its
+    parts elsewhere."""
 
     kind: ClassVar[str]
 
@@ -85,7 +79,6 @@ class SpanningSettings(AdapterSettings):
 
     @property
     def num_workers(self) -> int:
-        """One for each GPU, or 1."""
         return engine_kind(self.kind).tensor_parallel_size(self.engine_args)
 
     @property
@@ -100,12 +93,8 @@ class SpanningSettings(AdapterSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The options of a foreign engine that a user may set in `pool.engine_args`.
-
-    Attributes:
-        own_settings: options that correspond to a setting of umbra's, which must be used instead.
-        fixed: options that umbra sets, and the reason.
-    """
+    """Options for `pool.engine_args`: `own_settings` maps those that are settings of umbra's,
+    `fixed` has the reason of those that umbra sets."""
 
     library: str
     owner: str
@@ -113,7 +102,6 @@ class EngineOptions:
     fixed: Mapping[str, str]
 
     def check(self, engine_args: Mapping[str, Any], known: Collection[str]) -> None:
-        """Raises ConfigError with the remedy for the first option that is refused."""
         for name in engine_args:
             if name in self.own_settings:
                 raise ConfigError(f"pool.engine_args.{name}: set {self.own_settings[name]} instead")

@@ -17,11 +17,8 @@ from umbra.runtime.engine_api.delta_buffer import DeltaColumns, empty_batch
 
 
 class DeltaStream:
-    """Owned by the engine. Its queue holds a few bytes for every token of the consumer's requests.
-
-    Args:
-        on_consumer_gone: drops all requests; called with the new epoch.
-    """
+    """Owned by the engine. Holds a few bytes for every token of the consumer's requests. Calls
+    `on_consumer_gone` with the new epoch to drop all requests."""
 
     def __init__(self, on_consumer_gone: Callable[[int], None]) -> None:
         self.epoch = 0
@@ -37,7 +34,6 @@ class DeltaStream:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends this and every later stream with `error`."""
         self._error = error
         self._changed.set()
 

@@ -90,20 +90,13 @@ class Core(ABC):
         return True
 
     def check_options(self) -> str:
-        """The library's name and version, or "", without starting anything.
-
-        Raises:
-            ConfigError, DataError: the library or the settings cannot be used.
-        """
+        """The library's name and version, or "". Starts nothing. Raises
+        ConfigError or DataError."""
         return ""
 
     async def start(self) -> None:
-        """May block the loop, because only the main thread may start processes.
-
-        Raises:
-            ConfigError, DataError: the engine or the settings cannot be used.
-            EngineError: the engine did not start; its processes logged the reason.
-        """
+        """May block the loop, because only the main thread may start processes. Raises ConfigError,
+        DataError, or EngineError if the engine did not start; its processes logged the reason."""
         return
 
     async def stop(self) -> None:
@@ -129,7 +122,6 @@ class Core(ABC):
         return
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocates memory again."""
         return
 
     @abstractmethod
@@ -146,11 +138,8 @@ class Core(ABC):
 
 
 class PolledCore(Core):
-    """A core whose tokens collect in outputs on the event loop.
-
-    Attributes:
-        ended: set when a request has ended, if the engine reports it; the taker clears it.
-    """
+    """A core whose tokens collect on the event loop. `ended` is set when a request has ended, if
+    the engine reports it; the taker clears it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,22 +173,16 @@ class AdapterCore(PolledCore):
         self._ways: set[str] = set()
 
     def show_stacks(self) -> None:
-        """Makes the engine's processes write their stacks to the log, if they can."""
         return
 
     def log_loading(self, ways: Iterable[str]) -> None:
-        """Logs how the workers loaded weights, because their own logs may not show it."""
         for way in dict.fromkeys(ways):
             level = logging.DEBUG if way in self._ways else logging.INFO
             logger.log(level, "%s: %s", self.name, way)
             self._ways.add(way)
 
     def check_all_read(self, unread: Iterable[Collection[str]]) -> None:
-        """Raises WeightSyncError if no worker has read one of the trainer's tensors.
-
-        Args:
-            unread: the names that each worker has not read.
-        """
+        """Raises WeightSyncError if every worker left one of the trainer's tensors unread."""
         names = sorted(set[str].intersection(*map(set, unread)))
         if names:
             hint = ""
@@ -228,17 +211,8 @@ class AdapterCore(PolledCore):
 
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
-        """Loads the described weights into the model, in every worker of the engine.
-
-        Args:
-            description: an `ImageImport`'s or `WeightImport`'s, for `open_weights` in workers.
-
-        Returns:
-            The regions that each worker has read of the ranks' memory, if the update has checksums.
-
-        Raises:
-            EngineError: they do not fit, or loading failed; the weights are then undefined.
-        """
+        """Loads the weights in every worker; returns the regions that each has read, for checksums.
+        Raises EngineError if they do not fit; the weights are then undefined."""
 
     async def close_memory(self) -> None:
         """Closes the ranks' memory and the image in every worker; see `WorkerMemory`."""

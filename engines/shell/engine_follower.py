@@ -46,14 +46,9 @@ class EngineFollower:
     async def follow(
         self, program: str, options: Mapping[str, Any], variables: Mapping[str, str]
     ) -> AsyncGenerator[int, None]:
-        """Runs a program until the caller leaves the stream or is lost. Yields its pid.
-
-        Args:
-            program: a module. It reads a JSON map from its standard input: `options`,
-                `variables`, this node's "address", and the job's "folder" for sockets.
-            options: of the engine's library, for this part.
-            variables: for the program's environment.
-        """
+        """Runs a program until the caller leaves the stream or is lost. Yields its pid. `program`
+        is a module that reads JSON from its standard input: `options` for this part, `variables`
+        for its environment, this node's "address", and the job's "folder" for sockets."""
         context = actor_context()
         folder = Path(context.supervisor.ref.ipc_endpoint.removeprefix("ipc://")).parent
         task = {
@@ -78,7 +73,6 @@ class EngineFollower:
             self._failed.set()
 
     async def open_image(self, nbytes: int) -> str:
-        """Makes memory for an image of all weights, unless it is there; returns its path."""
         if self._image is None or len(self._image) != nbytes:
             self.close_image()
             loop = asyncio.get_running_loop()

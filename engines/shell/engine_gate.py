@@ -37,12 +37,10 @@ class EngineGate:
 
     @property
     def version(self) -> int | None:
-        """The version of the weights that the engine holds for certain."""
         return self._lifecycle.version
 
     @property
     def next_version(self) -> int:
-        """The version that the update in progress brings, or -1."""
         return -1 if self._lifecycle.updating_to is None else self._lifecycle.updating_to
 
     @property
@@ -59,7 +57,6 @@ class EngineGate:
         return self._is_draining
 
     def admit(self) -> None:
-        """Raises EngineError unless new requests are allowed."""
         if not self.is_serving or self._is_draining:
             state = "draining" if self._is_draining else str(self._lifecycle)
             raise EngineError(f"the engine is {state} and takes no requests; wait until it serves")
@@ -69,7 +66,6 @@ class EngineGate:
         self._apply(BeginUpdate(version), CommitUpdate(version), Resume())
 
     def drain(self) -> None:
-        """Lets running requests finish and admits no more, until `pause`."""
         self._is_draining = self.is_serving
 
     def pause(self) -> None:
@@ -117,7 +113,6 @@ class EngineGate:
         return version
 
     def abort_update(self) -> None:
-        """Changes nothing unless an update has begun."""
         if self.state == EngineState.UPDATING:
             self._apply(AbortUpdate())
 

@@ -17,11 +17,8 @@ class RequestCounts(TypedDict):
 
 
 class EngineRequests(ABC):
-    """Owns an engine's requests, and moves their tokens to `stream`. Event loop only.
-
-    Attributes:
-        all_ended: set while there is no request.
-    """
+    """Owns an engine's requests, and moves their tokens to `stream`. Event loop only. `all_ended`
+    is set while there is no request."""
 
     def __init__(self) -> None:
         self.stream = DeltaStream(self._on_consumer_gone)

@@ -61,7 +61,6 @@ class EngineShell(Generic[_Core]):
         gauge("requests", lambda: {"in flight": len(requests.ids)})
 
     def check_options(self) -> str:
-        """Called instead of entering; see `Core.check_options`."""
         return self._core.check_options()
 
     async def __aenter__(self) -> Self:
@@ -91,7 +90,6 @@ class EngineShell(Generic[_Core]):
         await self._core.stop()
 
     async def run(self) -> None:
-        """Runs until cancelled; raises EngineError when the engine fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._requests.run())

@@ -66,14 +66,9 @@ class FollowerGroup:
         host_variable: str,
         part_options: Callable[[int, str, int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Starts a library's parts on the followers' nodes, where they wait for this part; returns
-        this part's extra options.
-
-        Args:
-            host_variable: environment variable in which the library expects this node's address.
-            part_options: a part's extra options, by its number (0 here), and the address and
-                port at which all meet.
-        """
+        """Starts a library's parts on the followers' nodes; returns this part's extra options. The
+        library reads this node's address from `host_variable`. `part_options` takes a part's number
+        (0 here), and the address and port at which all meet."""
         address = own_address()
         port = _free_port(address)
         for name, value in ({host_variable: address} | network_variables(address)).items():
@@ -83,8 +78,8 @@ class FollowerGroup:
         return own
 
     async def send_image(self, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies the image of an update, once filled, to all followers; returns the description
-        with the path on each node."""
+        """Copies the image, once filled, to all followers; returns the description
+        with their paths."""
         if not self._handles:
             return dict(description)
         image = await asyncio.to_thread(filled_image, description)
@@ -101,7 +96,6 @@ class FollowerGroup:
             await handle.call("close_image", timeout_s=_CALL_LIMIT_S)
 
     async def close(self) -> None:
-        """Ends the programs. Idempotent."""
         await self._streams.aclose()
 
 
@@ -114,7 +108,6 @@ async def _send(image: NDArray[np.uint8], follower: Handle) -> str:
 
 
 def own_address() -> str:
-    """This node's address for the engine's other parts; ConfigError if it has none."""
     if address := actor_context().tcp_host:
         return address
     raise ConfigError(
@@ -130,8 +123,7 @@ def _free_port(address: str) -> int:
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Variables that make torch's collectives use the interface with this address; empty unless it
-    is an interface's first address."""
+    """Variables that make torch's collectives use the interface whose first address this is."""
     for _, name in socket.if_nameindex():
         if _address_of(name) == address:
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

@@ -14,15 +14,8 @@ _T = TypeVar("_T")
 
 
 def load_library(name: str, module: str, pick: Callable[[str], _T], *, missing: str) -> _T:
-    """Imports a foreign engine; returns what `pick` makes of its version, with a
-    warning if untested.
-
-    Every error is a ConfigError with the remedy.
-
-    Args:
-        pick: imports the needed names; its ImportError or AttributeError names the missing one.
-        missing: the remedy if the library is not installed.
-    """
+    """Imports a foreign engine and returns what `pick` makes of its version; warns if untested.
+    Raises ConfigError with the remedy, `missing` if it is not installed."""
     try:
         library: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:

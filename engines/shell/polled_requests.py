@@ -69,7 +69,6 @@ class PolledRequests(EngineRequests):
             self._take()
 
     async def _tick(self) -> None:
-        """Lets tokens collect for a tick; less once a request has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._tick_s):
                 await self._core.ended.wait()
@@ -187,7 +186,6 @@ class PolledRequests(EngineRequests):
         )
 
     def progress(self) -> int | None:
-        """Tokens made; None while there are no requests."""
         is_idle = not self._by_id or self._core.is_paused
         return None if is_idle else self._num_tokens_total
 

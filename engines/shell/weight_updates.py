@@ -15,8 +15,7 @@ class WeightUpdates(Protocol):
         ...
 
     async def is_prepared(self) -> bool:
-        """Whether the work that `begin` started is done. `load` may come earlier,
-        and then waits."""
+        """Whether the work of `begin` is done. `load` may come earlier, and then waits."""
         return True
 
     async def load(self) -> int:
@@ -32,18 +31,14 @@ class WeightUpdates(Protocol):
         """Ends a `load` that waits for ranks."""
         ...
 
-    async def end(self) -> None:
-        """Leaves the update, which is committed. Idempotent."""
-        ...
+    async def end(self) -> None: ...
 
     async def abort(self) -> None:
         """Leaves the update and closes the ranks' memory, because ranks may have ended. Also called
         before other ranks come. Idempotent."""
         ...
 
-    async def release(self) -> None:
-        """Leaves the update before a sleep, and frees the engine's own memory."""
-        ...
+    async def release(self) -> None: ...
 
     async def close(self) -> None:
         """Frees everything, even during a `load`. Idempotent."""

@@ -41,8 +41,6 @@ _MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
 class VllmCore(AdapterCore):
-    """Owns AsyncLLM and the processes below it."""
-
     name = "vLLM"
     truncates = True
 
@@ -187,8 +185,8 @@ class VllmCore(AdapterCore):
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Wakes only tags that sleep: any other would keep them asleep. vLLM resumes
-        with the last."""
+        """Wakes only tags that sleep: others would keep them asleep. With the
+        last, vLLM resumes."""
         sleeping = [tag for tag in tags if tag in self._asleep]
         if sleeping:
             await self.call(self._llm.wake_up(sleeping))

@@ -1,7 +1,5 @@
-"""Removes files that killed processes of vLLM would leave behind.
-
-vLLM names its shared memory, semaphores and sockets, and removes them only when it ends in order.
-"""
+"""vLLM names its shared memory, semaphores and sockets, and removes the names only when it
+ends in order."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ def job_folder() -> str:
 
 
 def file_variables(folder: str, *, is_cpu: bool) -> dict[str, str]:
-    """Variables that make vLLM put its files into the folder; empty without one, or if its path is
-    too long for a socket."""
+    """Variables that make vLLM put its files into the folder, unless its path is too
+    long for sockets."""
     if not folder or len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
         return {}
     variables = {"VLLM_RPC_BASE_PATH": folder}

@@ -1,6 +1,3 @@
-"""The parts of vLLM that the adapter uses, imported late: vLLM is heavy and optional. Its objects
-are `Any`, because vLLM is absent where types are checked."""
-
 from __future__ import annotations
 
 import importlib
@@ -13,7 +10,7 @@ from umbra.runtime.errors import how_to_install
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLibrary:
-    """Classes and functions of vLLM, under vLLM's names."""
+    """Classes and functions of vLLM, imported late because vLLM is heavy and optional."""
 
     version: str
     is_cpu: bool
@@ -27,7 +24,6 @@ class VllmLibrary:
 
     @classmethod
     def load(cls) -> Self:
-        """Imports vLLM, which takes seconds."""
         return load_library(
             "vLLM",
             "vllm",
@@ -55,8 +51,7 @@ class VllmLibrary:
         )
 
     def can_update_beneath_adapters(self) -> bool:
-        """Whether vLLM's loaders find the parameters of layers that adapters wrap
-        (not in 0.26.0)."""
+        """Whether loaders find the parameters of layers that adapters wrap (not in 0.26.0)."""
         layers: Any = importlib.import_module("vllm.lora.layers")
         return hasattr(layers.BaseLayerWithLoRA, "load_weights")
 

@@ -17,12 +17,7 @@ _Config: Any = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
 
 
 def load_adapter(worker_manager: Any, source: WeightSource) -> str:
-    """Returns how the adapter was loaded, for the engine's log. After a failure the last
-    adapter stays.
-
-    Args:
-        worker_manager: vLLM's WorkerLoRAManager.
-    """
+    """Returns how vLLM's WorkerLoRAManager loaded it. After a failure the last adapter stays."""
     spec = source.manifest.lora
     assert spec is not None
     manager = worker_manager._adapter_manager

@@ -7,8 +7,7 @@ from umbra.engines.shell.engine_core import NewOutput
 
 
 class VllmOutput:
-    """One request's tokens: wraps RequestOutputCollector, which merges outputs that
-    were not taken."""
+    """Wraps RequestOutputCollector, which merges outputs that were not taken."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector

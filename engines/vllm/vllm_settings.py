@@ -1,5 +1,3 @@
-"""Translates a pool's settings to vLLM's options."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -113,7 +111,6 @@ class VllmSettings(SpanningSettings):
             )
 
     def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
-        """Options of part `part`; 0 leads, and all meet at its address and port."""
         return {
             "nnodes": self.num_parts,
             "node_rank": part,
@@ -122,7 +119,6 @@ class VllmSettings(SpanningSettings):
         }
 
     def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
-        """The arguments for AsyncEngineArgs, whose option names are `known`."""
         OPTIONS.check(self.engine_args, known)
         if (self.device == "cpu") != is_cpu:
             built_for = "the CPU" if is_cpu else "GPUs"

@@ -73,11 +73,8 @@ LoadReport = tuple[Regions, str, list[str]]
 
 
 class SourceTransferEngine(_base):
-    """Loads all weights at once, in `receive_weights`.
-
-    Attributes:
-        report: regions that the last update read, how it was loaded, names of unread tensors.
-    """
+    """Loads all weights at once. `report`: regions that the last update read, how, names of
+    unread tensors."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -175,8 +172,7 @@ class LayerwiseLoader:
         return recording, dict.fromkeys(moved, "its loader moves its parameters") | reasons
 
     def _check_ties(self, manifest: Manifest) -> None:
-        """Refuses a separate head where vLLM ties it to the embeddings; ties within layers
-        are vLLM's own."""
+        """Refuses a separate head where vLLM ties it to the embeddings."""
         sent = {_tail(entry.name) for entry in manifest.entries}
         for second, first in self._ties.items():
             tails = {_tail(second), _tail(first)}
@@ -203,7 +199,6 @@ class LayerwiseLoader:
         tensors: Iterator[tuple[str, Tensor]],
         recording: LoaderRecording | None = None,
     ) -> None:
-        """Loads these layers, or all, in layerwise reload; `recording` checks the rest."""
         reloaded = [self._model] if layers is None else layers
         for layer in reloaded:
             _reload.initialize_layerwise_reload(layer)
@@ -278,8 +273,8 @@ def _why_reloaded(layer: nn.Module) -> str:
 
 
 def _is_loaded(layer: nn.Module, name: str) -> bool:
-    """Whether a parameter comes from the checkpoint. vLLM makes others after loading, such as the
-    scales of weights that it quantises."""
+    """Whether a parameter comes from the checkpoint, unlike scales that vLLM makes
+    after loading."""
     if isinstance(getattr(layer, "quant_method", None), _AttentionScales):
         return False
     before: dict[str, Any]
@@ -302,8 +297,7 @@ def _is_processed_last(layer: nn.Module) -> bool:
 
 @contextmanager
 def _processing_apart(recording: LoaderRecording) -> Generator[None]:
-    """Pauses the recording while layerwise reload (0.32) processes a layer, which
-    looks at values."""
+    """Pauses the recording while layerwise reload (0.32) processes a layer by its values."""
     process = _layerwise._layerwise_process
 
     def process_apart(*args: Any) -> None:
@@ -395,8 +389,7 @@ class UmbraWorkerExtension:
         return probe_import(allocations)
 
     def umbra_open(self, description: Mapping[str, Any]) -> tuple[str, bool]:
-        """Opens the next update. Returns why it cannot be opened, or "", and
-        whether it is staged."""
+        """Returns why the next update cannot be opened, or "", and whether it is staged."""
         try:
             self.weight_transfer_engine.open(description)
         except (UmbraError, OSError, RuntimeError) as error:
@@ -408,7 +401,6 @@ class UmbraWorkerExtension:
         return is_staged
 
     def umbra_load(self) -> LoadReport:
-        """Runs vLLM's three steps of an update in one call of the engine's process."""
         self.start_weight_update()
         self.update_weights({})
         self.finish_weight_update()

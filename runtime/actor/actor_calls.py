@@ -16,11 +16,8 @@ from umbra.runtime.settings import from_wire
 
 
 class ActorCalls:
-    """The supervisor's calls about actors, for ranks, actors and other supervisors. Owned by it.
-
-    Args:
-        check_may_stop, check_may_restart: raise ConfigError if a pool forbids it for that actor.
-    """
+    """The supervisor's calls about actors, for ranks, actors and other supervisors. Raises
+    ConfigError where a pool forbids a stop or restart."""
 
     def __init__(
         self,
@@ -35,15 +32,8 @@ class ActorCalls:
         self._check_may_restart = check_may_restart
 
     async def spawn(self, spec: dict[str, Any], node: int | None = None) -> ActorRef:
-        """Starts an actor and waits until it serves.
-
-        Args:
-            node: index of its node, which only rank 0's supervisor takes; None: this one.
-
-        Raises:
-            ConfigError: the spec is malformed, the name taken, or there is no such node.
-            ActorDied: it did not start; with its traceback or last log lines.
-        """
+        """Starts an actor here or, on rank 0's supervisor, on node `node`; waits until it serves.
+        Raises ConfigError if that is impossible, ActorDied with its traceback or last log lines."""
         parsed = from_wire(ActorSpec, spec)
         if node:
             may_start = asyncio.Event()
@@ -59,7 +49,6 @@ class ActorCalls:
             raise ActorDied(f"node {node} ({self._links.nodes[node].node_id}): {error}") from None
 
     def signalled(self, name: str, incarnation: int) -> bool:
-        """Called by an actor that got a stop signal; see `SupervisedActor.signalled`."""
         actor = self._actors.find(name)
         return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
 
@@ -78,7 +67,6 @@ class ActorCalls:
         return await self._actors.find(name).restart(timeout_s)
 
     def _lead_that_has(self, name: str) -> Handle | None:
-        """The lead's supervisor, unless this one decides about the actor."""
         is_own = name in self._actors and name not in self._actors.hosted
         return None if is_own else self._links.lead
 

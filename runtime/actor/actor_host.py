@@ -124,7 +124,6 @@ class _Host:
             await self._run(server, ticker, target, client.handle(supervisor))
 
     def _progress_of(self, target: object) -> Callable[[], object] | None:
-        """Only an engine's `progress`: on other actors a method of that name may mean anything."""
         return getattr(target, "progress", None) if self._spec.stall_limit_s else None
 
     def _bind(
@@ -164,7 +163,6 @@ class _Host:
                 task.cancel()
 
     async def _report_signals(self, supervisor: Handle) -> None:
-        """Runs until one of the signals must end the actor."""
         is_to_end = False
         while not is_to_end:
             await self._signalled.wait()
@@ -186,8 +184,6 @@ class _Host:
         return await asyncio.wrap_future(self.main_thread.put(function))
 
     def _signal_handling(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-        """Installs the handlers when it is called, on the main thread."""
-
         def handle(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so does the process
                 loop.call_soon_threadsafe(self._observe, signal.Signals(number))
@@ -241,8 +237,7 @@ def _unpack_config(data: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Exits with 128 + a stop signal's number, or with 1 after an error, whose
-    traceback it logs."""
+    """Exits with 128 + a stop signal's number, or with 1 after a logged error."""
     die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     become_subreaper()
     note_own_children()
@@ -269,7 +264,6 @@ def main() -> None:
 
 
 def _serve_beside(main_thread: FunctionQueue, serve: Callable[[], int]) -> int:
-    """Serves on another thread, while this one, the main thread, runs the queued functions."""
     status = 1
 
     def serve_and_stop() -> None:
@@ -315,8 +309,7 @@ def _serve(host: _Host) -> int:
 
 
 def _leave_at_once(status: int) -> NoReturn:
-    """Skips the interpreter's own shutdown, which takes seconds with an engine's libraries loaded,
-    while everyone waits for the successor."""
+    """Skips the interpreter's own shutdown, which takes seconds with an engine's libraries."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)

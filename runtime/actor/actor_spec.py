@@ -105,16 +105,11 @@ class ActorContext:
     tcp_host: str = ""
 
     def connect(self, ref: ActorRef) -> Handle:
-        """A handle to another actor; after a lost connection it asks this node's supervisor."""
         return self.client.handle(ref, self.successor)
 
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation of `name`, once there is one other than `lost_incarnation`.
-
-        Raises:
-            ActorNotFound, ActorDied: no such actor, or it will not be restarted.
-            DeadlineExceeded: not ready within `timeout_s`.
-        """
+        """The live incarnation of `name`, once there is one other than `lost_incarnation`. Raises
+        ActorNotFound, or ActorDied if it will not be restarted, or DeadlineExceeded."""
         ref = await self.supervisor.call(
             "resolve", name, timeout_s, lost_incarnation, timeout_s=timeout_s + 1.0
         )
@@ -122,7 +117,6 @@ class ActorContext:
         return ref
 
     async def successor(self, lost: ActorRef, timeout_s: float) -> ActorRef:
-        """The incarnation that replaces a lost one."""
         return await self.resolve(lost.name, timeout_s, lost.incarnation)
 
 
@@ -137,6 +131,5 @@ def actor_context() -> ActorContext:
 
 
 def set_actor_context(context: ActorContext) -> None:
-    """Called once, by the actor host."""
     assert not _current, "one actor a process"
     _current.append(context)

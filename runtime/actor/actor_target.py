@@ -29,8 +29,8 @@ def load_target(target: str) -> type:
 def make_target(
     target: str, kwargs: Mapping[str, Any], kwarg_settings: Mapping[str, str] | None = None
 ) -> Any:
-    """An instance of `module:Class`. Raises ConfigError that lists the accepted arguments.
-    `kwarg_settings` names the user's setting that an argument comes from, for the message."""
+    """An instance of `module:Class`. Raises ConfigError that lists the accepted arguments, by their
+    `kwarg_settings`."""
     kind = load_target(target)
     try:
         signature = inspect.signature(kind)

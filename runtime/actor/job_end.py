@@ -104,6 +104,6 @@ class JobEnd:
         return self.is_for_good and self.may_restart
 
     def may_forget_keys(self, *, has_failed: bool) -> bool:
-        """Whether no other node continues with the job's keys: one would after this node was cut
-        off or stopped, or its ranks failed."""
+        """Whether no other node continues with the job's keys, as after a stop, failure
+        or cut-off here."""
         return not (self._has_lost_node or has_failed or self._stopped_at is not None)

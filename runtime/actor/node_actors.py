@@ -38,17 +38,8 @@ logger = logging.getLogger(__name__)
 
 class NodeActors:
     """The actors of this node, and the remote ones that it runs on others. Owned by the supervisor.
-
-    Attributes:
-        hosted: actors of this node that another node's supervisor runs.
-
-    Args:
-        ranks: of this node, which share its GPUs with the actors.
-        processes_path: a file that describes the processes for people and scripts.
-        over: once set, no actor is started, because nobody would stop it.
-        take_warm: returns the running engine of that name which no pool uses, or None.
-        keeps_warm: whether an actor outlives the remote supervisor that runs it.
-    """
+    No actor starts once `over` is set. `take_warm` returns an engine that no pool uses;
+    `keeps_warm` tells whether an actor of `hosted` outlives the remote supervisor."""
 
     def __init__(
         self,
@@ -109,7 +100,6 @@ class NodeActors:
         return self._own.values()
 
     def find(self, name: str) -> ActorProcess:
-        """Raises ActorNotFound for a name that this supervisor does not know."""
         actor = self._own.get(name) or self._remote.get(name)
         if actor is None:
             known = ", ".join(sorted({*self._own, *self._remote})) or "none"
@@ -119,12 +109,8 @@ class NodeActors:
         return actor
 
     def start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
-        """Starts an actor on this node; its processes wait for `may_start`.
-
-        Raises:
-            ConfigError: the name is taken, or too long.
-            MailboxClosed: the job is over.
-        """
+        """Starts an actor on this node; its processes wait for `may_start`. Raises ConfigError for
+        its name, MailboxClosed when the job is over."""
         if may_start is not None and (warm := self._take_warm(spec.name, may_start)):
             return warm
         self._check_may_start(spec)
@@ -150,7 +136,6 @@ class NodeActors:
         return actor
 
     def start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
-        """Starts an actor on the node of that index. Lead only."""
         if node == 0:
             return self.start(spec, may_start)
         there, epoch = self._links.supervisor_of(node), self._links.epoch
@@ -172,8 +157,7 @@ class NodeActors:
         return await self.find(name).wait_running(deadline - time.monotonic(), lost_incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
-        """Ends an actor for good, waits until its process is reaped, and frees its name. After
-        DeadlineExceeded it still ends, later."""
+        """Ends an actor, waits until it is reaped, and frees its name."""
         actor = self.find(name)
         actor.stop()
         try:
@@ -244,8 +228,7 @@ class NodeActors:
         self._on_change(actor)
 
     async def _write_changes(self) -> None:
-        """Writes the last state of all actors, in a thread, because a shared file
-        system may hang."""
+        """Writes the state of all actors, in a thread, because shared file systems may hang."""
         is_last = False
         while not is_last:
             await self._changed.wait()

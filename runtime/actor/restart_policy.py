@@ -12,20 +12,16 @@ RestartMode = Literal["never", "on_failure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Whether ("on_failure") and when a process is started again: any end that umbra
-    did not request.
-
-    At most `max_restarts` restarts are made within any `window_s` seconds. The first one waits for
-    `backoff_initial_s`, each later one within the window twice as long, at most `backoff_max_s`.
-    """
+    """Whether ("on_failure") and when a process is started again: at most `max_restarts` times
+    within `window_s` seconds. The first restart waits for `backoff_initial_s`, each later one
+    within the window twice as long, at most `backoff_max_s`."""
 
     mode: RestartMode = "on_failure"
     max_restarts: int = 5
     """More: a process that cannot start is tried for longer before the job fails. Fewer: a job of
     days ends after a handful of crashes within one window."""
     window_s: float = 600.0
-    """Longer: rare crashes add up. Shorter than max_restarts backoffs: crash loops
-    stay unnoticed."""
+    """Longer: rare crashes add up. Shorter than max_restarts backoffs: crash loops go unnoticed."""
     backoff_initial_s: float = 0.1
     """Longer: each recovery waits. Zero: a process that dies at import restarts without pause."""
     backoff_max_s: float = 10.0
@@ -55,8 +51,6 @@ class DeclareFailed:
 
 
 class RestartTracker:
-    """Applies a policy to the ends of one named process. Pure: the clock is an argument."""
-
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self.num_restarts = 0
@@ -64,8 +58,7 @@ class RestartTracker:
         self._restarts_at: deque[float] = deque()  # Ascending, within the window.
 
     def observe(self, status: ExitStatus, now: float) -> ScheduleRestart | DeclareFailed:
-        """Decides after an end at time `now` (seconds of a monotonic clock), unless
-        umbra requested it."""
+        """Decides after an end at monotonic time `now` that umbra did not request."""
         policy = self.policy
         if policy.mode == "never":
             return DeclareFailed(str(status))

@@ -72,13 +72,8 @@ class ActorState(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Settings that every actor of a node is started with.
-
-    Attributes:
-        supervisor: of this node.
-        keys: public and secret CURVE key, or () if the job has no tcp.
-        trace_dir: folder of the run's trace; "" for none.
-    """
+    """Settings that every actor of a node is started with. `keys` are a public and a secret CURVE
+    key, or () in a job without tcp."""
 
     node_id: str
     socket_dir: Path
@@ -91,17 +86,9 @@ class NodeSettings:
 
 
 class SupervisedActor:
-    """Owns the actor's process. `run` lives until the actor has ended for good.
-
-    Args:
-        on_change: called on the loop after each change of `state`.
-        on_note: called with news for the operator.
-        num_earlier: incarnations that other actors of this name have had.
-        may_start: no process is started while it is not set.
-        describe_gpu_memory: reports who holds GPU memory now, and which setting to change.
-        explain_late: called before a first start that takes too long is killed, and the job
-            with it; returns text to append to the error.
-    """
+    """Owns the actor's process. `run` lives until the actor has ended for good. Earlier actors of
+    this name had `num_earlier` incarnations. `describe_gpu_memory` reports its holders;
+    `explain_late`, called before a late first start is killed, returns text for the error."""
 
     def __init__(
         self,
@@ -158,16 +145,9 @@ class SupervisedActor:
         self._stop.set()
 
     async def restart(self, timeout_s: float) -> ActorRef:
-        """Replaces the process, and waits until the next incarnation serves.
-
-        The process ends as by `stop`, even while it is starting, so its successor begins after
-        the call. The restart policy neither counts nor delays this, but it decides if the
-        successor fails.
-
-        Raises:
-            ActorDied: it has ended for good, before or meanwhile.
-            DeadlineExceeded: not ready in time; the restart continues.
-        """
+        """Replaces the process as `stop` ends it, even while it starts, and waits until the next
+        one serves. The restart policy does not count this. Raises ActorDied if it has ended for
+        good, DeadlineExceeded if it is late; the restart continues."""
         replaced = self.incarnation
         self._restart_requested.set()
         final = (ActorState.STOPPED, ActorState.FAILED)
@@ -186,13 +166,9 @@ class SupervisedActor:
         return self._live_ref()
 
     def kill(self, reason: str) -> None:
-        """SIGKILLs this incarnation; the restart policy decides what follows.
-
-        The process's kernel state, such as stopped by a signal, precedes the reason, which may
-        be only a consequence. Does nothing after the end or a stop, and ignores the reason if
-        the process is ending by itself, because a broken call is then not the cause. The first
-        reason counts.
-        """
+        """SIGKILLs this incarnation; the restart policy decides what follows. The first reason
+        counts, behind the process's kernel state, such as stopped by a signal. It is ignored if the
+        process is ending by itself: a broken call is then not the cause. Idempotent."""
         if self._child is not None and not self._child.has_ended():
             stat = process_stat(self._child.pid)
             if stat is not None and not stat.is_ending:
@@ -200,36 +176,28 @@ class SupervisedActor:
             self._child.kill()
 
     def wait_for(self, may_start: asyncio.Event) -> None:
-        """From here on, no process is started while this event is not set."""
         former, self._may_start = self._may_start, may_start
         if former is not None:
             former.set()  # whoever waits for it looks at the new one
 
     async def failed_to_wake(self) -> None:
-        """The engine could not wake, maybe for lack of GPU memory."""
         await self._shortages.failed_to_wake()
 
     def woke(self) -> None:
         self._shortages.woke()
 
     def signalled(self, incarnation: int) -> bool:
-        """Takes the actor's report of a stop signal; returns whether umbra sent it, so that the
-        actor ends. Otherwise the actor gets another signal when it must end."""
+        """Takes the actor's report of a stop signal; returns whether umbra sent it, so that
+        the actor ends."""
         if incarnation != self.incarnation or self._stop.is_set() or self._child is None:
             return True
         self._got_signal.set()
         return False
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation; `lost_incarnation` only if it turns out to be alive.
-
-        Callers may ask early: they see their connection close before the process is reaped, and one
-        that kills the actor knows even sooner.
-
-        Raises:
-            ActorDied: it has ended for good; the message says how, with its last log lines.
-            DeadlineExceeded: not ready in time.
-        """
+        """The live incarnation; `lost_incarnation` only if it turns out to be alive, because
+        callers may notice an end, or cause one, before it is reaped. Raises ActorDied with the last
+        log lines if it has ended for good, or DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 if lost_incarnation == self.incarnation or self._is_dying:
@@ -303,7 +271,6 @@ class SupervisedActor:
         self._on_note(text, kind, self.spec.name)
 
     async def _await_leave(self) -> None:
-        """Waits until a process may be started, or the actor must stop."""
         while (gate := self._may_start) is not None and not self._stop.is_set():
             if gate.is_set():
                 return
@@ -386,7 +353,6 @@ class SupervisedActor:
                 self._note(f"{label}: {problem}; the next one may run out of memory", "fault")
 
     async def _await_announcement(self, read_fd: int, child: ChildProcess) -> str:
-        """Waits until the actor serves; returns the failure, or ""."""
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 outcome = await self._read_outcome(read_fd, child)
@@ -436,7 +402,6 @@ class SupervisedActor:
             return outcome
 
     async def _watch(self, child: ChildProcess) -> None:
-        """Waits until the process ends, must stop, or must be killed."""
         watchdog = Watchdog(self._context, self._heartbeat_endpoint(), child.pid, self.spec)
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(watchdog.run())
@@ -520,8 +485,7 @@ def _with_state(pid: int, reason: str) -> str:
 async def await_end_of_lost(
     changed: asyncio.Condition, state: Callable[[], ActorState], grace_s: float
 ) -> None:
-    """Waits for the end that a lost connection announces, for the actor's grace at most. The caller
-    holds the condition."""
+    """Waits for the end that a lost connection announces. The caller holds the condition."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s + _LOST_LIMIT_S):
             await changed.wait_for(lambda: state() != ActorState.RUNNING)

@@ -47,7 +47,6 @@ class Watchdog:
         self._stalled_s = 0.0
 
     async def run(self) -> str:
-        """Returns the reason why the process must be killed, as soon as there is one."""
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket = LoopSocket(dealer, self._on_beat, sender=f"{self._spec.name}'s heartbeat")
         looks_at_tree = self._spec.role == "engine" or self._spec.memory_limit_nbytes > 0

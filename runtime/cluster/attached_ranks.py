@@ -39,17 +39,9 @@ class AttachedRank:
 
 
 class AttachedRanks:
-    """The ranks attached to a supervisor, and the events that all of them receive.
-
-    Args:
-        on_event: called once with the loss of the job, and once with a stop signal, on
-            whichever node either happened.
-
-    Attributes:
-        incarnation: of the ranks, counted by torchrun.
-        failed: set once the job is lost; all ranks, even later ones, get that event.
-        attached: set while there is a rank.
-    """
+    """The ranks attached to a supervisor, and the events that all, even later ones, receive.
+    `on_event` gets the loss of the job and a stop signal, once each. torchrun counts the
+    `incarnation`."""
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
         self._on_event = on_event
@@ -67,7 +59,6 @@ class AttachedRanks:
 
     @property
     def failure(self) -> str:
-        """Why the job is lost, or ""."""
         return "" if self._failure is None else self._failure["message"]
 
     @property
@@ -76,7 +67,6 @@ class AttachedRanks:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the ranks got a stop signal."""
         return self._signal is not None
 
     @property
@@ -84,7 +74,6 @@ class AttachedRanks:
         return len(self._detached)
 
     def add(self, rank: int, pid: int, **details: Any) -> AttachedRank:
-        """Its first event is {"kind": "attached"} with the details."""
         me = self._ranks[rank] = AttachedRank(rank, pid)
         self._detached.discard(rank)
         self.attached.set()
@@ -104,7 +93,6 @@ class AttachedRanks:
         return True
 
     def detach(self, rank: int) -> None:
-        """Ends the rank's stream of events; the rank's end is then expected."""
         self._detached.add(rank)
         if rank in self._ranks:
             self._ranks[rank].put({"kind": "detached"})
@@ -120,11 +108,7 @@ class AttachedRanks:
             self._ranks[rank].gpu_memory = memory
 
     def start_over(self, incarnation: int) -> list[int]:
-        """Begins with new ranks: failures, farewells and ends of old ones no longer count.
-
-        Returns:
-            The old ranks that have not ended yet.
-        """
+        """Begins with new ranks, without old failures; returns old ranks that still run."""
         self.incarnation = incarnation
         self._failure = None
         self.failed.clear()
@@ -140,7 +124,6 @@ class AttachedRanks:
         self.fail_as(f"{who} failed: {message}")
 
     def fail_as(self, message: str) -> None:
-        """`fail` with a message that names who failed."""
         if self._failure is None:
             self.failed.set()
             logger.error("%s", message)
@@ -154,13 +137,9 @@ class AttachedRanks:
     ) -> bool:
         """Sends every rank a stop signal that the job got; returns whether it is the first one.
 
-        Only the first counts, except that a later request with a time limits an unlimited stop.
+        Only the first counts, except that a later request with `grace_s` limits an unlimited stop.
         When ranks have failed, torchrun ends the others by a signal, which concerns neither them
-        nor the ranks started in their place.
-
-        Args:
-            cause: "the supervisor got SIGTERM", "umbra stop asked for it".
-            grace_s: time for the step in progress; None for `train.shutdown_grace_s`.
+        nor the ranks started in their place. `cause` is such as "the supervisor got SIGTERM".
         """
         before = self._signal
         is_limit = before is not None and before["grace_s"] is None and grace_s is not None
@@ -174,19 +153,16 @@ class AttachedRanks:
         return before is None
 
     async def await_failure(self, limit_s: float) -> None:
-        """Waits until the job is lost, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self.failed.wait()
 
     def tell_nodes(self, nodes: list[dict[str, Any]], epoch: int) -> None:
-        """Sends every rank, even later ones, the nodes of the job."""
         self._nodes = {"kind": "nodes", "nodes": nodes, "epoch": epoch}
         for rank in self._ranks.values():
             rank.put(self._nodes)
 
     def forget_nodes(self) -> None:
-        """Called when the ranks were restarted and their nodes will meet again."""
         self._nodes = None
 
     async def watch_stops(self, notify: Notify) -> None:
@@ -198,7 +174,6 @@ class AttachedRanks:
                 _look_whether_stopped(rank, notify)
 
     def note(self, text: str) -> None:
-        """Shows one line to the person who runs the job."""
         logger.info("%s", text)
         for rank in self._ranks.values():
             rank.put({"kind": "note", "text": text})

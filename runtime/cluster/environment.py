@@ -50,9 +50,8 @@ _START_VARIABLES: Final = ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FI
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that torchrun gave a rank, for other processes. A
-    library there that makes its own process group (vLLM) would look for its peers at the ranks'
-    store, and wait forever."""
+    """The environment for other processes, without a rank's variables: a library with a process
+    group of its own (vLLM) would look for its peers at the ranks' store, and wait forever."""
     return {
         name: value
         for name, value in environ.items()
@@ -147,11 +146,8 @@ class TorchrunEnvironment:
 
 
 def bind_to_agent(environ: Mapping[str, str] = os.environ) -> TorchrunAgent | None:
-    """Makes this rank end when torchrun's agent does, at once if it has ended. A rank
-    calls this first.
-
-    Returns None if no launcher started this process.
-    """
+    """Makes this rank end when torchrun's agent does, at once if it has ended. A rank calls this
+    first. Returns None if no launcher started this process."""
     if "RANK" not in environ:
         return None
     names = _START_VARIABLES if "TORCHELASTIC_RUN_ID" in environ else ()
@@ -164,14 +160,8 @@ def _bind(variables: tuple[tuple[str, str], ...]) -> TorchrunAgent:
 
 
 def visible_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs that this job may use on this node, as CUDA_VISIBLE_DEVICES names them.
-
-    CUDA uses one MIG instance only, whatever else is named. `num_gpus` counts the machine's GPUs,
-    visible or not.
-
-    Raises:
-        ConfigError: a GPU is named twice, or the machine does not have it.
-    """
+    """The GPUs of this node that CUDA_VISIBLE_DEVICES names, only one MIG instance, out of
+    `num_gpus` in the machine. Raises ConfigError for one that is named twice or does not exist."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or num_gpus == 0:
         return tuple(map(str, range(num_gpus)))
@@ -193,7 +183,6 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def host_address(environ: Mapping[str, str] = os.environ) -> str:
-    """The address that the user chose for this host, or ""."""
     return environ.get("UMBRA_HOST_ADDRESS", "").removeprefix("[").removesuffix("]")
 
 
@@ -215,10 +204,8 @@ def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def api_key(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """The key that clients of `umbra serve` must send, `given` first; "" requires none.
-
-    Raises ConfigError if no HTTP header can hold it.
-    """
+    """The key that clients of `umbra serve` must send, `given` first; "" requires none. Raises
+    ConfigError if no HTTP header can hold it."""
     key = given or environ.get("UMBRA_API_KEY", "")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ConfigError(
@@ -229,7 +216,6 @@ def api_key(given: str | None = None, environ: Mapping[str, str] = os.environ) -
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> int:
-    """Raises ConfigError if UMBRA_LOG_LEVEL is not the name of a level."""
     name = environ.get("UMBRA_LOG_LEVEL", "INFO").upper()
     levels = logging.getLevelNamesMapping()
     if name not in levels:

@@ -60,9 +60,8 @@ class RankMemory:
 async def read_gpu_memory(
     roots: Mapping[int, str] = {}, ranks: Mapping[str, RankMemory] = {}
 ) -> str:
-    """Reads the memory now and describes it like `describe_gpu_memory`. `roots` maps pids to ranks
-    or actors, whose descendants count as theirs. The supervisor and its actors are below a rank, so
-    ranks come first."""
+    """Describes the memory now. `roots` maps pids to ranks or actors, whose descendants count as
+    theirs. The supervisor and its actors are below a rank, so ranks come first."""
     uses: list[GpuUse] = []
     holders: dict[int, str] = {}
     try:
@@ -88,13 +87,8 @@ def _look(roots: Mapping[int, str]) -> tuple[list[GpuUse], dict[int, str]]:
 def describe_gpu_memory(
     uses: Sequence[GpuUse], holders: Mapping[int, str], ranks: Mapping[str, RankMemory]
 ) -> str:
-    """Describes in one line who holds how much, and which settings to change.
-
-    Args:
-        uses: empty without NVML.
-        holders: the rank, engine or other actor of each pid.
-        ranks: the last report of each rank that has reported, by its name.
-    """
+    """Describes in one line who holds how much, and which settings to change. `uses` is empty
+    without NVML; `holders` maps each pid to a rank or actor, `ranks` has their own last reports."""
     sentences = [_describe_gpu(idx, use, holders) for idx, use in enumerate(uses)]
     sentences += [
         f"Torch has {_gib(memory.allocated_nbytes)} allocated in {name}, and "
@@ -128,8 +122,6 @@ def _gib(nbytes: int) -> str:
 
 
 class GpuShortages:
-    """The shortages of one engine over its incarnations. Owned by its `SupervisedActor`."""
-
     def __init__(self, describe: Callable[[], Awaitable[str]]) -> None:
         self._describe = describe
         self._num_at_start = 0
@@ -139,7 +131,6 @@ class GpuShortages:
 
     @property
     def is_final(self) -> bool:
-        """Whether the last two starts or wakes failed for lack of memory."""
         return self._num_at_start + self._num_at_wake >= _MAX_IN_A_ROW
 
     def started(self) -> None:
@@ -155,12 +146,8 @@ class GpuShortages:
         self._description = await self._describe()
 
     async def explain_end(self, text: str, *, is_start: bool) -> str:
-        """The reason for the incarnation's end if it was a lack of memory; else "".
-
-        Args:
-            text: the engine's error and its log.
-            is_start: whether it was not ready yet.
-        """
+        """The reason for the incarnation's end, by its error and log, if it was a lack of
+        memory; else ""."""
         is_wake, self._has_failed_to_wake = self._has_failed_to_wake, False
         description, self._description = self._description, ""
         if not (is_start or is_wake) or not lacks_gpu_memory(text):

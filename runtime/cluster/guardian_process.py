@@ -37,17 +37,14 @@ class GuardianProcess:
         self._log = log
 
     def wait_until_taken_over(self) -> None:
-        """Returns once the guardian removes what it was given; UmbraError if it ended before."""
         if not _is_readable(self._ready_fd, _TAKE_OVER_LIMIT_S) or not os.read(self._ready_fd, 1):
             self._popen.kill()
             self._popen.wait()
             raise UmbraError(self._explain("was not started by its guardian"))
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Returns the JSON object that the supervisor wrote to its `--ready-fd`. Call it once.
-
-        Raises UmbraError with the log's last lines if it ended, or was not ready in time.
-        """
+        """The JSON object that the supervisor wrote to `--ready-fd`; must be called once. Raises
+        UmbraError with the log's last lines if it ended, or was not ready in time."""
         deadline = time.monotonic() + timeout_s
         line = b""
         try:
@@ -66,7 +63,6 @@ class GuardianProcess:
             self._ready_fd = -1
 
     def wait(self, timeout_s: float) -> ExitStatus | None:
-        """Reaps the guardian once it has ended; None if it still runs after `timeout_s`."""
         try:
             return ExitStatus(self._popen.wait(timeout_s))
         except subprocess.TimeoutExpired:

@@ -21,17 +21,11 @@ from umbra.runtime.settings import to_wire
 
 
 class NodeEvents(Protocol):
-    """A supervisor's reactions to other nodes, by their index."""
-
     def on_node_event(self, node: int, event: Event) -> None: ...
 
-    def on_node_lost(self, node: int, why: str) -> None:
-        """Called once for a node that is lost."""
-        ...
+    def on_node_lost(self, node: int, why: str) -> None: ...
 
-    def on_node_left(self, node: int) -> None:
-        """Called once for a node that has left. Lead only."""
-        ...
+    def on_node_left(self, node: int) -> None: ...
 
 
 class JobLinks:
@@ -44,12 +38,9 @@ class JobLinks:
 
     Attributes:
         epoch: the last one that this node took part in; 0 for none.
-        has_met: whether the nodes have met since the ranks were started.
-        nodes: the nodes of this epoch, past ones too: nodes with ranks in their ranks'
-            order, then nodes that only generate. Empty before `begin`; only the lead on a node
-            that only generates.
+        nodes: of this epoch, past ones too: nodes with ranks by rank, then nodes that only
+            generate. Empty before `begin`; only the lead on a node that only generates.
         lead: the supervisor of rank 0's node; None on that node itself.
-        ended: set when the lead has left or is lost.
     """
 
     def __init__(self, client: Client) -> None:
@@ -78,8 +69,7 @@ class JobLinks:
         events: NodeEvents,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Begins an epoch, with the index of this node. Members may join the lead from here on;
-        they take it for lost if it begins `LOST_AFTER_S` after them."""
+        """Begins an epoch, which must reach the lead within `LOST_AFTER_S` of a member's join."""
         self.nodes, self.epoch, self._node = list(nodes), epoch, node
         self._events = events
         if node > 0:
@@ -92,16 +82,8 @@ class JobLinks:
     async def connect(
         self, epoch: int, warm: Specs, timeout_s: float, tasks: asyncio.TaskGroup
     ) -> bool:
-        """Links this node to the lead, or the lead to all; False if the ranks were
-        restarted before.
-
-        Args:
-            epoch: from the last `begin`, unless the ranks were started again since.
-            warm: engines that run on this node for the pools of the last epoch.
-
-        Raises:
-            DeadlineExceeded: another supervisor cannot be reached.
-        """
+        """Links this node to the lead, or the lead to all; False if the ranks were restarted
+        before. `warm` are engines that run here for the last epoch's pools."""
         if self._is_in(epoch):
             if self._to_members is not None:
                 await self._to_members.wait_joined(timeout_s)
@@ -121,12 +103,8 @@ class JobLinks:
         events: NodeEvents,
         tasks: asyncio.TaskGroup,
     ) -> int:
-        """Joins a running job as a node that only generates; returns its index there.
-
-        Raises:
-            ConfigError: the lead refuses this node.
-            JobFailed: the lead cannot be reached.
-        """
+        """Joins a running job as a node that only generates; returns its index there. Raises
+        ConfigError if the lead refuses this node, JobFailed if it cannot be reached."""
         self.nodes, self._events = [lead], events
         self._has_ranks = False
         self.lead = self._client.handle(lead.supervisor)
@@ -196,7 +174,6 @@ class JobLinks:
         raise ActorNotFound(f"no node {name!r} that only generates; there are: {there_are}")
 
     def supervisor_of(self, node: int) -> Handle:
-        """Raises ConfigError if the job has no such node."""
         if node >= len(self.nodes):
             raise ConfigError(f"there is no node {node}; the job has {max(1, len(self.nodes))}")
         return self._client.handle(self.nodes[node].supervisor)
@@ -223,7 +200,6 @@ class JobLinks:
         return dict(zip(others, answers, strict=True))
 
     def supervisor_at(self, node_id: str) -> Handle:
-        """Raises ActorNotFound if no node has this id."""
         for node in reversed(self.nodes):  # a later one may have the id of one that is gone
             if node.node_id == node_id:
                 return self._client.handle(node.supervisor)
@@ -234,8 +210,7 @@ class JobLinks:
         return self._to_members is not None and self._to_members.has_left(node)
 
     def tell(self, event: Event) -> None:
-        """Sends an event of this node to the lead, or of the lead to all others. The end of a node
-        that only generates does not concern the others."""
+        """Sends an event to the lead, or the lead's to all. Nodes that only generate send none."""
         if self._to_lead is not None and self._has_ranks:
             self._to_lead.report(event)
         if self._to_members is not None:
@@ -258,8 +233,8 @@ class JobLinks:
         return {} if self._to_members is None else self._to_members.warm()
 
     def start_over(self) -> None:
-        """Ends the links without a farewell: the ranks were restarted, and the nodes will meet
-        again. Nodes that only generate leave."""
+        """Ends the links without a farewell before the nodes meet again. Nodes that only
+        generate leave."""
         if self._to_members is not None:
             for idx, node in enumerate(self.nodes):
                 if node.num_ranks == 0:

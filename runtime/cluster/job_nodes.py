@@ -37,8 +37,7 @@ from umbra.runtime.settings import from_wire, to_wire
 
 _SHARED_FILE: Final = "shared-file"
 _SHARED_LIMIT_S: Final = 10.0
-"""A file that node 0 made may take this long to appear elsewhere: NFS caches
-folders for seconds."""
+"""A file that node 0 made may take so long to appear elsewhere: NFS caches folders for seconds."""
 _LOOK_INTERVAL_S: Final = 0.1
 _MAX_FAILURE_LEN: Final = 500
 """A failed node's error is cut here. A longer text fills the output of all other nodes."""
@@ -48,8 +47,6 @@ does not come, or where torchrun's store has ended."""
 
 
 class Store(Protocol):
-    """The methods of torch's store that this module uses."""
-
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
@@ -62,15 +59,12 @@ class JobNode:
 
     Attributes:
         num_ranks: of the trainer; 0 on a node that only generates.
-        gpus: the node's usable GPUs, as CUDA_VISIBLE_DEVICES names them.
-        gpu_nbytes: their sizes; empty without NVML.
+        gpus, gpu_nbytes: as CUDA_VISIBLE_DEVICES names them; sizes are empty without NVML.
         tcp_endpoint: its supervisor's; "" in a job of one node.
-        key_digest: of the job's keys there.
         problem: why this node cannot take part, or "".
         failure: the error by which it failed before it met the others, or "".
         epoch: the last one that its supervisor took part in; 0 for none.
         job: the name by which requests addressed the job in that epoch (`SupervisorAddress`).
-        choices: see `SessionConfig`.
     """
 
     node_id: str
@@ -87,12 +81,10 @@ class JobNode:
 
     @property
     def address(self) -> str:
-        """The node's address for other nodes, or ""."""
         return split_endpoint(self.tcp_endpoint)[0]
 
     @property
     def supervisor(self) -> ActorRef:
-        """The address of its supervisor for other nodes."""
         return ActorRef(
             name="supervisor",
             incarnation=1,
@@ -103,7 +95,6 @@ class JobNode:
 
 
 def ranks_of(nodes: Sequence[JobNode], node: int) -> range:
-    """The trainer's ranks on one of the nodes."""
     first = sum(other.num_ranks for other in nodes[:node])
     return range(first, first + nodes[node].num_ranks)
 
@@ -130,18 +121,15 @@ def next_epoch(nodes: Sequence[JobNode]) -> int:
 
 
 def request_name(nodes: Sequence[JobNode]) -> str:
-    """The name by which requests address the job: the one of its last epoch."""
     return max(nodes, key=lambda node: node.epoch).job
 
 
 def job_name(environment: TorchrunEnvironment) -> str:
-    """The name of a job of several nodes, the same on all of them."""
     return "-".join(filter(None, (environment.run_id, slurm_job_id())))
 
 
 def own_address(host: str, port: int) -> str:
-    """This host's address for the other nodes: the user's choice, or the one from which it reaches
-    rank 0's host. Raises ConfigError if that host has no address."""
+    """The user's address for this host, or the one from which it reaches rank 0's host."""
     if chosen := host_address():
         return chosen
     try:
@@ -165,12 +153,9 @@ def key_digest(keys: CurveKeys) -> str:
 def meet_nodes(
     environment: TorchrunEnvironment, me: JobNode, run_dir: Path, timeout_s: float
 ) -> tuple[JobNode, ...]:
-    """All nodes of the job, in the order of their ranks. Local rank 0 of every node calls it.
-
-    Raises:
-        ConfigError: nodes do not share the run directory or the keys, or cannot reach each other.
-        JobFailed: a node has failed, or is missing after `timeout_s`.
-    """
+    """All nodes of the job by rank, for local rank 0 of each. Raises ConfigError if they do
+    not share the run directory or the keys, or cannot connect; JobFailed if one has failed
+    or is missing."""
     deadline = time.monotonic() + timeout_s
     missing = "the others"
     try:
@@ -198,8 +183,7 @@ def meet_nodes(
 
 @contextlib.contextmanager
 def failure_reported(environment: TorchrunEnvironment) -> Generator[None]:
-    """Reports an error of the block to the nodes that wait in `meet_nodes`, now or soon. Only local
-    rank 0 in a job of several nodes does, and only before this node has met the others."""
+    """Reports an error of the block to the nodes that wait in `meet_nodes`, now or soon."""
     try:
         yield
     except Exception as error:
@@ -223,8 +207,7 @@ def _report_failure(environment: TorchrunEnvironment, failure: str) -> None:
 
 
 def _stay_for_others(store: Store, environment: TorchrunEnvironment) -> None:
-    """Returns when all nodes have come to the store. They need the job's keys, which a node removes
-    at its end, and the store, which ends with torchrun on node 0."""
+    """Waits for all nodes, which need the keys and the store that end with this node."""
     keys = [_key(rank) for rank in range(environment.num_nodes)]
     with contextlib.suppress(RuntimeError):  # one does not come in time
         store.wait(keys, timedelta(seconds=_REPORT_LIMIT_S))
@@ -243,8 +226,7 @@ def _encode(node: JobNode) -> str:
 
 
 def open_job_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
-    """The ranks' store. Any rank may open it, before and besides `meet_nodes`. A call of the store
-    may take `timeout_s`."""
+    """The ranks' store, for any rank, before and besides `meet_nodes`."""
     import torch.distributed
 
     dist: Any = torch.distributed

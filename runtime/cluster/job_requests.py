@@ -20,13 +20,8 @@ class JobRequests:
     supervisor with ranks.
 
     The lead makes itself known in the directory, and looks there. The directory may be on a shared
-    file system that answers late, so threads use it; writes come one after the other.
-
-    Args:
-        act_on: called with each request to this job; raises ActorNotFound if it cannot.
-
-    Attributes:
-        is_lead: whether this supervisor looks for requests.
+    file system that answers late, so threads use it; writes come one after the other. `act_on` is
+    called with each request to this job, and raises ActorNotFound if it cannot.
     """
 
     def __init__(self, run_dir: Path, act_on: Callable[[JobRequest], None]) -> None:
@@ -69,7 +64,6 @@ class JobRequests:
                 logger.warning("cannot take a request from the run directory: %s", error)
 
     def _try(self, request: JobRequest) -> str:
-        """Returns why the request cannot be fulfilled, or ""."""
         try:
             self._act_on(request)
         except ActorNotFound as error:

@@ -28,14 +28,8 @@ Specs = Sequence[dict[str, Any]]
 
 
 class LeadLink:
-    """A member's link to the lead.
-
-    Args:
-        node: index of this node.
-        warm: engines that run here for the pools of the last epoch.
-        on_event: called with 0, the lead's index, and each event of another node.
-        on_lost: called once with 0 and the reason if the lead is lost.
-    """
+    """A member's link to the lead. `warm` engines run here for the last epoch's pools. `on_event`
+    gets 0, the lead's index, and each event of another node; `on_lost` 0 and the reason, once."""
 
     def __init__(
         self,
@@ -56,11 +50,9 @@ class LeadLink:
         self._reports: asyncio.Queue[Event] = asyncio.Queue()
 
     def report(self, event: Event) -> None:
-        """Sends an event of this node to the lead, in order."""
         self._reports.put_nowait(event)
 
     async def wait_joined(self, timeout_s: float) -> None:
-        """Raises DeadlineExceeded if the lead has not answered in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._joined.wait()
@@ -72,7 +64,6 @@ class LeadLink:
             ) from None
 
     async def run(self) -> None:
-        """Returns when the lead has left or is lost."""
         async with asyncio.TaskGroup() as tasks:
             parts = [tasks.create_task(self._follow()), tasks.create_task(self._send())]
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +97,6 @@ class LeadLink:
         return "it ended"
 
     async def _send(self) -> str:
-        """Returns why the lead is lost."""
         while True:
             event: Event | None = None
             with contextlib.suppress(TimeoutError):

@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Member:
-    """Another node, as the lead knows it."""
-
     def __init__(self, node: JobNode) -> None:
         self.node = node
         self.has_joined = asyncio.Event()
@@ -34,14 +32,9 @@ class _Member:
 
 
 class MemberLinks:
-    """The lead's links to the supervisors of all other nodes; see `lead_link`.
-
-    Args:
-        nodes: the nodes with ranks; the first is the lead's own.
-        on_event: called with the index of a node and an event there.
-        on_lost: called once for a node that is lost, with the reason.
-        on_left: called once for a node that has left.
-    """
+    """The lead's links to all other supervisors (see `lead_link`); the first of `nodes`
+    is the lead's own. Calls back with a node's index: at each event, and once when it is
+    lost or has left."""
 
     def __init__(
         self,
@@ -57,7 +50,6 @@ class MemberLinks:
         self._watches: asyncio.TaskGroup
 
     async def wait_joined(self, timeout_s: float) -> None:
-        """Raises DeadlineExceeded if a node with ranks has not joined in time."""
         members = list(self._members.values())  # others are admitted meanwhile
         try:
             async with asyncio.timeout(timeout_s):
@@ -74,7 +66,6 @@ class MemberLinks:
         return self._members[idx].has_left.is_set()
 
     async def run(self) -> None:
-        """Watches all members until cancelled."""
         async with asyncio.TaskGroup() as self._watches:
             for idx in self._members:
                 self._watches.create_task(self._watch(idx))
@@ -87,7 +78,6 @@ class MemberLinks:
         self._watches.create_task(self._watch(idx))
 
     async def _watch(self, idx: int) -> None:
-        """Returns when the member has left or is lost."""
         member = self._member(idx)
         await member.has_joined.wait()
         while not member.has_left.is_set():
@@ -137,11 +127,9 @@ class MemberLinks:
                         await member.events.join()
 
     def warm(self) -> dict[int, Specs]:
-        """Engines that the members had when they joined, by node."""
         return {idx: member.warm for idx, member in self._members.items() if member.warm}
 
     async def join(self, idx: int, warm: Specs) -> AsyncGenerator[Event, None]:
-        """The stream of a member's `LeadLink`."""
         member = self._member(idx)
         member.warm = warm
         member.has_joined.set()
@@ -158,7 +146,6 @@ class MemberLinks:
                 member.events.task_done()
 
     def report(self, idx: int, event: Event) -> None:
-        """Takes a report of a member's `LeadLink`."""
         member = self._member(idx)
         member.heard.set()
         if event["kind"] == "left":

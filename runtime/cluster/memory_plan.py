@@ -35,15 +35,9 @@ _Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeed:
-    """A rank's memory on its GPU, in bytes.
-
-    Attributes:
-        sync_nbytes: parameters, optimizer state and the CUDA context.
-        generation_nbytes: the part of it that stays while engines generate.
-        training_nbytes: the same as for a sync, with gradients.
-        activations_nbytes: an estimate of the most that training takes besides.
-        keeps_cache: whether torch's allocator keeps the memory of training in all phases.
-    """
+    """A rank's memory on its GPU: in a sync (parameters, optimizer state, CUDA context), the part
+    that stays during generation, in training with gradients, and estimated activations. With
+    `keeps_cache`, torch's allocator keeps the memory of training."""
 
     sync_nbytes: int
     generation_nbytes: int
@@ -57,15 +51,12 @@ class EngineNeed:
     """An engine's memory on each of its GPUs, in bytes.
 
     Attributes:
-        mode: the pool's.
         shares_with: name of the pool that a colocated one is time-sliced with.
         is_updated: whether it reads weights from the ranks.
         weights_nbytes: of its parameters, twice if updates are staged.
-        kv_token_nbytes: size of one token in the KV cache.
         overhead_nbytes: CUDA context, graphs and buffers, while it is awake.
         asleep_nbytes: the part of the overhead that stays while it sleeps.
-        kv_num_tokens: size of the KV cache, if the user set it.
-        least_kv_num_tokens, most_kv_num_tokens: bounds of the planned size otherwise.
+        kv_num_tokens: size of the KV cache, if the user set it; else the plan's within bounds.
     """
 
     mode: PoolMode
@@ -82,15 +73,8 @@ class EngineNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The memory that the processes are expected to take.
-
-    Attributes:
-        kv_num_tokens: size of an engine's KV cache, by pool.
-        expected_nbytes: by phase, node and GPU, for the GPUs of ranks and of pools
-            with known needs.
-        activations_fit: whether training is expected to fit with its activations.
-        notes: sentences for the user.
-    """
+    """The expected memory by phase, node and GPU, where needs are known, and KV caches by pool.
+    `activations_fit` is the forecast for training; `notes` are sentences for the user."""
 
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
@@ -101,7 +85,6 @@ class MemoryPlan:
 
     @property
     def gpus(self) -> list[int]:
-        """The GPUs of the first node that it covers."""
         cells = {cell for by_gpu in self.expected_nbytes.values() for cell in by_gpu}
         return sorted(gpu for node, gpu in cells if node == 0)
 
@@ -127,17 +110,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes the KV caches and checks each phase of each GPU.
 
-    Free memory of a GPU is shared equally by the engines on it that are awake together and have no
-    size set. All engines of a pool get the size that the fullest GPU allows. Caches never get the
-    memory that `train.offload` frees, because ranks that resume hold it while engines start.
-
-    Args:
-        gpu_nbytes: memory of the GPUs, by node.
-        rank: the need of each rank; None without ranks.
-        engines: the needs of an engine, by pool; other pools count as nothing.
-
-    Raises:
-        ConfigError: a phase does not fit a GPU, activations apart.
+    Free memory of a GPU is shared equally by the engines on it that are awake together and have
+    no size set. All engines of a pool get the size that the fullest GPU allows. Caches never get
+    the memory that `train.offload` frees, because ranks that resume hold it while engines start.
+    Pools missing in `engines` count as nothing. Raises ConfigError if a phase does not fit,
+    activations apart.
     """
     sizes = _kv_sizes(plan, gpu_nbytes, rank, engines)
     tenants = _Tenants(plan, rank, engines)
@@ -205,8 +182,6 @@ def _kv_sizes(
 
 
 class _Tenants:
-    """The processes that take memory of a GPU in a phase."""
-
     def __init__(
         self,
         plan: Plan,
@@ -236,7 +211,6 @@ class _Tenants:
         self.phases: list[Phase] = [phase for phase in PHASES if is_there[phase]]
 
     def awake(self, phase: Phase, cell: _Cell) -> list[str]:
-        """The pool of each engine that is awake."""
         pools = [pool for pool, _ in self._engines.get(cell, [])]
         return [pool for pool in pools if self._is_awake(pool, phase)]
 
@@ -247,7 +221,6 @@ class _Tenants:
         return mode == "standalone" or (mode == "hybrid" and phase == "generation")
 
     def parts(self, phase: Phase, cell: _Cell, kv_num_tokens: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by process, activations apart."""
         parts: dict[str, int] = {}
         engines = self._engines.get(cell, [])
         if self._rank is not None and cell in self.ranks:
@@ -274,7 +247,6 @@ class _Tenants:
         return parts
 
     def remedies(self, phase: Phase, cell: _Cell) -> str:
-        """Settings that can make a phase fit."""
         pools, has_rank = self.awake(phase, cell), cell in self.ranks
         is_set = any(self._needs[pool].kv_num_tokens for pool in pools)
         remedies = {

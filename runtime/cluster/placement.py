@@ -27,13 +27,8 @@ PoolMode = Literal["hybrid", "standalone", "colocated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A host of the job.
-
-    Attributes:
-        gpus: its GPUs in the job's order and form: integers or UUIDs.
-        num_ranks: ranks that use a GPU; local rank i has the i-th.
-        address: for other nodes; "" in a job of one node.
-    """
+    """A host of the job. Local rank i has the i-th of `gpus`, which are integers or UUIDs in the
+    job's order. `address` is "" in a job of one node."""
 
     gpus: tuple[str, ...]
     num_ranks: int
@@ -66,13 +61,8 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The place of a rank or an engine.
-
-    Attributes:
-        node: index of the node.
-        gpus: indices into the node's GPUs. The process itself sees them as devices 0, 1, ...
-        followers: the further parts of an engine on several nodes, each on a later node.
-    """
+    """The place of a rank or an engine. Its process sees `gpus`, indices into the node's, as
+    devices 0, 1, ... `followers` are the parts of an engine on later nodes."""
 
     node: int
     gpus: tuple[int, ...]
@@ -80,18 +70,13 @@ class Assignment:
 
     @property
     def parts(self) -> tuple[Assignment, ...]:
-        """All parts of the engine, the leading one first."""
         return (self, *self.followers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGpus:
-    """The GPUs of an engine's process, in the form that the job was given.
-
-    Attributes:
-        own: GPUs that the engine computes on; none on the CPU.
-        others: GPUs of its node that it only sees: CUDA IPC cannot read memory on a hidden one.
-    """
+    """The GPUs of an engine's process: `own` ones to compute on, and `others` of its node that it
+    only sees, because CUDA IPC cannot read memory on a hidden GPU."""
 
     own: tuple[str, ...]
     others: tuple[str, ...] = ()
@@ -104,22 +89,14 @@ class EngineGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerPlace:
-    """The place of a follower, an engine's part on another node than the leading one's."""
-
     node: int
     gpus: EngineGpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The places of all processes of a job that may use a GPU.
-
-    Attributes:
-        ranks: the places of the ranks that use a GPU, by rank.
-        engines: the places of the engines, by pool and then by the engine's index.
-        num_gpus: GPUs of one engine, by pool.
-        kv_num_tokens: size of an engine's KV cache by pool, where the memory plan chose it.
-    """
+    """The places of all processes that may use a GPU. By pool: engines by index, GPUs of one
+    engine, and the size of a KV cache where the memory plan chose it."""
 
     nodes: tuple[Node, ...]
     ranks: tuple[Assignment, ...]
@@ -128,11 +105,9 @@ class Plan:
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def engine_gpus(self, pool: str) -> tuple[EngineGpus, ...]:
-        """The GPUs of each of the pool's engines, on the node of its leading part."""
         return tuple(map(self._gpus_at, self.engines[pool]))
 
     def engine_followers(self, pool: str) -> tuple[tuple[FollowerPlace, ...], ...]:
-        """The followers of each of the pool's engines."""
         return tuple(
             tuple(
                 FollowerPlace(node=part.node, gpus=self._gpus_at(part)) for part in place.followers
@@ -151,9 +126,6 @@ class Plan:
 
             GPUs  ranks  engines
             0-1   0-1    policy-0, judge-0
-
-        Args:
-            more: further columns, by title and then by node and GPU.
         """
         ranks = {(place.node, place.gpus[0]): rank for rank, place in enumerate(self.ranks)}
         engines: dict[tuple[int, int], list[str]] = {}
@@ -184,7 +156,6 @@ class Plan:
 
 
 def engine_name(pool: str, idx: int) -> str:
-    """The name of an engine's actor, and of the leading part of one on several nodes."""
     return f"{pool}-{idx}"
 
 
@@ -285,7 +256,6 @@ class _Usable(NamedTuple):
 
 
 def _on_nodes_of(pool: PoolRequest, usable: _Usable) -> _Usable:
-    """The usable GPUs of the nodes in pool.nodes."""
     if not pool.nodes:
         return usable
     gpus = [there if idx in pool.nodes else () for idx, there in enumerate(usable.gpus)]
@@ -297,7 +267,6 @@ def _is_on_ranks(pool: PoolRequest, ranked: Sequence[Sequence[int]]) -> bool:
 
 
 def _fills(pool: PoolRequest, ranked: Sequence[Sequence[int]]) -> bool:
-    """Whether the pool would get all GPUs that are left."""
     own = pool.gpus or pool.mode == "colocated" or _is_on_ranks(pool, ranked)
     return pool.count is None and pool.num_gpus > 0 and not own
 
@@ -309,7 +278,6 @@ def _description_of_free(ranked: Sequence[Sequence[int]], taken_by: Sequence[str
 
 
 def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
-    """Where the pool's engines fit: each has the next GPUs of one node."""
     size = pool.num_gpus
     if size == 0:
         nodes = pool.nodes or range(len(usable.gpus))
@@ -368,7 +336,6 @@ def _spanning_places(
 def _no_place(
     pool: PoolRequest, count: int, num_places: int, usable: _Usable, nodes: Sequence[Node]
 ) -> str:
-    """The numbers, and the user's remedies."""
     is_colocated = pool.mode == "colocated"
     num_ranks = sum(node.num_ranks for node in nodes)
     largest = max(len(node.gpus) for node in nodes)

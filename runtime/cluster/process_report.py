@@ -1,5 +1,4 @@
-"""Reports what a node's processes are doing, from outside: it stops nothing and needs
-no cooperation."""
+"""Reports what a node's processes are doing, from outside, without stopping them."""
 
 from __future__ import annotations
 
@@ -54,13 +53,8 @@ _LIBRARIES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenThread:
-    """A thread that does not just wait for work.
-
-    Attributes:
-        name: "MainThread" is the main one.
-        places: `function (file:line)`, the innermost first, without frames that only wait.
-        user_place: the innermost in code that belongs neither to umbra nor to a library, or "".
-    """
+    """A thread that does not just wait for work: its `function (file:line)` places, innermost
+    first, and the innermost in a user's code, or ""."""
 
     name: str
     places: tuple[str, ...]
@@ -70,13 +64,8 @@ class SeenThread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenProcess:
-    """A process at the time of the report.
-
-    Attributes:
-        name: `NAME's` is a process that NAME has started.
-        why_stuck: see `ProcessStat.why_stuck`.
-        problem: why its threads are unknown, or "".
-    """
+    """A process at the time of the report. `NAME's` is a process that NAME has started; `problem`
+    is why its threads are unknown, or ""."""
 
     name: str
     pid: int
@@ -111,12 +100,8 @@ def is_of_user(file: str) -> bool:
 
 def report_processes(roots: Mapping[str, int], log_dir: Path) -> dict[str, str]:
     """Files by name: `processes.txt` for people, `processes.json` with a `SeenProcess` for each,
-    and one for each process and log. Blocks for some seconds at most.
-
-    Args:
-        roots: pids by name; descendants without a name of their own get their root's.
-        log_dir: of this node.
-    """
+    and one for each process and log. Descendants of `roots` get their names. Blocks for some
+    seconds at most."""
     names = _find(roots)
     stacks = read_stacks(list(names))
     processes = [_see(pid, name, stacks[pid]) for pid, name in names.items()]
@@ -144,7 +129,6 @@ def _find(roots: Mapping[str, int]) -> dict[int, str]:
 
 
 def _name(pid: int, names: Mapping[int, str]) -> str:
-    """Its own name, or the nearest named ancestor's."""
     above = pid
     while above not in names and (stat := process_stat(above)) is not None:
         above = stat.parent_pid
@@ -203,7 +187,6 @@ def _command(pid: int) -> str:
 
 
 def _kernel_threads(pid: int) -> str:
-    """The state of each thread, and the function of the kernel that it waits in."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         for thread in sorted(os.listdir(f"/proc/{pid}/task"), key=int):

@@ -1,7 +1,4 @@
-"""events.jsonl in the run directory: the events of a job, beside its steps.
-
-The supervisor of rank 0's node writes it. Notices of other nodes reach it through their links.
-"""
+"""events.jsonl in the run directory: events of all nodes, written by rank 0's supervisor."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class RunEvent:
 
 
 def read_events(run_dir: Path) -> list[RunEvent]:
-    """All events so far, the oldest first; none if there is no such file."""
     events: list[RunEvent] = []
     try:
         lines = (run_dir / "events.jsonl").read_text("utf-8", errors="replace").splitlines()

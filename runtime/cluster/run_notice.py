@@ -39,7 +39,6 @@ it, because nothing is lost then."""
 
 
 def stop_status(number: int) -> int:
-    """Exit status of a rank that ends because of a stop signal."""
     return PREEMPTED_STATUS if number == PREEMPT_SIGNAL else 128 + number
 
 
@@ -91,14 +90,12 @@ class JobRequest(Settings):
 
     @property
     def number(self) -> int:
-        """The signal that stands for the end."""
         return PREEMPT_SIGNAL if self.kind == "preempt" else signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Acknowledges a `JobRequest`, whose token it has; `refusal` is the reason
-    against it, or ""."""
+    """Acknowledges the `JobRequest` of that token; `refusal` is the reason against it, or ""."""
 
     token: str
     refusal: str
@@ -127,7 +124,6 @@ class RunNotice:
             logger.warning("cannot write %s: %s", self._address, error)
 
     def withdraw(self, address: SupervisorAddress) -> None:
-        """Makes the supervisor unknown, unless another one is known by now."""
         with contextlib.suppress(OSError, ConfigError):
             if self.address() == address:
                 self._address.unlink(missing_ok=True)
@@ -144,15 +140,12 @@ class RunNotice:
         return request
 
     def leave_request(self, request: JobRequest) -> None:
-        """Raises OSError if the run directory cannot be written."""
         _write(self._request, request)
 
     def answer(self, answer: JobAnswer) -> None:
-        """Raises OSError if the run directory cannot be written."""
         _write(self._answer, answer)
 
     def take_answer(self, request: JobRequest) -> JobAnswer | None:
-        """The answer to a request that was left; None if there is none yet."""
         answer = _read(JobAnswer, self._answer)
         if answer is None or answer.token != request.token:
             return None
@@ -166,8 +159,7 @@ class RunNotice:
             logger.warning("cannot write %s: %s", self._preempted, error)
 
     def address(self) -> SupervisorAddress | None:
-        """The running job's supervisor, or None. A supervisor that was killed leaves its
-        address behind."""
+        """The running job's supervisor, or None. A killed supervisor leaves its address behind."""
         return _read(SupervisorAddress, self._address)
 
     @property

@@ -29,8 +29,7 @@ FD_SOCKET = "fds"
 """Name of the socket at which the supervisor serves descriptors."""
 
 MAX_SOCKET_PATH_NBYTES = 100
-"""Sockets' paths stay below this length: the kernel's limit is 107, and libraries
-may add to names."""
+"""The kernel's limit of sockets' paths is 107, and libraries may add to names."""
 
 _MAX_SLUG_CHARS = 24
 """Characters kept of a job's and of a node's name. With more, few bytes remain for actors' names;
@@ -56,10 +55,8 @@ class SocketDir:
 
     @classmethod
     def create(cls, job: str, node: str, root: Path | None = None) -> SocketDir:
-        """Makes the directory and locks it, after sweeping the directories of dead jobs.
-
-        Raises ConfigError if the root is unsafe or a running job of that name has the directory.
-        """
+        """Makes and locks the directory, after sweeping the directories of dead jobs. Raises
+        ConfigError if the root is unsafe or a running job of that name has the directory."""
         root = default_root() if root is None else root
         _secure_root(root)
         sweep(root)
@@ -83,13 +80,11 @@ class SocketDir:
         return cls(path, lock_fd)
 
     def release(self) -> None:
-        """Closes this process's copy of the lock; the directory stays."""
         if self.lock_fd >= 0:
             os.close(self.lock_fd)
             self.lock_fd = -1
 
     def remove(self) -> None:
-        """Removes the directory, then releases the lock. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -124,7 +119,6 @@ def socket_dir_path(job: str, node: str, root: Path | None = None) -> Path:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a running job owns the socket directory at `path`."""
     lock_fd = _lock_dead(path)
     if lock_fd is None:
         return (path / _OWNER).exists()
@@ -133,7 +127,6 @@ def is_in_use(path: Path) -> bool:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Removes the directories of dead jobs under `root`; returns their paths."""
     removed: list[Path] = []
     for path in sorted(root.iterdir()):
         is_hidden = path.name.startswith((_NEW, _DEAD))
@@ -158,8 +151,7 @@ def sweep(root: Path) -> list[Path]:
 
 
 def _rename_when_free(fresh: Path, path: Path) -> None:
-    """Replaces a dead job's directory of that name by `fresh`. Raises OSError if
-    the job is alive."""
+    """Replaces a dead job's directory by `fresh`. Raises OSError if the job is alive."""
     deadline = time.monotonic() + _LOOK_S
     while True:
         try:

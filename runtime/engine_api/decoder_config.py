@@ -1,7 +1,5 @@
-"""The shape of a Hugging Face decoder model, from the config.json of transformers 4 or 5.
-
-Rope settings are in `rope_parameters` (5) or in `rope_theta` and `rope_scaling` (4).
-"""
+"""The shape of a decoder model: rope settings are in `rope_parameters` of transformers 5, or in
+`rope_theta` and `rope_scaling` of 4."""
 
 from __future__ import annotations
 
@@ -31,8 +29,6 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """All that the forward pass depends on."""
-
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -52,12 +48,9 @@ class ModelConfig:
 
 
 def load_model_config(model_path: str) -> ModelConfig:
-    """Reads `model_path`/config.json. A head that the weights have is not tied; see `has_own_head`.
-
-    Raises:
-        DataError: the directory or the file is missing or unreadable.
-        ConfigError: the architecture, or one of its options, is not supported.
-    """
+    """Reads config.json; a head that the weights have is not tied (`has_own_head`). Raises
+    DataError if it is missing or unreadable, ConfigError if the architecture or an option is
+    not supported."""
     path = Path(model_path)
     if not path.is_dir():
         raise DataError(
@@ -77,7 +70,6 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Raises ConfigError with key and remedy."""
     model_type = str(raw.get("model_type"))
     if model_type not in MODEL_TYPES:
         raise ConfigError(

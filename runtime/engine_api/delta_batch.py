@@ -49,8 +49,7 @@ class DeltaBatch:
 
     @classmethod
     def from_wire(cls, item: object) -> DeltaBatch:
-        """Raises ProtocolError for columns that are missing, inconsistent, or of another
-        dtype or length."""
+        """Raises ProtocolError for columns that do not fit together."""
         if not isinstance(item, Mapping):
             raise ProtocolError(f"a delta batch must be a map, got {brief(item)}")
         fields = cast("Mapping[str, Any]", item)

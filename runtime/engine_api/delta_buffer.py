@@ -90,7 +90,6 @@ class DeltaBuffer:
         self._finish_reasons = []  # the old list left with a batch
 
     def take(self) -> DeltaColumns | None:
-        """Everything since the last take, or None."""
         if self.is_empty:
             return None
         batch = empty_batch()

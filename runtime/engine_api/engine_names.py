@@ -35,8 +35,7 @@ class EngineKind:
         has_lora: the engine takes `lora_adapters`.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
-        truncates_logprobs: under `rollout.top_p` or `rollout.top_k`, logprobs are the truncated
-            distribution's.
+        truncates_logprobs: with `rollout.top_p` or `top_k`, logprobs are the truncated ones.
         spans_nodes: an engine may have followers on other nodes, which it gets as `followers`.
     """
 
@@ -55,8 +54,6 @@ class EngineKind:
         return {"engine_args": engine_args} if self.wraps_library else dict(engine_args)
 
     def tensor_parallel_size(self, engine_args: Mapping[str, Any], section: str = "pool") -> int:
-        """Worker processes of one engine, each with a GPU of its own where there are GPUs.
-        `section` is the config's section of `engine_args`, for the error."""
         if self.wraps_engine:
             inner = engine_kind(str(engine_args.get("inner", "embedded")))
             options: object = engine_args.get("engine_args", {})
@@ -131,7 +128,6 @@ def check_engine_name(engine: str) -> None:
 
 
 def check_lora_engine(engine: str, adapters: Mapping[str, Path]) -> None:
-    """Raises SettingError if the engine is known not to take LoRA adapters."""
     if adapters and not engine_kind(engine).has_lora:
         raise SettingError(
             f"lora_adapters: engine {engine!r} has no LoRA adapters; use engine 'vllm', or leave "

@@ -24,8 +24,7 @@ PauseMode = Literal["abort", "keep", "drain"]
 
 
 class EngineStats(TypedDict):
-    """A snapshot of counters and current bytes: resident in this process, of
-    weights, and of cache."""
+    """A snapshot; bytes are current: resident in this process, of weights, and of cache."""
 
     running: int
     waiting: int
@@ -50,7 +49,7 @@ class Engine(Protocol):
 
     async def abort(self, ids: Sequence[int] | None) -> int:
         """Ends requests (None: all) with reason "abort" after their sampled tokens;
-        returns how many."""
+        returns their number."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

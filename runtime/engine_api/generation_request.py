@@ -75,11 +75,7 @@ def parse_request(
     vocab_size: int | None,
     lora_names: Collection[str] = (),
 ) -> GenerationRequest:
-    """Checks one wire request, for an engine with the adapters `lora_names`.
-
-    Raises ValueError that names id, key and limit for a key that is unknown, missing
-    or out of range.
-    """
+    """Checks one wire request. Raises ValueError that names id, key and limit."""
     unknown = sorted(set(raw) - REQUEST_KEYS - OPTIONAL_KEYS)
     if unknown:
         raise ValueError(

@@ -50,7 +50,7 @@ def download_model(repo: str, revision: str | None, *, with_weights: bool) -> Pa
 
 
 def local_model(path: str, *, with_weights: bool) -> str:
-    """The folder of a model on this machine: `path`, or its snapshot if it is another machine's."""
+    """The folder of a model here: `path`, or its snapshot if it is another machine's."""
     folder = Path(path)
     name = snapshot_name(folder)
     if not name or (folder.is_dir() and (not with_weights or any(folder.glob(_WEIGHTS)))):
@@ -67,7 +67,6 @@ def snapshot_name(folder: Path) -> str:
 
 
 def not_downloaded(what: str, error: Exception) -> DataError:
-    """An error of huggingface_hub or datasets, with the remedy."""
     from huggingface_hub import constants
 
     cause = f"{' '.join(str(error).split()) or type(error).__name__:.{_MAX_CAUSE_LEN}}"

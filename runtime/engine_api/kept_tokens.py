@@ -37,12 +37,8 @@ WHOLE: Final = Truncation()
 
 @torch.no_grad()
 def lowest_kept(logits: Tensor, temperatures: Tensor, truncation: Truncation) -> Tensor:
-    """[B, 1] the lowest logit that is kept, before the temperature. Ties with it are kept, too.
-
-    Args:
-        logits: [B, V]; NaN gives NaN.
-        temperatures: [B, 1], above 0.
-    """
+    """[B, 1] the lowest of `logits` [B, V] that is kept, before the temperature. Ties
+    are kept, too."""
     step = max(1, MAX_SORTED_LOGITS // logits.shape[-1])
     parts = zip(torch.split(logits, step), torch.split(temperatures, step), strict=True)
     return torch.cat([_lowest_kept(part, heat, truncation) for part, heat in parts])

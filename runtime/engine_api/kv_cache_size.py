@@ -9,15 +9,9 @@ from umbra.runtime.errors import ConfigError
 def kv_token_nbytes(
     config: Mapping[str, Any], itemsize: int, *, tensor_parallel_size: int = 1
 ) -> int:
-    """Bytes of one token's keys and values in all layers, for one worker's heads.
-
-    Each worker has its share of the heads, but at least one. With latent attention (DeepSeek-V2,
-    arXiv:2405.04434) all workers have the same latent vector and rotary key.
-
-    Args:
-        config: the model's config.json; for a model with several parts, the text part's.
-        itemsize: bytes of one element.
-    """
+    """Bytes of one token's keys and values in all layers, for one worker's heads, at least one.
+    With latent attention (DeepSeek-V2, arXiv:2405.04434) all workers have the same latent vector
+    and rotary key."""
     try:
         num_heads = int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)

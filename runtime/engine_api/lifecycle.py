@@ -109,8 +109,6 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Takes memory for `tags` again."""
-
     tags: frozenset[Tag] = ALL_TAGS
 
 
@@ -126,12 +124,12 @@ class Invalidate:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process has ended."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A new incarnation is being started."""
+    pass
 
 
 Event = (
@@ -165,7 +163,6 @@ class EngineLifecycle:
     """In WAKING only: parts that are being allocated."""
 
     def apply(self, event: Event) -> EngineLifecycle:
-        """Raises IllegalTransition that names state and event."""
         match event:
             case Died():
                 self._require(event, *(state for state in EngineState if state != EngineState.DEAD))
@@ -283,12 +280,9 @@ class EngineLifecycle:
 def catch_up(
     lifecycles: Mapping[str, EngineLifecycle], current_version: int | None, ranks_waiting: bool
 ) -> list[str]:
-    """Engines to update to `current_version` by a sync of their own, in the mapping's order.
-
-    These are in PENDING_WEIGHTS, and only while every rank waits for a batch: only then has the
-    trainer the weights of that version, and all ranks can publish it. Before a first version exists
-    there are none, because the first sync reaches every engine anyway.
-    """
+    """Engines in PENDING_WEIGHTS, to be updated by a sync of their own while every rank waits for a
+    batch: only then have all ranks the weights of that version. Before a first version exists there
+    are none, because the first sync reaches every engine anyway."""
     if current_version is None or not ranks_waiting:
         return []
     return [

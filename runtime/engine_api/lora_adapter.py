@@ -21,11 +21,8 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """The facts about a LoRA adapter's folder, as PEFT saves it, that do not need its weights.
-
-    Attributes:
-        rank: of its largest matrices.
-    """
+    """The facts about a LoRA adapter's folder, as PEFT saves it. `rank` is its
+    largest matrices'."""
 
     name: str
     path: Path
@@ -60,7 +57,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
-    """Ranks of the matrices; ValueError if they differ from the config's."""
     ranks = {rank for _, rank, _ in module_shapes(shapes).values()}
     if not ranks:
         raise ValueError(f"{_WEIGHTS} holds no lora_A and lora_B")

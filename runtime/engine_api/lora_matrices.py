@@ -26,20 +26,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """The rank and the scale of a LoRA adapter, whose matrices are the tensors of a sync.
-
-    Attributes:
-        rank: of every matrix.
-        alpha: scales the product of two matrices by alpha / rank. For rank-stabilised LoRA,
-            give PEFT's lora_alpha times the square root of the rank.
-    """
+    """A LoRA adapter, whose matrices are the tensors of a sync. The product of two is scaled
+    by alpha / rank; for rank-stabilised LoRA, alpha is PEFT's lora_alpha times the square
+    root of the rank."""
 
     rank: int
     alpha: float
 
     def check(self, shapes: Shapes) -> None:
-        """Raises ValueError unless the tensors are pairs of matrices of this rank,
-        and nothing else."""
+        """Raises ValueError unless the tensors are only pairs of matrices of this rank."""
         modules = module_shapes(shapes)
         pairs = {f"{_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"}
         if others := sorted(shapes.keys() - pairs):
@@ -78,8 +73,7 @@ class LoraBase:
         self._max_rank = max_rank
 
     def check(self, adapter: LoraSpec | None, shapes: Shapes) -> None:
-        """Raises WeightSyncError if a sync brings the model's weights, or an adapter
-        that does not fit."""
+        """Raises WeightSyncError for the model's own weights, or an adapter that does not fit."""
         if adapter is None:
             raise WeightSyncError(
                 "the sync brings weights of the model, and the engine was started for LoRA "
@@ -102,7 +96,6 @@ class LoraBase:
 
 
 def check_lora_rank(lora_rank: int, *, load_weights: bool) -> None:
-    """Raises ConfigError for a `lora_rank` below 0, or beside `load_weights`."""
     if lora_rank < 0:
         raise ConfigError(f"lora_rank must be at least 0, got {lora_rank}")
     if lora_rank and load_weights:
@@ -113,10 +106,8 @@ def check_lora_rank(lora_rank: int, *, load_weights: bool) -> None:
 
 
 def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
-    """(out, rank, in) of each pair of matrices, by module; other tensors are left out.
-
-    Raises ValueError for a lora_A whose lora_B is missing, or has other shapes.
-    """
+    """(out, rank, in) of each pair of matrices, by module. Raises ValueError for a lora_A whose
+    lora_B is missing, or has other shapes."""
     modules: dict[str, tuple[int, int, int]] = {}
     for name, first in shapes.items():
         module, is_first, rest = name.partition(".lora_A.")
@@ -149,8 +140,8 @@ def check_fits(shapes: Shapes, model: Shapes) -> None:
 
 
 def model_shapes(model_path: Path) -> Shapes:
-    """Shapes of a model's weights, by name; empty if they are quantised, which may pack them, or
-    not in the folder, because the trainer may send them."""
+    """Shapes of a model's weights; empty if they are quantised, thus packed, or not
+    in the folder."""
     config: Any = json.loads((model_path / "config.json").read_text())
     if "quantization_config" in config:
         return {}

@@ -14,16 +14,8 @@ _NUM_IDS: Final = 1 << 31  # what int32 holds
 def token_ids(
     tokens: Sequence[int] | NDArray[Any], vocab_size: int = 0, what: str = "tokens"
 ) -> NDArray[np.int32]:
-    """[T] int32. An int32 array is not copied.
-
-    Args:
-        vocab_size: of the model; 0 if unknown.
-        what: names the tokens in the error.
-
-    Raises:
-        RequestRefused: they are not a sequence of integers, or one is outside the
-            model's vocabulary.
-    """
+    """[T] int32, without a copy if possible. Raises RequestRefused, naming `what`, for anything but
+    integers of the vocabulary."""
     array = _as_array(tokens)
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
         raise RequestRefused(

@@ -26,12 +26,7 @@ _MEND: Final = "download it again, or save the model again with save_pretrained"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        dtype: its name in safetensors, such as "BF16".
-        start: its first byte in the file.
-    """
+    """A tensor in a safetensors file, from byte `start` on; `dtype` as there, such as "BF16"."""
 
     file: Path
     dtype: str
@@ -41,10 +36,8 @@ class StoredTensor:
 
 
 class WeightFiles:
-    """The safetensors files of a model directory. Reads only the index and their headers.
-
-    Raises DataError if a file is missing, cut off or damaged, or the choice is unclear.
-    """
+    """The safetensors files of a model directory, by their headers. Raises DataError if a file is
+    missing, cut off or damaged, or the choice is unclear."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,12 +81,9 @@ class WeightFiles:
 
 
 def has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the files have a head that differs from the embeddings, and the config does not
-    exclude a tie. transformers then does not tie them. Engines read only the config, so umbra gives
-    them another value of the key.
-
-    False without files: an engine may get its weights from the trainer.
-    """
+    """Whether the files have a head that differs from the embeddings, which the config may tie.
+    Then transformers does not tie them; engines read only the config, so umbra changes it. False
+    without files: an engine may get its weights from the trainer."""
     inner: Any = config.get("text_config") or {}
     if config.get("tie_word_embeddings", inner.get("tie_word_embeddings")) is False:
         return False
@@ -122,8 +112,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. Raises DataError if it is
-    unreadable or cut off."""
+    """The tensors of a safetensors file, by name. Raises DataError if it is unreadable."""
     tensors: dict[str, StoredTensor] = {}
     try:
         file_nbytes = file.stat().st_size
@@ -153,7 +142,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
     try:
         places: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in places.items()}

@@ -28,15 +28,13 @@ _NUM_BEFORE: Final = 2  # lines of a traceback that go with its error: where, an
 
 @dataclass(frozen=True, slots=True)
 class ChildLog:
-    """The stdout and stderr of a child over all its incarnations; this one begins at
-    `start_offset`."""
+    """The stdout and stderr of a child over all its incarnations, this one from `start_offset`."""
 
     path: Path
     start_offset: int
 
     @classmethod
     def begin(cls, path: Path, title: str) -> ChildLog:
-        """Appends a header line. Raises ConfigError if the file cannot be written."""
         header = f"==== {title} ==== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +51,6 @@ class ChildLog:
         return self.path.open("ab", buffering=0)
 
     def tail(self, max_lines: int) -> str:
-        """The last lines of this incarnation, at most 64 KiB; empty if there are none."""
         try:
             with self.path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

@@ -69,17 +69,11 @@ class ChildProcess:
     ) -> ChildProcess:
         """Starts `argv` in a session of its own; takes some milliseconds of the loop.
 
-        Args:
-            env: the whole environment; None: ours.
-            log_path: stdout and stderr are appended there, after a header line; None: ours.
-            stdin_payload: of any length, kept in memory and off the command line.
-            binds_itself: the program first calls
-                `prctl.die_with_parent(int(os.environ["UMBRA_PARENT_PID"]))` and
-                `prctl.become_subreaper()`, which saves the 10 ms of the trampoline.
-
-        Raises:
-            ActorError: it cannot be started.
-            ConfigError: the log cannot be written.
+        Output goes to `log_path`, after a header line, or to ours. `stdin_payload` stays in
+        memory, off the command line. A program that `binds_itself` calls
+        `prctl.die_with_parent` with PARENT_PID_VARIABLE and `prctl.become_subreaper` first,
+        which saves the 10 ms of the trampoline. Raises ActorError if it cannot be started,
+        ConfigError if the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(f"{name}: spawn from the main thread, children die with the thread")
@@ -123,7 +117,6 @@ class ChildProcess:
             return await self.wait()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the child and everything below it; returns at once."""
         if self.status is None:
             descendants.kill_tree(self.pid)
 
@@ -138,12 +131,10 @@ class ChildProcess:
         return found is not None
 
     def send_signal(self, number: int) -> None:
-        """Does nothing if the child has ended."""
         if self.status is None:
             descendants.send_signal(self.pid, number)
 
     def log_tail(self, max_lines: int = 20) -> str:
-        """The last lines that this incarnation wrote; empty without a log."""
         return "" if self._log is None else self._log.tail(max_lines)
 
     def describe_errors(self) -> str:
@@ -157,7 +148,7 @@ class ChildProcess:
         return f"\n{found}"
 
     def describe_end(self, max_lines: int = 20) -> str:
-        """Such as `engine-0#1 (pid 7) killed by SIGKILL (9)`, with the log's last lines."""
+        """The end and the last log lines, such as `engine-0#1 (pid 7) killed by SIGKILL (9)`."""
         text = f"{self.name} (pid {self.pid}) {self.status or 'still runs'}"
         tail = self.log_tail(max_lines)
         return f"{text}\nlast output:\n{tail}" if tail else text
@@ -186,7 +177,6 @@ class ChildProcess:
 
 
 def living_pids() -> frozenset[int]:
-    """The children that ChildProcess started and that have not been reaped."""
     return frozenset(_living_pids)
 
 

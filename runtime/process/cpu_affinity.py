@@ -71,7 +71,6 @@ def allowed_threads(num: int) -> int:
 
 
 def confine(cores: AbstractSet[int]) -> None:
-    """Confines all threads of this process, and its later children, to these cores."""
     if cores == os.sched_getaffinity(0):
         return
     for thread in os.listdir("/proc/self/task"):

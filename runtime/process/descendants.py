@@ -191,12 +191,10 @@ def scan_child_pids(pid: int) -> list[int]:
 
 
 def ticks_now() -> int:
-    """The present time in units of `ProcessStat.start_ticks`."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             text = stat.read()
@@ -223,7 +221,7 @@ def is_dying(pid: int) -> bool:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Signals the caller's child, whose pid is not reused until it is reaped;
+    """Signals the caller's child, whose pid is not reused before its reaping;
     ignores ended ones."""
     # PermissionError: the child runs as another user. The others must still be ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):

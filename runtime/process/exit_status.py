@@ -29,7 +29,6 @@ class ExitStatus:
 
     @property
     def signal_name(self) -> str | None:
-        """For example SIGKILL; None if no signal ended it."""
         if self.code is None or self.code >= 0:
             return None
         try:

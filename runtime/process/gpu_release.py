@@ -27,7 +27,6 @@ class ReleaseWatch:
         self._last: GpuReading | None = None
 
     def observe(self, reading: GpuReading, now: float) -> bool:
-        """Returns whether the wait is over."""
         if self._last is not None:
             pairs = zip(self._last.used_nbytes, reading.used_nbytes, strict=True)
             if any(before - after >= _FALL_NBYTES for before, after in pairs):
@@ -36,7 +35,6 @@ class ReleaseWatch:
         return not any(reading.held_nbytes) and now - self._still_since >= _STILL_S
 
     def describe(self, now: float) -> str:
-        """The memory that is not free yet."""
         assert self._last is not None
         held = [
             f"{nbytes / _GIB:.1f} GiB of GPU {idx}"
@@ -57,17 +55,11 @@ async def gpu_memory_released(
     stop: asyncio.Event | None = None,
     library: str = LIBRARY,
 ) -> str:
-    """Returns once the memory of `pids`, which have ended, is free, so that a successor finds it.
+    """Returns "" once the memory of ended `pids` is free on `gpus` (see `Nvml.open`), at once
+    without NVML or GPUs, or a description of the memory held at the deadline.
 
-    The driver frees it while a process ends, usually before the reaping, but maybe later; an early
-    memory check would fail the successor. Returns at once without NVML or GPUs to watch.
-
-    Args:
-        gpus: the GPUs to watch, see `Nvml.open`.
-        stop: ends the wait early.
-
-    Returns:
-        The memory that is not free at the deadline, or "".
+    The driver frees it while a process ends, but maybe after the reaping; an early memory check
+    would fail the successor. `stop` ends the wait early.
     """
     stop = asyncio.Event() if stop is None else stop
     limit_s = deadline_s + _ANSWER_LIMIT_S

@@ -34,14 +34,8 @@ class _Process(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """One reading of all devices.
-
-    Attributes:
-        indices: per device, the number that nvidia-smi shows.
-        used_nbytes: per device, by all processes.
-        held_nbytes: per device, by the given processes; 0 in a container where NVML knows them
-            by other pids.
-    """
+    """One reading of all devices, by nvidia-smi's numbers: bytes used by all processes, and held by
+    the given ones, which is 0 in a container where NVML knows them by other pids."""
 
     indices: tuple[int, ...]
     used_nbytes: tuple[int, ...]
@@ -50,12 +44,8 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """One device at one moment.
-
-    Attributes:
-        used_nbytes: by all processes and the driver.
-        by_pid: per process whose share NVML knows. In a container the pids may be the host's.
-    """
+    """One device at one moment. `by_pid` has the processes whose share NVML knows, in a container
+    maybe by the host's pids."""
 
     total_nbytes: int
     used_nbytes: int
@@ -105,8 +95,7 @@ class Nvml:
         return len(self._devices)
 
     def read(self, pids: Collection[int]) -> GpuReading:
-        """The memory used now, and the part that `pids` hold. A device that does not
-        report counts as 0."""
+        """The memory used now, and the part that `pids` hold; 0 for a silent device."""
         return GpuReading(
             indices=tuple(self._index(device) for device in self._devices),
             used_nbytes=tuple(self._used_nbytes(device) for device in self._devices),
@@ -114,7 +103,7 @@ class Nvml:
         )
 
     def uses(self) -> list[GpuUse]:
-        """Each process's share of each device. A device that does not report counts as 0."""
+        """Each process's share of each device; 0 for a silent device."""
         uses: list[GpuUse] = []
         for device in self._devices:
             memory = self._memory(device)
@@ -123,7 +112,6 @@ class Nvml:
         return uses
 
     def near_cores(self) -> list[frozenset[int]]:
-        """The CPU cores near each device; none for a device that does not report."""
         return [self._near_cores(device) for device in self._devices]
 
     def _near_cores(self, device: ctypes.c_void_p) -> frozenset[int]:
@@ -201,7 +189,6 @@ def _uuid(library: Any, device: ctypes.c_void_p) -> str:
 
 
 def count_gpus() -> int:
-    """The GPUs of this machine; 0 without NVML."""
     nvml = Nvml.open()
     if nvml is None:
         return 0

@@ -54,10 +54,8 @@ def kill_orphans(
     *,
     spare_trackers: bool = False,
 ) -> list[int]:
-    """Scans once: sends SIGKILL to every orphan not in `killed`, which grows, and reaps ended ones.
-
-    Returns the pids that must still be reaped.
-    """
+    """Scans once: kills every orphan not in `killed`, which grows, and reaps; returns
+    pids left to reap."""
     if not prctl.is_subreaper():
         raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")
     spared = living_pids() | set(also_living)

@@ -30,7 +30,6 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Sets the signal that the kernel sends this process when its parent ends; 0 for none."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 

@@ -14,7 +14,6 @@ class ProcessTree:
         self.pids = [root_pid]
 
     def look(self) -> None:
-        """Finds the processes that have started or ended."""
         self.pids = [self._root_pid, *(pid for pid, _ in living_descendants(self._root_pid))]
 
     def stopped_pids(self) -> list[int]:

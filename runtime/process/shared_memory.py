@@ -1,7 +1,4 @@
-"""Names in /dev/shm, and the processes that use the memory behind them.
-
-The whole machine shares that directory, and it does not record who made a file.
-"""
+"""Names in /dev/shm, which the whole machine shares and which does not record who made a file."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ _FOLDER: Final = "/dev/shm"
 
 
 def shared_memory_names() -> frozenset[str]:
-    """Empty if the machine has no such directory."""
     try:
         return frozenset(os.listdir(_FOLDER))
     except OSError:

@@ -56,26 +56,19 @@ os.write(1, b"%d" % os.getppid())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunAgent:
-    """The agent of this rank, or whichever launcher started it.
-
-    Attributes:
-        lineage: pids from our parent upwards. The last one is the agent's, others are wrappers'.
-        variables: distinguish a wrapper; empty where the launcher is not torchrun.
-    """
+    """The agent of this rank, or whichever launcher started it. `lineage` goes from our
+    parent, maybe a wrapper, up to the agent; `variables` distinguish wrappers, and are empty
+    without torchrun."""
 
     lineage: tuple[int, ...]
     variables: Mapping[str, str]
 
     @classmethod
     def bind(cls, variables: Mapping[str, str]) -> Self:
-        """Ends this process with its launcher, at once if the launcher has ended.
-
-        The kernel ends it with its parent; a thread does so with an agent above a wrapper. Main
-        thread only: the kernel forgets the request with the thread that made it.
-
-        Args:
-            variables: torchrun's for this rank alone. Empty: the parent counts as another launcher.
-        """
+        """Ends this process with its launcher, at once if that has ended. `variables` are
+        torchrun's for this rank alone. Main thread only: the kernel, which ends it with its
+        parent, forgets the request with the thread that made it; our thread ends it with an agent
+        above a wrapper."""
         # Before the first look, so that an end after the look is not missed.
         prctl.set_parent_death_signal(signal.SIGKILL)
         agent = cls(lineage=_lineage(variables), variables=variables)
@@ -108,8 +101,7 @@ class TorchrunAgent:
 
     @contextlib.contextmanager
     def outlived(self) -> Generator[None]:
-        """This process outlives its parent within the block, for work that must not
-        stop half done."""
+        """This process outlives its parent within the block, which must not stop half done."""
         prctl.set_parent_death_signal(0)
         try:
             yield
@@ -125,7 +117,6 @@ class TorchrunAgent:
         return self.pid != 0 and _adopter_pid() not in (os.getpid(), *self.lineage)
 
     def _runs_torchrun(self) -> bool:
-        """Whether it is a torchrun with our interpreter, program and arguments."""
         try:
             if os.readlink(f"/proc/{self.pid}/exe") != os.readlink("/proc/self/exe"):
                 return False
@@ -176,7 +167,6 @@ def _command(pid: int) -> list[str]:
 
 
 def _without_options(command: Sequence[str]) -> list[str]:
-    """The program that an interpreter runs, with its arguments."""
     return list(itertools.dropwhile(lambda word: word.startswith("-"), command[1:]))
 
 

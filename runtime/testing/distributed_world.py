@@ -38,8 +38,8 @@ _OUTPUT_MAX_CHARS: Final = 4000
 
 
 class RankFailed(UmbraError):
-    """A rank raised, died or was late; the message has its traceback and its last output. `rank` is
-    the first one that failed."""
+    """A rank, the first being `rank`, raised, died or was late; with its traceback
+    and last output."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(rank, message)
@@ -51,8 +51,6 @@ class RankFailed(UmbraError):
 
 
 class RankProcess(Protocol):
-    """The parts of `subprocess.Popen` that a world needs."""
-
     @property
     def pid(self) -> int: ...
 
@@ -104,7 +102,6 @@ class _Rank:
         self.process = start(command, env, self._output_path)
 
     def poll(self) -> bool:
-        """Returns whether it has ended."""
         if self.status is None and (status := self.process.poll()) is not None:
             self.status = status
             self.ended_at = time.monotonic()
@@ -116,7 +113,6 @@ class _Rank:
             self.status = self.process.wait(30.0)
 
     def outcome(self) -> WorldOutcome:
-        """The function's outcome; an error if the process ended without one."""
         if self._outcome_path.exists():
             return WorldOutcome.decode(self._outcome_path.read_bytes())
         return WorldOutcome(error=f"its process {ExitStatus(self.status)}")
@@ -176,7 +172,6 @@ class DistributedWorld:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Waits until all have ended, or soon after one has failed; returns the late ones."""
     while True:
         running = [member for member in ranks if not member.poll()]
         failed = [member for member in ranks if member.status]
@@ -190,7 +185,6 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
 
 
 def _dump_stacks(late: Sequence[_Rank]) -> None:
-    """Makes the ranks write the stacks of all their threads to their output."""
     for member in late:
         descendants.send_signal(member.process.pid, signal.SIGUSR1)
     pids = [member.process.pid for member in late]

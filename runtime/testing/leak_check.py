@@ -95,8 +95,6 @@ class Look:
 
 
 class LeakCheck:
-    """Compares this process's resources at its creation and at `finish`."""
-
     def __init__(self) -> None:
         self._helpers = _helper_pids()
         self._has_cuda = _has_cuda()
@@ -123,7 +121,6 @@ class LeakCheck:
         return lines
 
     def _new(self) -> Look:
-        """New resources that are not exempt."""
         self._reap_adopted()
         new = Look.take().since(self._before)
         if not new:
@@ -143,8 +140,7 @@ class LeakCheck:
         )
 
     def _reap_adopted(self) -> None:
-        """Reaps new zombies: a subreaper adopts other processes' children, and
-        nobody else waits."""
+        """Reaps new zombies: as a subreaper this process adopts them, and nobody else waits."""
         for pid in descendants.child_pids(os.getpid()):
             stat = descendants.process_stat(pid)
             if (
@@ -159,7 +155,6 @@ class LeakCheck:
                 continue
 
     def _kill(self, leaked: frozenset[Identity]) -> None:
-        """Kills leaked processes that no process from before the test supervises."""
         before = {identity.pid for identity in self._before.processes}
         killed = [
             pid for pid, ticks in leaked if not _is_below(pid, before) and _is_alive(pid, ticks)
@@ -201,7 +196,6 @@ def _mappings() -> Iterator[tuple[str, int]]:
 
 
 def _children() -> frozenset[Identity]:
-    """Direct children, zombies included."""
     found: list[Identity] = []
     for pid in descendants.child_pids(os.getpid()):
         stat = descendants.process_stat(pid)
@@ -223,7 +217,6 @@ def _helper_pids() -> frozenset[int]:
 
 
 def _helper_pipes() -> frozenset[int]:
-    """This process's ends of the pipes to those helpers."""
     fds: set[int] = set()
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker is not None:
@@ -296,7 +289,6 @@ def _command(pid: int) -> str:
 
 
 def _where(thread: threading.Thread) -> str:
-    """The innermost frame, which shows what the thread runs."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(thread.ident or 0)
     if frame is None:
@@ -305,7 +297,6 @@ def _where(thread: threading.Thread) -> str:
 
 
 def _is_below(pid: int, ancestors: set[int]) -> bool:
-    """Whether one of `ancestors` is an ancestor of `pid`, below this process."""
     while pid not in (0, 1, os.getpid()):
         stat = descendants.process_stat(pid)
         if stat is None:

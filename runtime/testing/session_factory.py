@@ -23,12 +23,7 @@ _EMPTY_WAIT_S: Final = 10.0
 
 class SessionFactory:
     """Opens sessions (rank 0 of 1, in the test's process), closes them in reverse order, and checks
-    that their sockets are gone.
-
-    Attributes:
-        run_dirs: the sessions' run directories, in the same order.
-        notes: lines that supervisors showed to the operator.
-    """
+    that their sockets are gone. `notes` are lines that supervisors showed to the operator."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sessions: list[Session] = []
@@ -90,7 +85,6 @@ class SessionFactory:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def _wait_until_empty(self) -> list[str]:
-        """Socket directories that still exist; removing them is the guardian's last action."""
         deadline = time.monotonic() + _EMPTY_WAIT_S
         while True:
             left = [str(path) for root in self._root.iterdir() for path in root.iterdir()]

@@ -13,12 +13,8 @@ from umbra.runtime.rpc.wire import Decoder, Encoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldCall:
-    """One rank's task in a test's world: plain data, in a file.
-
-    Attributes:
-        store_path: the file through which the ranks find each other.
-        sys_path: the caller's, so that test modules can be imported.
-    """
+    """One rank's task in a test's world. `store_path` is the file through which the ranks find each
+    other; `sys_path` the caller's, so that test modules can be imported."""
 
     module: str
     function: str
@@ -41,7 +37,6 @@ class WorldCall:
         timeout_s: float,
         backend: str,
     ) -> Self:
-        """Raises ValueError if the function cannot be imported by name."""
         name = function.__qualname__
         if "<" in name or function.__module__ == "__main__":
             raise ValueError(
