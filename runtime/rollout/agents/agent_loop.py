@@ -49,17 +49,16 @@ Keep = Callable[[str, Any], Awaitable[None]]
 
 
 class AgentContext:
-    """The interface that an agent loop gets. Belongs to one run of the loop.
+    """The interface that an agent loop gets; belongs to one run of the loop.
 
     Attributes:
         sample: the data set's row.
         prompt, prompt_tokens: from the data set.
         encode, decode: tokens of a text, and text of tokens, by the policy's tokenizer.
-        encode_chat: `encode_chat(messages, **variables)` is the tokens of a chat up to the
-            beginning of the assistant's answer, by the policy's chat template, with
-            `data.chat_template_kwargs` and further variables of the template.
+        encode_chat: `encode_chat(messages, **variables)` returns the tokens of a chat up to the
+            beginning of the assistant's answer. `variables` add to `data.chat_template_kwargs`.
         finish_reason: of the last generation: "stop", or "length" if a budget ended it.
-        pool: `pool(name)` is an auxiliary pool of the config, such as a judge; see `AuxiliaryPool`.
+        pool: `pool(name)` returns an auxiliary pool of the config, such as a judge.
     """
 
     def __init__(
@@ -93,21 +92,20 @@ class AgentContext:
     ) -> list[int]:
         """Continues `tokens` and returns the new ones; `tokens` is not changed.
 
-        After the first call, `tokens` must begin with all tokens of the trajectory so far: the
-        last context and what was generated from it. Tokens after these count as given.
+        After the first call, `tokens` must begin with the last context and the tokens generated
+        from it. Tokens after these count as given.
 
         Args:
-            max_new_tokens: None for as many as the trajectory's budget leaves, or with `lora` the
+            max_new_tokens: None for the rest of the trajectory's budget, or with `lora` of the
                 context. When nothing is left, the answer is empty and `finish_reason` is "length";
                 `tokens` beyond the model's context are then not part of the trajectory.
-            lora: name of one of the pool's `lora_adapters`, to generate with on top of the
-                policy's weights. Such a generation is not part of the trajectory: `tokens` may be
-                any, and the new ones count as given if they are appended to the trajectory's.
+            lora: one of the pool's `lora_adapters`, added to the policy's weights. Such a
+                generation is not part of the trajectory: `tokens` may be any, and the new ones
+                count as given if they are appended to the trajectory's.
 
         Raises:
             RolloutError: `tokens` differs from the trajectory, or generation is impossible. It is
-                RequestRefused if a token is outside the model's vocabulary, or the pool does not
-                have the adapter.
+                RequestRefused for a token outside the vocabulary, or an adapter the pool lacks.
         """
         context = token_ids(tokens)
         if lora:
@@ -133,9 +131,8 @@ class AgentContext:
         """Returns what `effect()` returned when this trajectory's loop first reached this call.
 
         A loop whose process dies runs again: its generations are replayed, everything else is
-        repeated. Wrap anything that must not be repeated, such as a payment or a ticket, and
-        anything random. `effect` is repeated only if the process dies after it and before its
-        value is recorded.
+        repeated. Wrap anything random, and anything that must not be repeated, such as a payment.
+        `effect` is repeated only if the process dies after it and before its value is recorded.
 
         Args:
             key: unique in the loop's run.
@@ -156,12 +153,7 @@ class AgentContext:
 
 
 class AgentLoop:
-    """A user's agent loop, `module:function`.
-
-    Raises:
-        ConfigError: it cannot be imported, cannot be called with context and sample, or is not an
-            async function.
-    """
+    """A user's agent loop, `module:function`. ConfigError if it is not a fitting async function."""
 
     def __init__(self, target: str, thread: UserThread) -> None:
         self.target = target
@@ -176,12 +168,7 @@ class AgentLoop:
     async def run(
         self, context: AgentContext, sample_id: str, deadline: ExtendableDeadline
     ) -> float | None:
-        """Runs the loop once; returns the reward it gives, if any.
-
-        Raises:
-            RolloutError: the loop raised or took too long.
-            RewardError: the loop returned something that is neither None nor a finite number.
-        """
+        """Runs the loop once; returns the reward it gives, if any."""
         try:
             async with deadline:
                 deadline.start()
@@ -202,7 +189,7 @@ class AgentLoop:
             ) from error
 
     async def _reward(self, context: AgentContext, sample_id: str) -> float | None:
-        """Runs where user code runs, because so does `__float__` of what it returns."""
+        """Runs on the user thread, because the value's `__float__` is user code, too."""
         result = await self._function(context, context.sample)
         if result is None:
             return None

@@ -1,8 +1,7 @@
 """Agent loops in progress: maps a worker's `generate` to its trajectory, and replays generations.
 
-A loop whose process died runs again from its beginning. Its earlier generations are still recorded:
-the n-th `generate` with the same context returns the same tokens at once. After the last record
-generation continues normally. If a context differs from the record, later tokens are discarded.
+A loop whose process died runs again from its beginning: the n-th `generate` with the recorded
+context returns the recorded tokens at once. If a context differs, later tokens are discarded.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ class _Session:
         self.group = group
         self.sampling = sampling
         self.history = history
-        self.num_returned = 0  # turns that were returned to this run of the loop
+        self.num_returned = 0  # turns that this run of the loop has received
         self.turn: Turn | None = None
         self.answer: asyncio.Future[dict[str, Any]] | None = None
 
 
 class AgentSessions:
-    """One session per run of an agent loop. A loop that runs again gets a new one; calls from the
-    old one are refused."""
+    """One session per run of a loop. A new run ends the session of the one before it."""
 
     def __init__(
         self,
@@ -68,20 +66,20 @@ class AgentSessions:
         self._sessions: dict[int, _Session] = {}
         self._by_trajectory: dict[Trajectory, int] = {}
         self._histories: dict[Trajectory, LoopHistory] = {}
-        # Random, so that a loop of an earlier manager does not hit a session of this one.
+        # Random, because a loop of an earlier manager must not hit a session of this one.
         self._ids = itertools.count(secrets.randbits(48))
         self.num_replayed_turns = 0
         self.num_diverged = 0
 
     def remember(self, trajectory: Trajectory, records: Mapping[str, Any]) -> None:
-        """Takes the records that the ledger has for this trajectory's loop."""
+        """Takes the ledger's records of this trajectory's loop."""
         history = self._histories[trajectory] = LoopHistory.of_records(records)
-        # Turns whose tokens a restored checkpoint took back are gone, too.
+        # A restored checkpoint may have taken back the tokens of some turns.
         kept = [turn for turn in history.turns if turn.stop <= trajectory.completion_len]
         self._forget_turns(trajectory, history, len(kept))
 
     def open(self, trajectory: Trajectory, group: Group, sampling: SamplingOptions) -> int:
-        """Begins a run of the loop; returns the id of its session."""
+        """Begins a run of the loop; returns its session's id."""
         self._end_run(trajectory)
         if trajectory.completion_len:
             trajectory.cut()
@@ -96,7 +94,7 @@ class AgentSessions:
         return session_id
 
     def close(self, trajectory: Trajectory) -> None:
-        """Ends a trajectory's session, if it has one, and forgets its records."""
+        """Ends the trajectory's session, if any, and forgets its records."""
         self._end_run(trajectory)
         self._histories.pop(trajectory, None)
 
@@ -121,16 +119,10 @@ class AgentSessions:
         max_new_tokens: int | None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """Generates one turn; {"tokens": int32 [n], "finish_reason": "stop" | "length"}.
+        """Generates one turn: {"tokens": int32 [n], "finish_reason": "stop" | "length"}.
 
-        Args:
-            lora: an adapter of the pool. Its generation is not part of the trajectory, may have any
-                context, and is not replayed here.
-
-        Raises:
-            RolloutError: the session has ended, is generating already, `context` is empty or does
-                not begin with the trajectory, or `max_new_tokens` is below 1.
-            RequestRefused: a token is outside the model's vocabulary.
+        With an adapter `lora`, the generation is not part of the trajectory, may have any context,
+        and is not replayed here. RolloutError if the session has ended or the context does not fit.
         """
         session = self._find(session_id)
         trajectory = session.trajectory
@@ -178,8 +170,6 @@ class AgentSessions:
         self._recorder.value_kept(session.trajectory, once_key(key), value)
         session.history.once[key] = value
         await self._recorder.durable()
-
-    # -- private -------------------------------------------------------------------------
 
     def _find(self, session_id: int) -> _Session:
         session = self._sessions.get(session_id)
@@ -239,7 +229,7 @@ class AgentSessions:
         return trajectory.completion_len
 
     def _forget_turns(self, trajectory: Trajectory, history: LoopHistory, num_kept: int) -> None:
-        """Drops the records of all but the first turns, in the ledger too."""
+        """Drops the records of later turns, in the ledger too."""
         if num_kept == len(history.turns):
             return
         del history.turns[num_kept:]
@@ -252,7 +242,7 @@ class AgentSessions:
         self._recorder.value_kept(trajectory, history.next_turn_key(), list(record))
 
     def _truncate(self, trajectory: Trajectory, length: int) -> None:
-        """Keeps the first `length` tokens of the completion, because the context differs."""
+        """Cuts the completion to `length` tokens, because the context differs."""
         self.num_diverged += 1
         num_before = trajectory.num_generated
         prompt, tokens = trajectory.prompt_tokens, trajectory.tokens[:length].copy()

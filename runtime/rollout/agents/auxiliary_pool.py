@@ -27,15 +27,7 @@ _RESOLVE_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxiliaryPoolConfig:
-    """A worker's settings for a pool that user code may call.
-
-    Attributes:
-        generator: name of the pool's `GeneratorService`.
-        tokenizer_path: see `ModelTokenizer.open`.
-        timeout_s: of one call, including the wait until the pool is awake.
-        chat_template_kwargs: variables of its chat template.
-        skip_special_tokens: see `RolloutSettings`.
-    """
+    """A worker's settings for a pool that user code may call. `timeout_s` includes a wake-up."""
 
     generator: str
     tokenizer_path: str
@@ -61,11 +53,7 @@ class PoolAnswer:
 
 
 class PoolCaller:
-    """Passes user code's calls to the pools. Owned by a rollout worker and entered on its loop.
-
-    Args:
-        pools: `AuxiliaryPoolConfig` as plain values, by the pool's name.
-    """
+    """Passes user code's calls to the pools. Owned by a rollout worker and entered on its loop."""
 
     def __init__(self, pools: Mapping[str, Mapping[str, Any]]) -> None:
         self._configs = {name: from_wire(AuxiliaryPoolConfig, pool) for name, pool in pools.items()}
@@ -80,14 +68,7 @@ class PoolCaller:
         await self._calls_out.__aexit__(*exc_info)
 
     def pool(self, name: str, deadline: ExtendableDeadline) -> AuxiliaryPool:
-        """A pool's interface for user code's loop.
-
-        Args:
-            deadline: paused while a call waits for the pool.
-
-        Raises:
-            RolloutError: there is no such pool; the message lists those that exist.
-        """
+        """The pool's interface; `deadline` is paused while a call waits for the pool."""
         config = self._configs.get(name)
         if config is None:
             known = ", ".join(sorted(self._configs)) or "none"
@@ -100,8 +81,6 @@ class PoolCaller:
     async def ask(
         self, config: AuxiliaryPoolConfig, arguments: Sequence[object], deadline: ExtendableDeadline
     ) -> dict[str, Any]:
-        """Calls the pool's generator from user code's loop."""
-
         async def call() -> dict[str, Any]:
             with deadline.paused():
                 handle = await self._handle(config.generator)
@@ -122,8 +101,8 @@ class PoolCaller:
 class AuxiliaryPool:
     """The interface of agent loops and reward functions to an auxiliary pool.
 
-    Calls are not replayed: a loop that runs again because its process died repeats them. Wrap them
-    in `ctx.once(key)` to avoid that.
+    A loop that runs again because its process died repeats its calls, unless
+    `ctx.once(key)` wraps them.
     """
 
     def __init__(
@@ -163,12 +142,11 @@ class AuxiliaryPool:
             temperature: 0 is greedy.
             stop_token_ids: the answer ends after any of these; None for the model's own.
             seed: the same seed gives the same answer, as far as the engine's arithmetic does.
-            lora: name of one of the pool's `lora_adapters`; "" for the model as it is.
+            lora: one of the pool's `lora_adapters`; "" for the model as it is.
 
         Raises:
             RolloutError, RemoteError: the prompt is too long, an argument is out of range, or no
-                engine of the pool serves. It is RequestRefused if a token is outside the model's
-                vocabulary.
+                engine serves. It is RequestRefused if a token is outside the model's vocabulary.
             DeadlineExceeded: no answer within the pool's `request_timeout_s`.
         """
         config = self._config
@@ -205,8 +183,8 @@ class AuxiliaryPool:
 
         Args:
             chat_template_kwargs: variables of the template, besides the pool's own.
-            continue_final_message: whether a final message of the assistant is the beginning of the
-                answer; it is refused otherwise.
+            continue_final_message: continues the assistant's final message, which is
+                refused otherwise.
         """
         variables = {**self._config.chat_template_kwargs, **(chat_template_kwargs or {})}
         # The first call imports transformers, which takes a second.
@@ -231,7 +209,7 @@ class RewardContext:
         self._deadline = deadline
 
     def pool(self, name: str) -> AuxiliaryPool:
-        """An auxiliary pool, such as a judge; see `AuxiliaryPool`."""
+        """An auxiliary pool, such as a judge."""
         return self._caller.pool(name, self._deadline)
 
 

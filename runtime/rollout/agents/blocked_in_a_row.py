@@ -1,7 +1,4 @@
-"""Distinguishes user code that always blocks its process from code that blocks for some prompts.
-
-A prompt that blocks is dropped, and calls for other prompts return in between. Pure.
-"""
+"""Distinguishes user code that always blocks its process from code that blocks for some prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,10 @@ if it is retried. Smaller ends a run when a few bad prompts happen to come toget
 
 
 class BlockedInARow:
-    """Counts how often calls of one kind ended their worker by blocking, since one returned."""
+    """Counts how often calls of one kind ended their worker by blocking, since one returned. Pure.
+
+    A prompt that blocks is dropped, and calls for other prompts return in between.
+    """
 
     def __init__(self) -> None:
         self._groups: set[str] = set()
@@ -24,7 +24,7 @@ class BlockedInARow:
         self._num_ends = 0
 
     def on_blocked(self, group_id: str) -> str:
-        """Counts a blocked call. If that was too often in a row, returns the counts, else ""."""
+        """Counts a blocked call; returns the counts if there were too many in a row, else ""."""
         self._groups.add(group_id)
         self._num_ends += 1
         if len(self._groups) < _MAX_PROMPTS:

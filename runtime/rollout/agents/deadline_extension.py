@@ -1,4 +1,4 @@
-"""A deadline that leaves out the wait for a turn, and waits that have a deadline of their own."""
+"""A deadline that stands still while the caller waits for somebody else."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class ExtendableDeadline:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Excludes the time in the block, after `start()`. Of several at a time, the last one ends
-        the pause."""
+        """Excludes the block's time, after `start()`. Of several pauses, the last to end counts."""
         loop = asyncio.get_running_loop()
         if not self._num_pauses and self._can_move:
             self._remaining_s = (self._timeout.when() or loop.time()) - loop.time()

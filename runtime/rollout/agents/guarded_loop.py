@@ -18,11 +18,7 @@ T = TypeVar("T")
 
 
 class Call:
-    """A call of user code, including the tasks, callbacks and threads that it begins.
-
-    Attributes:
-        label: names its sample; None once it has returned.
-    """
+    """A call of user code, with its tasks, callbacks and threads; its label is None at its end."""
 
     def __init__(self, label: str) -> None:
         self.label: str | None = label
@@ -35,8 +31,6 @@ OnOffence = Callable[[str | None, str], None]
 
 
 class GuardedLoop(asyncio.SelectorEventLoop):
-    """Tasks made outside of any call belong to umbra; those made in a call belong to the call."""
-
     def __init__(self, on_offence: OnOffence) -> None:
         super().__init__()
         self._on_offence = on_offence
@@ -62,7 +56,7 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         try:
             return await function()
         finally:
-            call.label = None  # tasks that it leaves behind are no longer part of it
+            call.label = None  # tasks left behind are no longer part of it
 
     def stop(self) -> None:
         call = CURRENT_CALL.get()

@@ -1,4 +1,4 @@
-"""What an agent loop has recorded for its later runs: its generations, and values of `ctx.once`."""
+"""Records of an agent loop for its later runs: its generations, and values of `ctx.once`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class LoopHistory:
 
     @classmethod
     def of_records(cls, records: Mapping[str, Any]) -> Self:
-        """The history that the ledger's records of a trajectory tell.
-
-        Turns whose tokens a restored checkpoint took back are still in it.
-        """
+        """From the ledger's records, with turns whose tokens a restored checkpoint took back."""
         history = cls()
         for key, value in records.items():
             if key.startswith(_ONCE_KEY):
@@ -40,18 +37,18 @@ class LoopHistory:
                 continue
             history.num_turn_records += 1
             record = TurnRecord(*value)
-            # A later record that overlaps is of a later run, whose context differed.
+            # The later of two records that overlap is of a later run, whose context differed.
             history.turns = [turn for turn in history.turns if turn.stop <= record.start]
             if record.stop > record.start or record.reason:
                 history.turns.append(record)
         return history
 
     def next_turn_key(self) -> str:
-        """The key in the ledger of the next turn's record."""
+        """The next turn's key in the ledger."""
         self.num_turn_records += 1
         return f"{_TURN_KEY}{self.num_turn_records}"
 
 
 def once_key(key: str) -> str:
-    """The key in the ledger of a value of `ctx.once(key)`."""
+    """The ledger's key for a value of `ctx.once(key)`."""
     return _ONCE_KEY + key

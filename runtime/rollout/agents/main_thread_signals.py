@@ -22,8 +22,7 @@ _NOTE: Final = (
 
 
 def explain_signals() -> None:
-    """Makes `signal.signal`, `alarm` and `setitimer` of other threads raise ValueError with a note,
-    which the log has, too, because verifiers often catch it."""
+    """Adds a note to errors of `signal.signal`, `alarm` and `setitimer`, and logs it once."""
     for name in ("signal", "alarm", "setitimer"):
         setattr(signal, name, _explaining(name, getattr(signal, name)))
 

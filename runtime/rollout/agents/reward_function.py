@@ -32,25 +32,16 @@ _NO_NUMBER: Final = "rewards must be finite numbers: return 0.0 for what cannot 
 class RewardFunction:
     """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
 
-    It gets G prompts, G completions and, for each column of the data set that it takes, a list
-    of G values; the facts that a call is given are columns, too. An `async def` with an argument
-    `ctx` gets a `RewardContext`, which gives access to other models. It must return G finite
-    numbers.
+    It gets G prompts, G completions and, for each column of the data set that it takes, a list of G
+    values; the facts of a call are columns, too. An `async def` with an argument `ctx` gets a
+    `RewardContext`, which gives access to other models. It must return G finite numbers; otherwise,
+    or if it raises or takes too long, the call raises RewardError with samples, cause and remedy.
 
     Args:
         target: `module:function`.
-        setting: that names it.
         may_skip: it may return None for a sample, which becomes NaN.
         timeout_s: deadline of one call from the moment that the function begins, excluding the time
             that other models take to answer.
-        pools: the auxiliary pools that it may call.
-
-    Raises:
-        ConfigError: it cannot be imported, or cannot be called with these arguments.
-
-    Raises (on a call):
-        RewardError: it raised, took too long, takes a column that does not exist, or did not
-            return G finite numbers. The message has function, samples, cause and remedy.
     """
 
     def __init__(
@@ -99,7 +90,7 @@ class RewardFunction:
         rows: Sequence[Mapping[str, Any]],
         facts: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     ) -> list[float]:
-        """[G] the rewards."""
+        """Returns [G] rewards."""
         samples = _name(sample_ids)
         columns = self._columns(rows, facts, samples)
         deadline = ExtendableDeadline(self._timeout_s)
@@ -142,7 +133,7 @@ class RewardFunction:
             return self._checked(result, sample_ids)
 
         label = sample_ids[0]
-        # The time that a call waits for others to return is theirs.
+        # The time that other models take is not the function's.
         if self.is_async:
             return await self._thread.run_async(call_async, label, deadline.start)
         too_slow = self._too_slow(_name(sample_ids))

@@ -1,5 +1,3 @@
-"""The reward of a sample from several reward functions."""
-
 from __future__ import annotations
 
 import functools
@@ -15,26 +13,21 @@ from umbra.runtime.rollout.agents.reward_value import REWARD_LIMIT
 logger = logging.getLogger(__name__)
 
 ONLY: Final = ""
-"""Name of a reward function beside which there is no other."""
+"""Name of the only reward function."""
 
 
 class Scores(NamedTuple):
-    """The scores of the samples of a call.
-
-    Attributes:
-        rewards: [G] that the samples are trained on.
-        parts: [G] by function, before its weight; NaN where it does not apply. Empty for one.
-    """
+    """`rewards` [G], and `parts` [G] by function before weights: NaN where one does not apply."""
 
     rewards: list[float]
     parts: dict[str, list[float]]
 
 
 class RewardSum:
-    """Adds what functions return, each times its weight (default 1).
+    """Adds the values of several reward functions, each times its weight (default 1).
 
-    One of several functions may return None for a sample that it does not apply to. Where none
-    applies the reward is 0, as in TRL.
+    A function may return None for a sample that it does not apply to. Where none applies the reward
+    is 0, as in TRL.
     """
 
     def __init__(

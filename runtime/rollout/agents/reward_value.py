@@ -11,19 +11,13 @@ import numpy as np
 from umbra.runtime.errors import RewardError
 
 REWARD_LIMIT: Final = float(np.finfo(np.float32).max) / 2
-"""The largest absolute value of a reward. With larger ones, the difference of two rewards, and so
-an advantage, could exceed float32."""
+"""Largest absolute reward. Beyond it, an advantage could exceed float32."""
 
 
 def reward_value(value: Any, giver: str, sample_id: str, remedy: str) -> float:
     """Converts a reward from user code: a number of Python, or a scalar of numpy or torch.
 
-    Args:
-        giver: the function or loop that returned it, for the message.
-
-    Raises:
-        RewardError: it is not a finite number, or beyond REWARD_LIMIT. Text is refused, even if
-            `float` can parse it.
+    RewardError for text, and for a number that is not finite or beyond REWARD_LIMIT.
     """
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)

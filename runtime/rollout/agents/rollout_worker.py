@@ -1,4 +1,4 @@
-"""The rollout worker: an actor that runs user code (rewards, agent loops) in its own process."""
+"""The actor that runs user code (rewards, agent loops) in its own process."""
 
 from __future__ import annotations
 
@@ -31,25 +31,17 @@ _FACTS: Final = ("num_tokens", "finish_reason")
 
 
 class RolloutWorker:
-    """Scores completions and runs agent loops. An actor; keeps no state between calls.
+    """Scores completions and runs agent loops; has no state between calls.
 
     Args:
-        tokenizer_path: see `ModelTokenizer.open`. It is opened for the first completion: workers
-            start before rank 0 has written it.
-        reward: `module:function`, see `RewardFunction`; may be empty if agent loops give every
-            reward themselves.
+        tokenizer_path: opened for the first completion, since rank 0 may not have written it yet.
+        reward: `module:function`; may be empty if agent loops give every reward themselves.
         sys_path: folders of user code, put in front of the import path.
-        agent: `module:function`, see `umbra.runtime.rollout.agents.agent_loop`.
-        reward_timeout_s: deadline of one call of the reward function, from its beginning.
-        block_limit_s: how long asynchronous user code may block the process's event loop. After
-            that the process reports the sample to the manager, and ends. With an asynchronous
-            reward function it is at most half of `reward_timeout_s`, so that a call that blocks is
-            found before those beside it exceed theirs.
-        pools: `AuxiliaryPoolConfig` as plain values, by name: the auxiliary pools.
-        skip_special_tokens: see `RolloutSettings`.
-        chat_template_kwargs: variables of the policy's chat template.
-        rewards: several functions in place of `reward`, by name; see `RewardSum`.
-        reward_weights: the weights of `rewards`, by name.
+        block_limit_s: how long asynchronous user code may block the event loop before the process
+            reports the sample and ends. With an asynchronous reward function, at most half of
+            `reward_timeout_s`: a blocking call is found before others beside it time out.
+        pools: `AuxiliaryPoolConfig` as plain values, by name.
+        rewards, reward_weights: several functions in place of `reward`, by name.
     """
 
     def __init__(
@@ -116,16 +108,11 @@ class RolloutWorker:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Ends the process when user code makes it useless for others: a reward function that does
-        not return, or an agent loop that blocks or ends the event loop that all of them share.
-
-        Raises:
-            RolloutError: always, if it returns at all.
-        """
+        """Ends the process, with RolloutError, when user code hangs it or ends its event loop."""
         label, reason = await self._thread.broken(self._block_limit_s, self._block_setting)
         context = actor_context()
         for manager in list(self._managers.values()):
-            with contextlib.suppress(UmbraError):  # then the manager finds out by quarantine
+            with contextlib.suppress(UmbraError):  # else the manager finds out by quarantine
                 arguments = (context.name, context.incarnation, label or "", reason)
                 await manager.call("report_blocked", *arguments, timeout_s=_REPORT_TIMEOUT_S)
         raise RolloutError(reason)
@@ -139,11 +126,6 @@ class RolloutWorker:
             prompts: of the items, each once, as `Prompt.to_score`.
             items: maps {"sample_id", "prompt": index in `prompts`, "tokens": int32 completion,
                 "num_tokens": those that the policy generated, "finish_reason"}.
-            manager: name of the caller.
-
-        Raises:
-            RewardError: see `RewardFunction`.
-            ConfigError: no reward function is configured.
         """
         if self._reward is None:
             raise ConfigError(
@@ -172,9 +154,6 @@ class RolloutWorker:
         Args:
             item: map {"sample_id", "prompt", "tokens": int32 prompt, "row", "session": the
                 manager's id of this run, "manager": its name}.
-
-        Raises:
-            RolloutError, RewardError: see `AgentLoop`.
         """
         if self._agent is None:
             raise ConfigError("rollouts are configured as agent loops, but rollout.agent is empty")

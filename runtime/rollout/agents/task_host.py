@@ -1,5 +1,3 @@
-"""Runs coroutines on one event loop for callers on another: the bridge to user code's loop."""
-
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +9,7 @@ T = TypeVar("T")
 
 
 class TaskHost:
-    """Owns the tasks that other loops run on its loop. Must be entered on that loop."""
+    """Runs coroutines on its event loop for callers on another. Must be entered on its own loop."""
 
     def __init__(self) -> None:
         self._tasks = asyncio.TaskGroup()
@@ -28,10 +26,7 @@ class TaskHost:
         await self._tasks.__aexit__(*exc_info)
 
     async def run(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Awaits `function()` on the host's loop, from another loop.
-
-        Its error is raised here; cancelling here cancels it there.
-        """
+        """Awaits `function()` on the host's loop; errors and cancellation pass between loops."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._begin, function, result)
         try:

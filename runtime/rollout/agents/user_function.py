@@ -21,14 +21,7 @@ _LIBRARIES: Final = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "pla
 
 
 def load_function(target: str, setting: str) -> Callable[..., Any]:
-    """Imports `module:function`.
-
-    Args:
-        setting: that names it, such as "reward.function"; used in the message.
-
-    Raises:
-        ConfigError: it cannot be imported or called; the message has the cause.
-    """
+    """Imports `module:function`. ConfigError names `setting` and the cause."""
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"{setting} {target!r} must be written module:function")
@@ -63,11 +56,7 @@ def _how_to_find(module_name: str, function_name: str, error: Exception) -> str:
 def check_call(
     function: Callable[..., Any], setting: str, positional: Sequence[str], keywords: Sequence[str]
 ) -> None:
-    """Raises ConfigError if the function cannot be called with these arguments.
-
-    Args:
-        setting: that names the function, with its value; used in the message.
-    """
+    """Raises ConfigError if the function cannot be called with these arguments."""
     # A wrapper is checked itself, not the function that it wraps.
     try:
         signature = inspect.signature(function, follow_wrapped=False)
@@ -100,8 +89,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 def describe(error: BaseException) -> str:
     """Names the error and where it was raised: `ValueError: bad digit (rewards.py:12 in reward)`.
 
-    The location is the innermost frame in the user's own files, else in a library that they use.
-    Frames of umbra and of Python would not help the user.
+    Frames of umbra and of Python are left out.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     frame = frame_in_user_code(traceback.extract_tb(error.__traceback__))
@@ -117,11 +105,7 @@ def is_mistake_in_code(error: BaseException) -> bool:
 
 
 def advice(error: BaseException, usual: str) -> str:
-    """The remedy for an error of user code, to be appended to its description.
-
-    Args:
-        usual: remedy for errors that may depend on the output of the model or a tool.
-    """
+    """The remedy for an error of user code; `usual` if it may depend on a model or a tool."""
     if is_full_disk(error):
         return "; the disk that it writes to is full: free some space (prints go to the run's logs)"
     return "" if is_mistake_in_code(error) else usual

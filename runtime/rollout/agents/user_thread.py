@@ -1,5 +1,3 @@
-"""The threads of user code: a worker's own code never waits for them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,37 +21,27 @@ logger = logging.getLogger(__name__)
 
 # User code that does not yield for this long at shutdown is abandoned.
 _JOIN_TIMEOUT_S: Final = 1.0
-# A process that was stopped by SIGSTOP finds its deadlines expired when it continues. This is the
-# extra time that user code then gets to react.
+# Extra time for user code when its process continues after SIGSTOP, with deadlines expired.
 _RESUMED_GRACE_S: Final = 0.5
 _SHARED: Final = "all user code of a process shares one event loop: "
 
 
 class Broken(NamedTuple):
-    """Why no more user code can run in this process.
-
-    Attributes:
-        label: of the call that is the cause, as passed to `run_async` or `run_sync`; None for other
-            code, and for a call that has returned.
-        reason: with the place in user code, and the remedy.
-    """
+    """Why no more user code can run here, and the label of the call that is to blame, if any."""
 
     label: str | None
     reason: str
 
 
 class UserThread:
-    """Runs user code, which may block its threads, or never return. Use `async with`.
+    """Runs user code, which may block its threads, or never return: the worker never waits for it.
 
     Asynchronous code shares an event loop. Synchronous functions run one at a time, since user code
-    is seldom thread-safe. They get the main thread, if there is one to have, because Python lets
-    only that one set alarms, as verifiers do; the loop gets it where no functions run.
+    is seldom thread-safe, on `main_thread` if it is free, because Python lets only the main thread
+    set alarms, as verifiers do. The loop gets the main thread where no functions run.
 
-    At exit, tasks are cancelled; a thread that hangs in user code is abandoned until the process
-    ends.
-
-    Attributes:
-        main_thread: the process's, if it is free; set before this is entered.
+    At exit, tasks are cancelled; a thread that hangs in user code is abandoned until
+    the process ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -108,12 +96,7 @@ class UserThread:
         label: str,
         on_begin: Callable[[], None] = lambda: None,
     ) -> T:
-        """Awaits `function()` on the user loop.
-
-        Args:
-            label: names the call's sample.
-            on_begin: called here when `function` is about to run: the loop may be blocked before.
-        """
+        """Awaits `function()` on the user loop; `on_begin` is called when it begins to run."""
 
         async def call() -> T:
             self._caller.call_soon_threadsafe(on_begin)
@@ -124,19 +107,17 @@ class UserThread:
         finally:
             task = asyncio.current_task()
             if self._is_loop_broken and not (task and task.cancelling()):
-                # Another call may be to blame for what came out: it is run again elsewhere.
+                # Another call may have caused this outcome: it runs again elsewhere.
                 await asyncio.get_running_loop().create_future()
 
     async def run_sync(
         self, function: Callable[[], T], label: str, limit_s: float, on_hang: str
     ) -> T:
-        """Calls `function()` where synchronous functions run. Cancelling stops the wait, not a call
-        that has begun.
+        """Calls `function()` where synchronous functions run. Cancelling stops the
+        wait, not the call.
 
-        Args:
-            limit_s: from the moment that the function begins. After that it counts as one that
-                hangs, and this never returns: see `broken`.
-            on_hang: the reason that is given then: what happened, and the remedy.
+        After `limit_s` from its beginning, the function counts as hanging: this never returns, and
+        `broken` returns with the reason `on_hang`.
         """
         timers: list[asyncio.TimerHandle] = []
 
@@ -165,8 +146,8 @@ class UserThread:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     async def broken(self, block_limit_s: float, block_setting: str) -> Broken:
-        """Returns once no more user code can run, with the cause: a function hangs, or the loop has
-        been blocked for `block_limit_s` seconds or would have been stopped."""
+        """Returns the cause once no more user code can run: a function hangs, or the loop has been
+        blocked for `block_limit_s` seconds or would have been stopped."""
         while not self._breaking.done():
             reacted: concurrent.futures.Future[None] = concurrent.futures.Future()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and is broken

@@ -5,20 +5,18 @@
                      +--- first death ----------+
                                                 +--- second death ---> quarantine of that worker
 
-A worker runs many jobs at a time, and its process may die because of one of them, or of none. One
-death proves nothing, so all its jobs run again as before. A job that was running at two deaths goes
-into quarantine on the worker that died last. Jobs in quarantine run one at a time, and the worker
-runs nothing else until all are done. A job that returns is clean. If the process keeps dying while
-a job runs alone, that job is the cause: it fails, and the others leave the quarantine.
-
-A worker that does not come back, such as one whose node was lost, leaves its jobs to the others.
-The pool fails when none is left.
+A worker runs many jobs at a time, so one death proves nothing: all its jobs run again as before. A
+job that was running at two deaths goes into quarantine on the worker that died last. Jobs in
+quarantine run one at a time, and the worker runs nothing else until all are done. A job that
+returns is clean; one that keeps killing the process while it runs alone is the cause: it fails, and
+the others leave the quarantine.
 
 A worker that reports which job blocks it (`report_blocked`) puts that job alone into quarantine. If
-such ends follow each other and no job of the kind returns in between, the function is at fault, not
-a job: the whole pool fails.
+such reports follow each other and no job of the kind returns in between, the function is at fault:
+the whole pool fails.
 
-Jobs may therefore run more than once: rewards and agent loops must be repeatable.
+A worker that does not come back leaves its jobs to the others; the pool fails when none is left.
+Jobs may run more than once: rewards and agent loops must be repeatable.
 """
 
 from __future__ import annotations
@@ -46,20 +44,18 @@ from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 
-# How long a rollout worker may take to come back before its absence is an error. The supervisor
-# enforces the worker's own start limit; this one only bounds the wait.
+# How long a rollout worker may take to come back; the supervisor enforces its own start limit.
 _RESOLVE_TIMEOUT_S: Final = 300.0
-# How long a connection to a worker that serves may take; another attempt follows.
+# How long a connection to a live worker may take; another attempt follows.
 _CONNECT_TIMEOUT_S: Final = 10.0
 _NO_ROOM: Final = sys.maxsize
 _QUARANTINE_FROM: Final = 2
-"""Number of deaths. With fewer, a single chance kill would make all jobs of the worker run one
-after the other; with more, a job that kills its process costs more restarts."""
+"""Number of deaths. Fewer: a chance kill makes all jobs run one by one. More: more restarts."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupRetries:
-    """Retries that the jobs of a group share after one blocked; that kills all jobs beside it."""
+    """Retries that the jobs of a group share after one blocked, which kills all jobs beside it."""
 
     left: int
 
@@ -69,11 +65,8 @@ class WorkerJob:
     """A call that any rollout worker may answer. It may run more than once.
 
     Attributes:
-        label: names the job in messages.
-        group_id: the group that it is for.
         sample_id: names the job in a worker's `report_blocked`.
         make_arguments: called for each attempt.
-        timeout_s: deadline of the call.
         on_failure: called with an error that another attempt would not heal.
         is_active: False once the result is not needed; neither callback is called then.
         num_deaths: deaths of workers that were running it, since it last returned.
@@ -96,13 +89,10 @@ class WorkerJob:
 
 
 class WorkerPool:
-    """Keeps `concurrency` calls in progress on each rollout worker.
+    """Runs `concurrency` calls on each rollout worker, by method.
 
-    Args:
-        names: of the workers' actors.
-        concurrency: calls in progress per worker, by method.
-        max_deaths: deaths of workers that a job may see; one more, alone, shows it is the cause.
-        on_failure: called when a worker is gone for good, or user code blocks for any input.
+    `max_deaths` is how many deaths of workers a job may see; one more, alone, shows it is the
+    cause. `on_failure` is called when no worker is left, or user code blocks for any input.
     """
 
     def __init__(
@@ -118,8 +108,8 @@ class WorkerPool:
             _Worker(idx, name, context, self._on_change) for idx, name in enumerate(names)
         ]
         self._concurrency = concurrency
-        # By method, for each worker: the jobs that run there, or `_NO_ROOM`. Lists of integers,
-        # because a search through hundreds of workers for each job would take longer than the job.
+        # By method, for each worker: its running jobs, or `_NO_ROOM`. Lists of integers, because a
+        # search through hundreds of workers for each job would take longer than the job.
         self._loads = {method: [_NO_ROOM] * len(names) for method in concurrency}
         self._max_deaths = max_deaths
         self._on_failure = on_failure
@@ -137,13 +127,12 @@ class WorkerPool:
     def report_blocked(
         self, name: str, incarnation: int, sample_id: str, error: UmbraError
     ) -> None:
-        """Takes a worker's report that one job blocks it; the job fails once the worker is gone."""
+        """Notes which job blocks its worker; the job fails once the worker is gone."""
         for worker in self._workers:
             if worker.name == name:
                 worker.blocked = _Blocked(incarnation, sample_id, error)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
                 tasks.create_task(self._keep(worker))
@@ -236,7 +225,7 @@ class WorkerPool:
         return False
 
     def _on_death(self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError) -> bool:
-        """Handles a death of the job's worker; returns whether it must run again, alone."""
+        """Returns whether the job must run again, alone."""
         blocked = worker.blocked
         if blocked is None or blocked.incarnation != ref.incarnation:
             job.num_deaths += 1
@@ -254,7 +243,7 @@ class WorkerPool:
     def _fail_as_cause(
         self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError
     ) -> None:
-        """Fails the job; the others in quarantine run again normally, since it was the cause."""
+        """Fails the job; the others in quarantine run again normally."""
         for other in worker.quarantine[1:]:
             other.num_deaths = 0
             self.put(other)
@@ -270,7 +259,7 @@ class WorkerPool:
         )
 
     def _on_blocked(self, job: WorkerJob, reason: str) -> bool:
-        """Handles a blocked worker; returns whether the job must run again, alone."""
+        """Returns whether the job must run again, alone."""
         job.retries = min(job.retries, job.group_retries.left)
         job.group_retries.left -= 1
         if too_often := self._blocked[job.method].on_blocked(job.group_id):
@@ -309,15 +298,11 @@ class _Blocked:
 class _Worker:
     """One named rollout worker, across its incarnations.
 
-    Args:
-        on_change: called when another job may or may not run here.
-
     Attributes:
-        handle: to the live incarnation only; None while there is none.
+        handle: to the live incarnation; None while there is none.
         is_gone: whether it will not come back.
         quarantine: jobs that run alone here, in this order.
-        num_running: jobs that run here and are not in quarantine.
-        running: the same by method.
+        num_running, running: jobs here outside of quarantine, in all and by method.
         blocked: the worker's last report.
     """
 
@@ -343,13 +328,12 @@ class _Worker:
         return self.handle is not None and not self.quarantine
 
     def begin_job(self, method: str) -> None:
-        """Called when a job begins that is not in quarantine."""
         self.num_running += 1
         self.running[method] += 1
         self._on_change(self)
 
     async def end_job(self, method: str) -> None:
-        """Called when that job has ended; it may be in quarantine now."""
+        """The job may be in quarantine by now."""
         async with self._changed:
             self.num_running -= 1
             self.running[method] -= 1
@@ -375,13 +359,12 @@ class _Worker:
         if self.handle is not None and self.handle.ref.incarnation <= ref.incarnation:
             self.handle = None
             self._on_change(self)
-            self._context.client.drop(ref, "a call of it was lost")  # ends `stay_connected`'s wait
+            self._context.client.drop(ref, "a call of it was lost")  # ends `stay_connected`
 
     async def stay_connected(self) -> None:
         """Connects to each incarnation of the worker, and notices the loss of one that is idle.
 
-        Raises:
-            UmbraError: the worker will not come back, or not in time.
+        Raises UmbraError when the worker will not come back, or not in time.
         """
         while True:
             lost = self._lost_incarnation
