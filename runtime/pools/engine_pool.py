@@ -1,11 +1,3 @@
-"""Pools: engines with one model and one mode, moved through their lifecycle together.
-
-An operation on a pool asks all engines at once. An engine that fails or is late is killed and
-replaced under its restart policy; the others continue. While a hybrid pool is asleep, its memory
-belongs to the trainer: an engine that dies then is started when the pool wakes, and one that is
-starting is put to sleep as soon as it is ready.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,11 +37,13 @@ _SLICED_SLEEP_LEVEL: Final[SleepLevel] = 1
 
 
 class EnginePool:
-    """The engines of one pool. Owned by the supervisor; all calls are on its loop.
+    """Engines with one model and one mode, moved through their lifecycle together. On the
+    supervisor's loop.
 
-    `sync` transfers weights to them; its `version` is the last one committed, to which an engine
-    that restarts or joins must be updated. No process of the pool is started while `may_start` is
-    not set.
+    An operation asks all engines at once. An engine that fails or is late is killed and replaced
+    under its restart policy; the others continue. While a hybrid pool is asleep, its memory belongs
+    to the trainer: `may_start` is not set, and an engine that is starting is put to sleep once it
+    is ready. Engines that restart or join must be updated to `sync.version`.
     """
 
     def __init__(
@@ -109,15 +103,13 @@ class EnginePool:
             self.on_actor_change(actor)
 
     def add_follower(self, engine: str, actor: ActorProcess) -> None:
-        """Adds an actor as a part of an engine on another node.
-
-        When it ends, the engine is killed. When the engine ends, it ends its part by itself.
-        """
+        """Adds an actor as a part of an engine on another node. Its end kills the engine, which
+        ends its parts by itself."""
         self._followers.append(actor)
         self._leaders[actor.spec.name] = self.engines[engine]
 
     def find_engine(self, actor: str) -> PoolEngine | None:
-        """The engine which that actor is, or is a part of, if it is one of this pool's."""
+        """The engine of this pool which the actor is, or is a part of."""
         return self.engines.get(actor) or self._leaders.get(actor)
 
     async def close(self) -> None:
@@ -127,7 +119,6 @@ class EnginePool:
         await self._finish_moves()
 
     def remove(self, actor: ActorProcess) -> None:
-        """Forgets an engine whose actor has ended for good, if it is one of this pool's."""
         engine = self.engines.pop(actor.spec.name, None)
         if engine is not None:
             self._on_engine_change(engine)
@@ -152,7 +143,6 @@ class EnginePool:
                 await actor.ended.wait()
 
     def on_actor_change(self, actor: ActorProcess) -> None:
-        """Called when a process became ready or ended."""
         engine = self.engines.get(actor.spec.name)
         if engine is None:
             self._on_follower_change(actor)
@@ -175,11 +165,8 @@ class EnginePool:
             self._leaders[name].kill(f"its follower {name} has ended, whose log has the reason")
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the state of every engine, then each change (`PoolEngine.describe`).
-
-        Raises:
-            ConnectionLost: the watcher was too slow, and changes are lost to it.
-        """
+        """Yields the state of every engine, then each change (`PoolEngine.describe`). Raises
+        ConnectionLost for a watcher that is too slow."""
         changes: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_MAX_UNREAD_CHANGES)
         self._watchers.add(changes)
         try:
@@ -226,8 +213,6 @@ class EnginePool:
             except asyncio.QueueFull:
                 self._watchers.discard(changes)
 
-    # -- operations on all engines -------------------------------------------------------
-
     async def pause(self, mode: str, timeout_s: float) -> None:
         if mode not in ("abort", "keep", "drain"):
             raise ValueError(f"pause mode must be abort, keep or drain, got {mode!r}")
@@ -267,10 +252,8 @@ class EnginePool:
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
 
     async def invalidate(self) -> None:
-        """Invalidates the version, because the trainer that made the weights was restarted.
-
-        A sync in progress is undone first, which makes engines serve again.
-        """
+        """Invalidates the version, because the trainer that made the weights was restarted. A sync
+        in progress is undone first, which makes engines serve again."""
         if self.spec.load_weights:
             return
         await self._after_sync(_SETTLE_TIMEOUT_S)
@@ -280,17 +263,13 @@ class EnginePool:
         for engine in self.engines.values():
             engine.invalidate()
 
-    # -- time-slicing with other pools, see `umbra.runtime.pools.pool_slicing` -------------------
-
     async def release_memory(self, hurry: asyncio.Event) -> None:
         """Frees all memory and keeps the weights on the host, until `reclaim_memory`. Idempotent.
 
         Engines that are starting get the time for it, unless `hurry` is set, and the others serve
-        meanwhile. An engine that does not free its memory is killed. Nothing starts until
-        `reclaim_memory`.
-
-        A killed engine that does not end, because it hangs in a driver, is reported and not waited
-        for: it may hold little memory, and waiting could block all pools forever.
+        meanwhile. An engine that does not free its memory is killed. One that does not end then,
+        because it hangs in a driver, is reported and not waited for: it may hold little memory, and
+        waiting could block all pools.
         """
         self.may_start.clear()
         await self._until(lambda engine: not engine.is_starting, self.spec.start_timeout_s, hurry)
@@ -313,11 +292,8 @@ class EnginePool:
                 )
 
     async def reclaim_memory(self) -> None:
-        """Undoes `release_memory`: engines get memory again, and those that served serve. Else does
-        nothing.
-
-        If it is cancelled, the next call finishes it.
-        """
+        """Undoes `release_memory`: engines get memory again, and serve if they did. If it is
+        cancelled, the next call finishes it."""
         served = self._served_before
         self.may_start.set()
         if served is None:
@@ -386,8 +362,8 @@ class EnginePool:
         await self._finish_moves()
 
     def _move(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
-        """Runs to its end even if the caller stops waiting (its rank was killed), because a
-        half-finished wake is no valid state. The pool's next operation waits for it."""
+        """Runs to its end even if the caller is gone, because a half-finished wake is
+        no valid state."""
         move = self._tasks.create_task(self._settle(engine, request))
         self._moves.add(move)
         move.add_done_callback(self._moves.discard)
@@ -397,10 +373,7 @@ class EnginePool:
             await asyncio.wait(self._moves)
 
     async def _settle(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
-        """Runs one engine's part. A failure ends that engine, not the pool.
-
-        Its calls have their deadlines, which may be long: the caller chooses a drain's.
-        """
+        """Runs one engine's part. A failure ends that engine, not the pool."""
         incarnation = engine.incarnation
         try:
             await request()
@@ -416,10 +389,8 @@ class EnginePool:
         if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
             engine.kill(reason)
 
-    # -- weight syncs --------------------------------------------------------------------
-
     async def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
+        """A sync wakes the pool."""
         if self.spec.load_weights:
             raise WeightSyncError(
                 f"pool {self.spec.name} accepts no weights: its engines load their own "

@@ -1,4 +1,4 @@
-"""Which engines a pool takes over when the nodes of a job have met again. Pure.
+"""Chooses the engines that a pool takes over when the nodes of a job have met again. Pure.
 
     last epoch   node 0: policy-0    node 1: policy-1    node 2: policy-2
     node 1 is lost
@@ -20,8 +20,8 @@ from umbra.runtime.cluster.placement import engine_idx, engine_name
 from umbra.runtime.settings import to_wire
 
 _VARYING_ARGUMENTS: Final = frozenset({"num_threads"})
-"""Depend on the number of engines of the whole job. With another number an engine is only faster
-or slower."""
+"""Depend on the number of engines in the job. With another number an engine is only
+faster or slower."""
 
 WarmSpecs = Mapping[int, Sequence[ActorSpec]]
 """Engines of the last epoch that still run, by node."""
@@ -30,13 +30,9 @@ WarmSpecs = Mapping[int, Sequence[ActorSpec]]
 def reuse_engines(
     pool: str, planned: Sequence[ActorSpec], nodes: Sequence[int], warm: WarmSpecs
 ) -> tuple[list[ActorSpec], dict[int, list[str]]]:
-    """Returns the engines of the pool, and by node the names of those that it does not use.
-
-    Args:
-        planned: the engines as if none ran.
-        nodes: the node of each of them.
-        warm: also of other pools, which are left alone.
-    """
+    """Returns the engines of the pool, and by node the names of warm ones that it does not
+    use. `planned` and `nodes` are the engines as if none ran. Other pools' warm engines
+    are left alone."""
     left = {
         node: {spec.name: spec for spec in specs if _pool_of(spec.name) == pool}
         for node, specs in warm.items()
@@ -66,7 +62,7 @@ def reuse_engines(
 
 
 def _settings(spec: ActorSpec) -> dict[str, Any]:
-    """All of it but the name, in the form that it has after a message."""
+    """All settings but the name, in the form that they have after a message."""
     settings: dict[str, Any] = to_wire(replace(spec, name="engine"))
     arguments = settings["kwargs"].items()
     settings["kwargs"] = {k: value for k, value in arguments if k not in _VARYING_ARGUMENTS}

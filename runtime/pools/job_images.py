@@ -1,5 +1,3 @@
-"""The images of weights on all nodes of a job, as the supervisor of rank 0's node reaches them."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -12,12 +10,7 @@ from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrde
 
 
 class JobImages:
-    """Implements `umbra.runtime.weights.transports.nccl.link_progress.ImageHolder`.
-
-    Args:
-        own: of this node, `own_node`.
-        links: to the other nodes.
-    """
+    """The images of weights on all nodes of a job, as an `ImageHolder` for the lead."""
 
     def __init__(self, own: NodeImages, own_node: str, links: JobLinks) -> None:
         self._own = own
@@ -32,8 +25,8 @@ class JobImages:
             async with aclosing(self._own.hold(order)) as states:
                 yield states
             return
-        # No deadline per item: while nothing changes there, nothing is reported. A node that is
-        # lost is noticed by its link, and its connection dropped.
+        # No deadline per item: while nothing changes there, nothing is reported. Its link notices
+        # the loss of the node and drops the connection.
         there = self._links.supervisor_at(node_id)
         arguments = self._links.epoch, to_wire(order)
         async with there.stream("hold_image", *arguments, timeout_s=None) as states:

@@ -1,6 +1,3 @@
-"""The pools of a job in one epoch after the other, and what they take from its nodes: images of
-weights, and engines that the pools of the last epoch have left."""
-
 from __future__ import annotations
 
 import asyncio
@@ -27,20 +24,14 @@ if TYPE_CHECKING:
     from umbra.runtime.pools.node_pools import NodePools
     from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
 
-# For another node to end engines that no pool uses: their grace, and the reaping.
+# Time for another node to end engines that no pool uses: their grace, and the reaping.
 _END_WARM_LIMIT_S: Final = 60.0
 
 
 class JobPools:
-    """Owned by the supervisor. Only rank 0's node has pools; the others hold images and warm
-    engines for them.
-
-    Args:
-        warm: engines of this node that pools of the last epoch have left.
-        links: to the other nodes.
-        note: called with each line for the operator.
-        record: called with events that are not shown.
-    """
+    """The pools of a job in one epoch after the other. Owned by the supervisor. Only the lead has
+    pools; other nodes hold images and warm engines, left by the last epoch's pools, for them.
+    `note` shows a line to the operator, `record` does not."""
 
     def __init__(
         self,
@@ -66,7 +57,7 @@ class JobPools:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
-        """Pools may be created within the block, and `close` ends what they do."""
+        """Pools may be created within the block, and `close` ends their tasks."""
         socket_path = str(self._node.socket_dir / FD_SOCKET)
         async with serve_fds(socket_path) as self._fd_server, asyncio.TaskGroup() as self._tasks:
             try:
@@ -80,7 +71,7 @@ class JobPools:
 
     @property
     def current(self) -> NodePools:
-        """Those of this epoch. Loaded with the first pool, because that takes 40 ms."""
+        """The pools of this epoch. Loaded with the first pool, because that takes 40 ms."""
         if self._loaded is None:
             from umbra.runtime.pools.job_images import JobImages
             from umbra.runtime.pools.node_pools import NodePools
@@ -100,7 +91,7 @@ class JobPools:
 
     @property
     def images(self) -> NodeImages:
-        """Those of this node. Loaded with the first pool, or for another node's."""
+        """The images of this node. Loaded with the first pool, or for another node's."""
         if self._loaded_images is None:
             from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
 
@@ -108,7 +99,6 @@ class JobPools:
         return self._loaded_images
 
     def all(self) -> list[EnginePool]:
-        """The pools that there are."""
         return [] if self._loaded is None else self._loaded.all()
 
     def check_may_stop(self, actor: str) -> None:
@@ -130,8 +120,7 @@ class JobPools:
                 )
 
     def stop_others(self) -> list[SupervisedActor]:
-        """Stops all actors of this node but the engines that ranks can use which are started
-        again."""
+        """Stops all actors of this node, except engines that restarted ranks can use."""
         others = [each for each in self._actors.own() if not self._warm.outlives_ranks(each)]
         for actor in others:
             actor.stop()
@@ -139,11 +128,8 @@ class JobPools:
 
     async def start_over(self) -> None:
         """Called when the ranks were started again. Their weights are no longer valid: engines wait
-        for a sync of the new ranks. Returns when all other actors have ended.
-
-        Raises:
-            DeadlineExceeded: what pools were doing does not end.
-        """
+        for a sync of the new ranks. Returns when all other actors have ended; DeadlineExceeded if
+        pools do not settle."""
         others = self.stop_others()
         if self._warm.nodes_may_change:
             await self._dissolve()
@@ -165,14 +151,9 @@ class JobPools:
         if self._loaded_images is not None:
             self._loaded_images.close()
 
-    # -- nodes that only generate, which have engines of the job's pools --------------------
-
     async def admit_generator(self, node: JobNode) -> int:
-        """Takes in a node, and starts engines there; returns its index in the job.
-
-        Raises:
-            ConfigError: the job cannot use that node.
-        """
+        """Takes in a node that only generates, starts engines there, and returns its index. Raises
+        ConfigError if the job cannot use it."""
         self.current.check_node(node)
         idx = await self._links.admit(node)
         engines = self.current.add_node(idx, node)
@@ -182,14 +163,13 @@ class JobPools:
         return idx
 
     def remove_generator(self, node: int, what: str, kind: EventKind) -> None:
-        """Called when a node has left or is lost."""
         self.current.remove_node(node)
         node_id = self._links.nodes[node].node_id
         self._note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
     def on_generator_change(self, node: int, actor: RemoteActor) -> None:
-        """Called after each change of an actor there. The node leaves if an engine of its own
-        cannot start."""
+        """Called after each change of an actor there. The node leaves if its
+        engine cannot start."""
         if actor.state not in (ActorState.STOPPED, ActorState.FAILED):
             return
         for pool in self.all():
@@ -197,10 +177,8 @@ class JobPools:
         if actor.state == ActorState.FAILED and not actor.has_run and actor.spec.role == "engine":
             self._links.dismiss(node, actor.failure)
 
-    # -- engines of the last epoch: see `warm_engines` -----------------------------------
-
     def _warm_specs(self) -> dict[int, list[ActorSpec]]:
-        """Engines that pools of the last epoch have left, by node; asked on rank 0's."""
+        """Engines that pools of the last epoch have left, by node. Lead only."""
         elsewhere = self._links.warm_elsewhere().items()
         there = {idx: [from_wire(ActorSpec, spec) for spec in specs] for idx, specs in elsewhere}
         return {0: self._warm.specs(), **there}

@@ -1,6 +1,3 @@
-"""All pools of a node: creates them, finds them by name, and time-slices those that share
-memory."""
-
 from __future__ import annotations
 
 import asyncio
@@ -37,17 +34,16 @@ StartEngine = Callable[[ActorSpec, int, asyncio.Event], ActorProcess]
 
 
 class NodePools:
-    """Owned by the supervisor, as are all tasks made here. Its calls take the wire's plain values.
+    """Creates pools, finds them by name, and time-slices pools that share memory. Owned by
+    the supervisor.
+
+    Its calls take the wire's plain values.
 
     Args:
         start: starts an engine's actor on the node of that index, once the event is set.
-        note: called with each line for the operator.
-        record: called with events that are not shown.
         tasks: lives as long as the supervisor; `close` ends the tasks made here.
-        fd_server: offers descriptors.
-        images: reaches the nodes of the job, for weight syncs.
-        warm: the engines that pools of the last epoch have left.
-        end_warm: ends those of a node, by their names, and waits for their ends.
+        warm: the engines that pools of the last epoch have left, by node.
+        end_warm: ends a node's, by their names, and waits for their ends.
     """
 
     def __init__(
@@ -101,15 +97,9 @@ class NodePools:
             await pool.close()
 
     async def create(self, call: dict[str, Any]) -> None:
-        """Starts the engines of a pool, a `PoolSpec`, and waits until each is ready.
-
-        Creating the same pool again (after an elastic restart) returns the one whose engines are
-        warm. If it is still being created, or being ended because its rank died, the call waits for
-        that.
-
-        Raises:
-            ConfigError, ActorDied.
-        """
+        """Starts the engines of a pool, a `PoolSpec`, and waits until each is ready. An equal pool
+        (after an elastic restart) is kept with its warm engines. A pool that is still being
+        created, or ended because its rank died, is waited for."""
         spec = from_wire(PoolSpec, call)
         async with self._creations.setdefault(spec.name, asyncio.Lock()):
             await self._create(spec)
@@ -146,19 +136,14 @@ class NodePools:
             for idx, node in self._generators.items():
                 self._extend(pool, idx, node)
 
-    # -- nodes that only generate --------------------------------------------------------
-
     def check_node(self, node: JobNode) -> None:
         """Raises ConfigError if a pool cannot use the node."""
         for pool in self._pools_of_trainer():
             pool.spec.engine_specs_on(node.gpus, first_idx=0)
 
     def add_node(self, idx: int, node: JobNode) -> list[str]:
-        """Starts engines on a node for all pools, also later ones, that get the trainer's weights.
-
-        Returns:
-            The names of the engines.
-        """
+        """Starts engines on a node for all pools, even later ones, with the trainer's weights.
+        Returns names."""
         self._generators[idx] = node
         return [name for pool in self._pools_of_trainer() for name in self._extend(pool, idx, node)]
 
@@ -217,15 +202,14 @@ class NodePools:
         return task
 
     def report_work(self, name: str, has_work: bool) -> None:
-        """See `PoolCalls.pool_has_work`."""
         self[name]  # raises if there is no such pool
         slicing = self._slicings.get(self._hosts.get(name, name))
         if slicing is not None:
             slicing.report(name, has_work)
 
     async def invalidate(self) -> None:
-        """Called when the trainer that made the weights was restarted; callers of pools were
-        ended."""
+        """Called when the trainer that made the weights was restarted, and the pools'
+        callers ended."""
         for name, pool in list(self._pools.items()):
             if pool.spec.load_weights:
                 continue
@@ -233,8 +217,6 @@ class NodePools:
                 await pool.invalidate()
         for slicing in self._slicings.values():
             slicing.forget_work()
-
-    # -- calls of the trainer ------------------------------------------------------------
 
     async def pause(self, name: str, mode: str, timeout_s: float) -> None:
         async with self._reserved_for_trainer(name, timeout_s):
@@ -264,8 +246,6 @@ class NodePools:
         if slicing is None:
             return contextlib.nullcontext()
         return slicing.reserved_for_trainer(timeout_s, sleeps=sleeps)
-
-    # -- weight syncs: see `umbra.runtime.weights.sync_calls` ----------------------------
 
     async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
         begin = SyncBegin.from_wire(call)

@@ -1,5 +1,3 @@
-"""What the supervisor answers about pools: to ranks, dispatchers, and other supervisors."""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,30 +15,20 @@ if TYPE_CHECKING:
 
 
 class PoolCalls:
-    """Its public methods are calls of the supervisor, which owns it.
-
-    Args:
-        links: to the other nodes.
-    """
+    """The supervisor's calls about pools, for ranks, dispatchers and other
+    supervisors. Owned by it."""
 
     def __init__(self, pools: JobPools, links: JobLinks) -> None:
         self._pools = pools
         self._links = links
 
     async def create_pool(self, spec: dict[str, Any]) -> None:
-        """Starts the engines of a pool and waits until each is ready.
-
-        Creating the same pool again (after an elastic restart) returns the one whose engines are
-        warm.
-
-        Raises:
-            ConfigError, ActorDied.
-        """
+        """Starts the engines of a pool and waits until each is ready; an equal pool (after an
+        elastic restart) is kept. Raises ConfigError or ActorDied."""
         await self._pools.current.create(spec)
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the states of a pool's engines: all of them, then every change (see
-        `EnginePool`)."""
+        """Yields the states of a pool's engines: all of them, then every change."""
         async for event in self._pools.current[name].watch():
             yield event
 
@@ -50,20 +38,17 @@ class PoolCalls:
 
     @idempotent
     def catch_up(self, name: str) -> dict[str, Any]:
-        """Which engines wait for which version; called for ranks that wait for a batch.
+        """The engines that wait for a version, for ranks that wait for a batch.
 
         Returns:
-            {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank, ...]};
-            `ranks` already publish that version again, and wait for the others to join.
+            {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank,
+                ...]}; `ranks` already publish that version again, and wait for the others to join.
         """
         return self._pools.current[name].catch_up()
 
     @idempotent
     def pool_has_work(self, name: str, has_work: bool) -> None:
-        """Whether a pool has requests to answer; its dispatcher reports it.
-
-        It decides the turns of pools that share memory; see `umbra.runtime.pools.time_slicing`.
-        """
+        """Takes a dispatcher's report of requests to answer, which decides the turns of pools."""
         self._pools.current.report_work(name, has_work)
 
     async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
@@ -77,8 +62,6 @@ class PoolCalls:
 
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
         await self._pools.current.wake(name, tags, timeout_s)
-
-    # -- weight syncs: see `umbra.runtime.weights.sync_calls` --------------------------------------
 
     async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
         return await self._pools.current.sync_begin(call)
@@ -95,24 +78,15 @@ class PoolCalls:
     def sync_abort(self, call: dict[str, Any]) -> None:
         self._pools.current.sync_abort(call)
 
-    # -- nodes that only generate ----------------------------------------------------------
-
     async def admit(self, node: dict[str, Any]) -> dict[str, int]:
-        """Called by the supervisor of a node that only generates; returns its index in the job
-        ("node"), and the "epoch".
-
-        Raises:
-            ConfigError: the job cannot use that node.
-        """
+        """Called by a supervisor that only generates; returns {"node": its index, "epoch"}. Raises
+        ConfigError if the job cannot use that node."""
         idx = await self._pools.admit_generator(from_wire(JobNode, node))
         return {"node": idx, "epoch": self._links.epoch}
-
-    # -- what pools of rank 0's node need on this one --------------------------------------
 
     async def hold_image(
         self, epoch: int, order: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of rank 0's node, for a sync; see `NodeImages.hold`."""
         from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder
 
         await self._links.check_epoch(epoch)
@@ -122,7 +96,7 @@ class PoolCalls:
                 yield state
 
     async def end_warm(self, epoch: int, names: list[str]) -> None:
-        """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
-        uses, and returns when their processes have ended."""
+        """Called by the lead: ends engines that no pool uses, and returns when their
+        processes have ended."""
         await self._links.check_epoch(epoch)
         await self._pools.end_own_warm(names)

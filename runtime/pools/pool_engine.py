@@ -1,9 +1,3 @@
-"""One engine of a pool, as the supervisor sees it: its actor, its lifecycle, calls to it.
-
-A request that changes its state first goes through the lifecycle, so an illegal one is refused
-before the engine sees it. An engine that dies during a request is simply DEAD afterwards.
-"""
-
 from __future__ import annotations
 
 import logging
@@ -53,11 +47,11 @@ _OWN_VERSION: Final = 0
 
 
 class PoolEngine:
-    """Owned by its pool.
+    """One engine of a pool, as the supervisor sees it. Owned by its pool.
 
-    Args:
-        on_change: called after every transition.
-        loads_weights: it serves as version 0 as soon as it is ready.
+    A request that changes its state first goes through the lifecycle, so an illegal one is refused
+    before the engine sees it. An engine that dies during a request is simply DEAD afterwards. With
+    `loads_weights` it serves as version 0 once it is ready.
     """
 
     def __init__(
@@ -96,7 +90,6 @@ class PoolEngine:
 
     @property
     def state_age_s(self) -> float:
-        """Time since it entered its state."""
         return time.monotonic() - self._entered_at
 
     @property
@@ -104,7 +97,6 @@ class PoolEngine:
         return self.lifecycle.version
 
     def describe(self) -> dict[str, Any]:
-        """Its state as plain values."""
         return {
             "engine": self.name,
             "incarnation": self.incarnation,
@@ -128,7 +120,6 @@ class PoolEngine:
         return self.actor.has_process and self.actor.state == ActorState.STARTING
 
     def follow_actor(self) -> None:
-        """Updates the lifecycle after a change of the process."""
         if self.actor.state == ActorState.RUNNING and self.actor.ref is not None:
             self._handle = self._client.handle(self.actor.ref)
             # Opened here, one by one. The first call to a whole pool would open all at once.
@@ -151,21 +142,16 @@ class PoolEngine:
         self._on_change(self)
 
     def invalidate(self) -> None:
-        """Discards the version that it holds, because it is no longer valid."""
         if self.lifecycle.version is not None:
             self.apply(Invalidate())
 
     def kill(self, reason: str) -> None:
-        """Ends this incarnation; the restart policy replaces it.
-
-        Does nothing if the engine is being stopped: that calls stay unanswered is no failure then.
-        """
+        """Ends this incarnation; the restart policy replaces it. While it is being stopped,
+        unanswered calls are no failure, and this does nothing."""
         if self.actor.is_stopping:
             return
         logger.warning("killing %s#%d: %s", self.name, self.incarnation, reason)
         self.actor.kill(reason)
-
-    # -- requests ------------------------------------------------------------------------
 
     async def pause(self, mode: str, timeout_s: float) -> None:
         """SERVING → PAUSED, once the engine has stopped generating."""
@@ -192,7 +178,7 @@ class PoolEngine:
         logger.debug("%s#%d has freed its memory", self.name, self.incarnation)
 
     async def wake(self, tags: Iterable[Tag], timeout_s: float) -> None:
-        """Wakes those of `tags` that are asleep."""
+        """Wakes the parts in `tags` that are asleep."""
         asleep = frozenset(tags) - self.lifecycle.awake
         if not asleep:
             return
@@ -202,26 +188,24 @@ class PoolEngine:
             self.apply(Woken())
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
-        """Why it cannot open the ranks' memory, or ""."""
         problem: str = await self._request("probe_import", allocations, timeout_s=timeout_s)
         return problem
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
     ) -> None:
-        """Sends it the layout to come; its weights stay as they are until `load`."""
+        """Sends the layout to come; the weights stay as they are until `load`."""
         await self._request("prepare_update", version, manifest, buckets, timeout_s=timeout_s)
 
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """→ UPDATING: from here on its weights have no version. Returns once the engine's model has
-        them."""
+        """→ UPDATING: the weights have no version. Returns once the engine's model has them."""
         async with self._allocating({"weights"}):
             self.apply(BeginUpdate(version))
             loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
         return loaded
 
     async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
-        """Returns the checksums that differ from those of `regions`, as text."""
+        """Returns a text for each checksum that differs from `regions`."""
         answer: Any = await self._request("verify_update", regions, timeout_s=timeout_s)
         if not isinstance(answer, list):
             raise ProtocolError(f"{self.name} verified an update with {brief(answer)}")
@@ -242,7 +226,7 @@ class PoolEngine:
         await self._request("abort_update", timeout_s=timeout_s)
 
     async def count_requests(self, timeout_s: float) -> tuple[int, int] | None:
-        """The requests that it generates for and has queued; None if it does not answer."""
+        """Requests (running, queued); None if it does not answer."""
         try:
             stats = await self._call("stats", timeout_s=timeout_s)
         except EngineUnhealthy:
@@ -251,8 +235,8 @@ class PoolEngine:
 
     @asynccontextmanager
     async def _allocating(self, tags: Set[Tag]) -> AsyncGenerator[None]:
-        """Reports whether the engine got memory for those of `tags` that sleep now. One that ends
-        meanwhile may have lacked it."""
+        """Reports whether the engine got memory for sleeping `tags`. One that ends now may
+        have lacked it."""
         if tags <= self.lifecycle.awake:
             yield
             return
@@ -266,7 +250,7 @@ class PoolEngine:
             self.actor.woke()
 
     async def _request(self, method: str, *args: object, timeout_s: float) -> Any:
-        """A request that is in the trace: these come one after the other."""
+        """A request that is in the trace: requests come one after the other."""
         with span(method, self.name, incarnation=self.incarnation):
             return await self._call(method, *args, timeout_s=timeout_s)
 

@@ -5,9 +5,7 @@
 
 The next pool wakes when no engine of the last one holds memory any more: it reported that it freed
 the memory, or its process has ended. Engines that die wait for their pool's turn before they are
-started again.
-
-The trainer's calls for the host (sleep, wake, a sync) have priority: they end a guest's turn.
+started again. The trainer's calls for the host (sleep, wake, a sync) end a guest's turn.
 """
 
 from __future__ import annotations
@@ -27,15 +25,12 @@ from umbra.runtime.pools.time_slicing import TimeSlicing
 logger = logging.getLogger(__name__)
 
 _START_LIMIT_S: Final = 3600.0
-"""Limit for a pool whose turn is delayed by another one's start; engines' own limits are
-shorter."""
+"""Limit for a pool whose turn another one's start delays; engines' own limits are shorter."""
 
 
 class PoolSlicing:
-    """The pools that share the memory of one of them, `host`. Owned by the supervisor.
-
-    Everything that moves one of these pools happens under one lock. `run()` lives until cancelled.
-    """
+    """The pools that share the memory of one of them, `host`. Owned by the supervisor. One lock
+    covers everything that moves one of these pools. `run` lives until cancelled."""
 
     def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._host = host
@@ -50,7 +45,6 @@ class PoolSlicing:
         self._num_syncs = 0  # calls of ranks that begin one
 
     def report(self, pool: str, has_work: bool) -> None:
-        """Notes whether a pool has requests to answer."""
         self._slicing.report(pool, has_work, self._clock())
         self._changed.set()
 
@@ -79,12 +73,9 @@ class PoolSlicing:
     async def reserved_for_trainer(
         self, timeout_s: float, *, sleeps: bool | None = None
     ) -> AsyncGenerator[None]:
-        """Inside the block the trainer moves the host, and no guest is awake.
-
-        Args:
-            sleeps: True: no guest wakes afterwards either, until a call with False or a sync; None:
-                unchanged.
-        """
+        """Inside the block the trainer moves the host, and no guest is awake. With `sleeps`
+        True, no guest wakes afterwards either, until a call with False or a sync; None
+        changes nothing."""
         async with self._claimed(timeout_s):
             before = self._trainer_needs_memory
             if sleeps is not None:
@@ -98,8 +89,8 @@ class PoolSlicing:
 
     @asynccontextmanager
     async def sync_begins(self, timeout_s: float) -> AsyncGenerator[None]:
-        """Inside the block a rank begins a sync; the host then keeps the memory until it is
-        settled."""
+        """Inside the block a rank begins a sync; the host then keeps the memory until
+        it is settled."""
         self._num_syncs += 1
         try:
             async with self._claimed(timeout_s):
@@ -143,10 +134,8 @@ class PoolSlicing:
         return decision.look_again_at
 
     async def _hand_over(self, to: str, *, wakes: bool = True) -> None:
-        """Gives the memory to the pool `to` alone.
-
-        If it is cancelled or fails half way, no turn has begun, and the next call repeats it.
-        """
+        """Gives the memory to the pool `to` alone. If it is cancelled or fails half way, no turn
+        has begun, and the next call repeats it."""
         began_at, last = self._clock(), self._slicing.holder
         async with asyncio.TaskGroup() as releasing:
             for name, pool in self._pools.items():

@@ -2,15 +2,14 @@
 
     host   generates with a trainer's weights; has the memory while no guest has its turn
     guest  for example a judge; gets its turn when it has requests and
-
              - the host is idle, or
              - the guest has waited for `max_wait_s`, and the host has had the memory for the
                shortest `max_wait_s` of all waiting guests: also between turns of several guests
 
-The holder keeps the memory as long as no other pool needs it. Otherwise a guest's turn ends when it
-has no requests left, or after `max_turn_s`; it then waits again. While the host is reserved (the
-trainer has put it to sleep, or transfers weights to it), no guest gets a turn, and a current one
-ends at once.
+The holder keeps the memory as long as no other pool needs it. Otherwise a guest's turn ends when
+it has no requests left, or after `max_turn_s`; it then waits again. While the host is reserved
+(the trainer has put it to sleep, or transfers weights to it), no guest gets a turn, and a current
+one ends at once.
 """
 
 from __future__ import annotations
@@ -25,13 +24,8 @@ turn; a shorter one hands the memory over between an answer and the request that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicingRules:
-    """Limits of a guest's turns.
-
-    Attributes:
-        max_wait_s: longest wait of its requests while the host has work; None: until the host is
-            idle.
-        max_turn_s: longest turn while other pools have work.
-    """
+    """Limits of a guest's turns: its longest wait while the host has work (None: until the host is
+    idle), and its longest turn while other pools have work."""
 
     max_wait_s: float | None
     max_turn_s: float
@@ -39,8 +33,8 @@ class SlicingRules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The pool that must have the memory, and when to decide again if nothing happens (None:
-    never)."""
+    """The pool that must have the memory, and when to decide again if nothing happens
+    (None: never)."""
 
     holder: str
     look_again_at: float | None = None
@@ -55,10 +49,8 @@ class _Pool:
 
 
 class TimeSlicing:
-    """Decides turns; its caller carries them out and reports each by `begin`.
-
-    The host counts as having work until it reports otherwise, because not every host reports.
-    """
+    """Decides turns; its caller carries them out and reports each by `begin`. The host counts as
+    having work until it reports otherwise, because not every host reports."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -73,19 +65,17 @@ class TimeSlicing:
         self._pools.setdefault(guest, _Pool(has_work=False, since=0.0))
 
     def remove(self, guest: str) -> None:
-        """Removes a guest; the host gets its memory."""
         del self._rules[guest], self._pools[guest]
         if self.holder == guest:
             self.holder = self.host
 
     def report(self, pool: str, has_work: bool, now: float) -> None:
-        """Notes whether a pool has requests to answer; it may not be added yet."""
+        """The pool may not be added yet."""
         known = self._pools.setdefault(pool, _Pool(has_work=False, since=0.0))
         if known.has_work != has_work:
             known.has_work, known.since = has_work, now
 
     def begin(self, pool: str, now: float) -> None:
-        """Notes that the pool has the memory from now on."""
         if pool == self.holder:
             return
         last = self._pools[self.holder]

@@ -1,11 +1,3 @@
-"""Engines of this node that outlive the pools of an epoch.
-
-    pools of an epoch end ─▶ the nodes meet again ─▶ keep: at rest ─▶ take: in a pool of this epoch
-                                                                 └──▶ end: no pool uses it
-
-The pool that takes one over, maybe another node's, knows nothing of what the last one did with it.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,17 +13,19 @@ from umbra.runtime.rpc.rpc_client import Client
 
 logger = logging.getLogger(__name__)
 
-# For each call that brings an engine to rest. A shorter limit ends engines that wake a large model;
-# a longer one delays the new ranks, which wait for `SessionConfig.attach_timeout_s`.
+# Time for each call that brings an engine to rest. A shorter limit ends engines that wake a large
+# model; a longer one delays the new ranks, which wait for `SessionConfig.attach_timeout_s`.
 _REST_LIMIT_S: Final = 15.0
 
 
 class WarmEngines:
-    """Owned by the supervisor, as are the actors.
+    """Engines of this node that outlive the pools of an epoch. Owned by the supervisor.
 
-    Args:
-        nodes_may_change: whether torchrun may start the ranks again on other nodes. If not, pools
-            stay as they are.
+        pools of an epoch end ─▶ the nodes meet again ─▶ keep: at rest ─▶ take: in a new pool
+                                                                  └──▶ end: no pool uses it
+
+    The pool that takes one over, maybe another node's, knows nothing of its last pool. Pools stay
+    as they are unless `nodes_may_change`.
     """
 
     def __init__(self, client: Client, *, nodes_may_change: bool) -> None:
@@ -41,8 +35,8 @@ class WarmEngines:
 
     @staticmethod
     def may_keep(actor: SupervisedActor) -> bool:
-        """Whether it can be brought to rest: it runs, on this node only, and gets the trainer's
-        weights."""
+        """Whether it can be brought to rest: it runs, on this node only, with the
+        trainer's weights."""
         spec = actor.spec
         if spec.role != "engine" or spec.target == FOLLOWER_TARGET or spec.kwargs.get("followers"):
             return False
@@ -54,15 +48,12 @@ class WarmEngines:
         return self.may_keep(actor) if self.nodes_may_change else actor.spec.role == "engine"
 
     def outlives_lead(self, actor: SupervisedActor) -> bool:
-        """Whether it outlives the supervisor of another node that wanted it here."""
+        """Whether it outlives the remote supervisor that runs it."""
         return self.nodes_may_change and self.may_keep(actor)
 
     async def keep(self, actors: Iterable[SupervisedActor]) -> None:
-        """Makes engines what a new pool expects: awake, idle, and without an update. One that does
-        not get there ends.
-
-        Called when no pool of the last epoch calls them any more.
-        """
+        """Makes engines awake, idle, and without an update, as a new pool expects; others end.
+        Called when no pool of the last epoch calls them any more."""
         kept = [actor for actor in actors if self.may_keep(actor)]
         async with asyncio.TaskGroup() as tasks:
             for actor in kept:
@@ -83,18 +74,18 @@ class WarmEngines:
             await actor.ended.wait()
 
     def specs(self) -> list[ActorSpec]:
-        """Of those that no pool has taken over."""
+        """The engines that no pool has taken over."""
         return [actor.spec for actor in self._engines.values()]
 
     def take(self, name: str, may_start: asyncio.Event) -> SupervisedActor | None:
-        """One for a pool, if there is one of that name; see `SupervisedActor`."""
+        """The engine of that name, for a pool; it starts only with `may_start`."""
         actor = self._engines.pop(name, None)
         if actor is not None:
             actor.wait_for(may_start)
         return actor
 
     def end(self, names: Iterable[str]) -> list[SupervisedActor]:
-        """Stops those that no pool uses, and returns them."""
+        """Stops engines that no pool uses, and returns them."""
         unused = [self._engines.pop(name) for name in names if name in self._engines]
         for actor in unused:
             actor.stop()
