@@ -111,12 +111,18 @@ def some_steps(lines: Lines, steps: Sequence[int]) -> list[str]:
     """A training's console without most of its steps, and without what torchrun adds."""
     kept = list[str]()
     for line in takewhile(lambda line: not re.match(r"[WE]\d{4} |Traceback", line), lines):
-        step = re.match(r"step +(\d+)/", line)
-        if step is None or int(step[1]) in steps:
+        step = re.match(r"step +(\d+)/|  after step (\d+):", line)
+        if step is None or int(step[1] or step[2]) in (0, *steps):
             kept.append(line)
         elif kept[-1] != "…":
             kept.append("…")
     return kept
+
+
+def last_lines(lines: Lines) -> list[str]:
+    """What a training learned, and its report."""
+    ending = [line for line in lines if re.match(r"  (held-out accuracy|report)", line)]
+    return ["…", ending[0], "…", ending[1]]
 
 
 def quickstart(scratch: Scratch) -> Mapping[str, str]:
@@ -125,14 +131,17 @@ def quickstart(scratch: Scratch) -> Mapping[str, str]:
     console = scratch.output(f"{_TRAIN} {config}")
     samples = "umbra samples runs/quickstart --step 30 --worst 2"
     worst = scratch.output(samples)
-    one = f"umbra ledger runs/quickstart --sample {worst[0].split(':')[0]} --text"
+    greedy = f"umbra eval {config} model.path=runs/quickstart/export"
+    sampled = f"umbra eval {config} eval.samples=8 eval.temperature=1"
     doctor = f"umbra doctor {config}"
     wrong = f"{doctor} model.path=Qwen3"
     failed = [text for text in scratch.output(wrong) if re.search("FAILED|see |failed", text)]
     return {
-        "quickstart": shown("make quickstart", some_steps(console, [1, 2, 20, 40, 60])),
+        "first-run": shown("make quickstart", last_lines(console)),
+        "quickstart": shown("make quickstart", some_steps(console, [1, 20, 60])),
         "samples": shown(samples, worst),
-        "ledger-text": shown(one, scratch.output(one)),
+        "eval": shown(greedy, scratch.output(greedy)),
+        "eval-sampled": shown(sampled, scratch.output(sampled)),
         "doctor": shown(doctor, scratch.output(doctor)),
         "doctor-failed": shown(wrong, failed),
     }
@@ -140,8 +149,13 @@ def quickstart(scratch: Scratch) -> Mapping[str, str]:
 
 def own_run(scratch: Scratch) -> Mapping[str, str]:
     """The run of one's own in docs/quickstart.md, whole, and then stopped and resumed."""
+    doctor = "umbra doctor train.toml"
+    other = f"{doctor} train.beta=0.04"
+    checked = [f"$ {doctor}", "…", scratch.output(doctor)[-1]]
+    refused = scratch.output(other)
+
     whole = f"{_TRAIN} train.toml"
-    console = some_steps(scratch.output(whole), [1, 2, 10, 20, 30, 40])
+    console = some_steps(scratch.output(whole), [1, 20, 40])
 
     resumable = f"{whole} run.dir=runs/stopped run.resume=auto"
     run = scratch.begin(resumable)
@@ -152,6 +166,8 @@ def own_run(scratch: Scratch) -> Mapping[str, str]:
     resumed = some_steps(scratch.output(resumable), [40])
     ledger = "umbra ledger runs/stopped"
     return {
+        "own-doctor": shown("python make_data.py", checked),
+        "other-name": shown(other, refused),
         "own-run": shown(whole, console),
         "stop": shown(stop, answer),
         "stopped": shown(resumable, stopped),
@@ -211,7 +227,7 @@ def main() -> None:
         for scene in sys.argv[1:] or SCENES:
             print(f"captures: {scene}", flush=True)
             texts = SCENES[scene](scratch)
-            for path in sorted((ROOT / "docs").glob("*.md")):
+            for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
                 write_captures(path.name, texts)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import runpy
 import subprocess
 import sys
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 from documented_examples import files_of
+from small_quickstart import write_assets
 
 from umbra.runtime.cli.ledger_command import open_index
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
@@ -64,17 +63,3 @@ def test_the_example_trains(folder: Path) -> None:
     assert index.table.totals.resets == 0
     rewards = {row.reward for row in index.newest(None)[0]}
     assert rewards <= {0.0, 0.1, 0.5, 1.0}
-
-
-def write_assets(folder: Path) -> None:
-    """The quickstart's, smaller, and its model hardly warmed up."""
-    from umbra.trainer.quickstart import quickstart_model, quickstart_task
-
-    (folder / "model").mkdir(parents=True)
-    tasks = quickstart_task.draw_tasks(random.Random(0), 80)
-    for name, rows in (("train", tasks[:64]), ("eval", tasks[64:])):
-        text = "".join(json.dumps(row.row()) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text)
-    quickstart_model.write_tokenizer(folder / "model")
-    warm_up = quickstart_model.WarmUp(careful_steps=5, shy_steps=0)
-    quickstart_model.write_starting_model(folder / "model", tasks, 0, warm_up)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from umbra.runtime.cluster.memory_plan import GIB
 from umbra.runtime.cluster.placement import Node
+from umbra.runtime.engine_api.engine_names import ENGINE_ASLEEP_NBYTES
 from umbra.runtime.errors import DataError
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
@@ -67,10 +68,17 @@ def sizes_of(
     )
 
 
+ROOT = Path(__file__).resolve().parents[3]
 MODELS: Any = AutoModelForCausalLM  # untyped
 SIZES = {
     "0.6B": sizes_of(
         num_layers=28, hidden_size=1024, intermediate_size=3072, q_size=2048, kv_size=1024
+    ),
+    "1.7B": sizes_of(
+        num_layers=28, hidden_size=2048, intermediate_size=6144, q_size=2048, kv_size=1024
+    ),
+    "4B": sizes_of(
+        num_layers=36, hidden_size=2560, intermediate_size=9728, q_size=4096, kv_size=1024
     ),
     "8B": sizes_of(
         num_layers=36,
@@ -136,6 +144,26 @@ def test_a_rank_needs_what_was_measured(
     assert (need.sync_nbytes - context) / GIB == pytest.approx(allocated_gib, rel=0.02)
     peak = need.training_nbytes + need.activations_nbytes - context
     assert peak / GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_the_page_about_one_gpu_shows_what_is_planned(tmp_path: Path, model: str) -> None:
+    def needs(master_dtype: str) -> tuple[float, float]:
+        config = config_of(
+            tmp_path,
+            model={"master_dtype": master_dtype},
+            rollout={"groups_per_step": 32, "max_new_tokens": 1024},
+            pool={"max_context_len": 2048},
+            train={"activation_checkpointing": "full", "max_tokens_per_micro_batch": 8192},
+        )
+        rank = rank_need(config, SIZES[model], 1)
+        peak = rank.training_nbytes + rank.activations_nbytes + ENGINE_ASLEEP_NBYTES
+        return rank.training_nbytes / GIB, peak / GIB
+
+    (state, peak), (_, smaller) = needs("float32"), needs("bfloat16")
+
+    row = f"| {model} | {state:.1f} | {peak:.1f} | {smaller:.1f} |"
+    assert row in (ROOT / "docs/one-gpu.md").read_text()
 
 
 def test_activations_are_kept_where_they_fit(tmp_path: Path) -> None:

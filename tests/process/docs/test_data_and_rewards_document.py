@@ -1,5 +1,5 @@
-"""The example in docs/your-model.md runs, with a hub of this machine that has small things by the
-names that the example uses."""
+"""The example in docs/data-and-rewards.md runs, with a hub of this machine that has small things by
+the names that the example uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from local_hub import serve_hub
 from run_traces import RunTraces
 from training_models import save_model
 
-DOCUMENT = "your-model.md"
+DOCUMENT = "data-and-rewards.md"
 SMALLER = {
     "Qwen/Qwen3-0.6B": MODEL,
     "openai/gsm8k": DATA,
