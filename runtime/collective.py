@@ -109,10 +109,8 @@ class Rollouts:
         return position
 
     def checkpointed(self, step: int, version: int, kept: Sequence[int]) -> None:
-        """Records a complete checkpoint after `step` steps. One rank calls it.
-
-        `kept` are the steps of all complete checkpoints that are there now.
-        """
+        """Records a complete checkpoint after `step` steps. One rank calls it. `kept` are the steps
+        of all complete checkpoints that are there now."""
         self._manager.call("checkpointed", step, version, list(kept), timeout_s=_LEDGER_TIMEOUT_S)
 
     def next_batch(

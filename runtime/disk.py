@@ -32,11 +32,9 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """A file that replaces `path` when the block ends, written and synced as a whole.
-
-    A reader sees the old file or the new one. If the block raises, the old one stays. One process
-    at a time may write `path`.
-    """
+    """A file that replaces `path` when the block ends, written and synced as a whole. A reader
+    sees the old file or the new one. If the block raises, the old one stays. One process at a time
+    may write `path`."""
     scratch = scratch_path(path)
     try:
         with scratch.open("wb") as file:
@@ -78,11 +76,9 @@ def similar_path(path: Path) -> str:
 
 
 def os_error_behind(error: BaseException) -> OSError | None:
-    """The OSError that led to `error`, if `explain` knows its cause and remedy.
-
-    Libraries wrap it in errors of their own. torch complains that its file has another length than
-    it has written, and safetensors has the error number only in its text.
-    """
+    """The OSError that led to `error`, if `explain` knows its cause and remedy. Libraries wrap it
+    in errors of their own. torch complains that its file has another length than it has written,
+    and safetensors has the error number only in its text."""
     seen: BaseException | None = error
     while seen is not None:
         number = seen.errno if isinstance(seen, OSError) else _number_in(str(seen))
@@ -103,10 +99,8 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def check_free_space(path: Path, needed_nbytes: int) -> None:
-    """Raises OSError (ENOSPC) if `path` cannot fit on its file system.
-
-    Other limits, such as a quota, only show while writing.
-    """
+    """Raises OSError (ENOSPC) if `path` cannot fit on its file system. Other limits, such as a
+    quota, only show while writing."""
     stats = os.statvfs(_existing(path))
     if stats.f_blocks and _free_nbytes(stats) < needed_nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -115,11 +109,9 @@ def check_free_space(path: Path, needed_nbytes: int) -> None:
 def explain(
     error: OSError, path: Path, *, needed_nbytes: int = 0, or_else: str = "", otherwise: str = ""
 ) -> str:
-    """Why `path` could not be written, and the remedy.
-
-    For example "the disk is full (needs about 1.9 GiB, 312.0 MiB free on /mnt/x): free some space".
-    `or_else` follows the remedy, `otherwise` the cause if no remedy is known.
-    """
+    """Why `path` could not be written, and the remedy. For example "the disk is full (needs about
+    1.9 GiB, 312.0 MiB free on /mnt/x): free some space". `or_else` follows the remedy, `otherwise`
+    the cause if no remedy is known."""
     known = _KNOWN.get(error.errno or 0)
     if known is None:
         return (error.strerror or str(error)) + otherwise

@@ -41,10 +41,8 @@ class ConfigError(UmbraError):
 
 
 class SettingError(ConfigError, ValueError):
-    """A setting is out of bounds, or does not fit another one.
-
-    It is a ValueError too, so that pydantic reports it with all other wrong settings of a file.
-    """
+    """A setting is out of bounds, or does not fit another one. It is a ValueError too, so that
+    pydantic reports it with all other wrong settings of a file."""
 
 
 class DataError(UmbraError):
@@ -173,8 +171,6 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """Text of at most 200 characters about a value that another process sent.
-
-    `repr` would take long for a large value, and fail for a deeply nested one.
-    """
+    """Text of at most 200 characters about a value that another process sent. `repr` would take
+    long for a large value, and fail for a deeply nested one."""
     return _Brief().repr(value)[:_BRIEF_MAX_LEN]

@@ -13,11 +13,9 @@ def own_names(host: str) -> frozenset[str]:
 
 
 def is_own_name(host: str | None, names: Set[str]) -> bool:
-    """Whether the Host header names this server: by an address or by one of its own names.
-
-    A page of another origin whose name was pointed at this server's address (DNS rebinding) sends
-    the name of its origin. Browsers always send the header.
-    """
+    """Whether the Host header names this server: by an address or by one of its own names. A page
+    of another origin whose name was pointed at this server's address (DNS rebinding) sends the name
+    of its origin. Browsers always send the header."""
     if host is None:
         return True
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host

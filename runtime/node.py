@@ -174,9 +174,7 @@ def _load_keys(path: Path) -> CurveKeys:
 
 def generate(job: FoundJob) -> int:
     """Generates for the job until it is over, or until a stop signal; returns the exit status.
-
-    Raises UmbraError if this machine cannot join, or the job or something here has failed.
-    """
+    Raises UmbraError if this machine cannot join, or the job or something here has failed."""
     keys = _load_keys(job.secret_file)
     node_id = f"{socket.gethostname()}-{os.getpid()}"
     log_dir = job.log_dir / node_id

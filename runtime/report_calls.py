@@ -74,11 +74,9 @@ class MetricsHost:
         self._endpoint: MetricsEndpoint | None = None
 
     async def serve(self, address: str) -> str:
-        """Serves until the job ends, or rank 0 is on another node; returns the URL.
-
-        `address` is HOST:PORT; port 0 takes a free one, which a later call finds again. Raises
-        ConfigError if it cannot listen there.
-        """
+        """Serves until the job ends, or rank 0 is on another node; returns the URL. `address` is
+        HOST:PORT; port 0 takes a free one, which a later call finds again. Raises ConfigError if it
+        cannot listen there."""
         assert self._run_dir is not None
         if self._endpoint is None or self._endpoint.address != address:
             await asyncio.to_thread(importlib.import_module, "umbra.runtime.metrics_endpoint")

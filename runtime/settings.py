@@ -182,9 +182,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises SettingError for the first setting that is out of bounds; types are not checked.
-
-        Groups override it to check settings against each other, and call it first.
-        """
+        Groups override it to check settings against each other, and call it first."""
         for name, hint in annotations_of(type(self)).items():
             _check(name, getattr(self, name), hint)
 

@@ -214,10 +214,8 @@ class Supervisor:
                 self._on_rank_gone(me, local_world_size)
 
     def _start_over(self, incarnation: int) -> None:
-        """Torchrun has restarted the ranks: the old ranks' actors end, and engines stay warm.
-
-        Their weights are no longer valid, so they wait for a sync of the new ranks.
-        """
+        """Torchrun has restarted the ranks: the old ranks' actors end, and engines stay warm. Their
+        weights are no longer valid, so they wait for a sync of the new ranks."""
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
         self.record(f"torchrun has restarted the ranks ({incarnation})", "restart", "ranks")
         self._job_stop.withdraw()
@@ -286,10 +284,8 @@ class Supervisor:
         self._ranks.pass_on_signal(_got(f"rank {rank}", number), incarnation, number)
 
     def request(self, call: dict[str, Any]) -> None:
-        """Called for `umbra stop`, `preempt`, `drain` and `dump`, with a `JobRequest`.
-
-        Raises ActorNotFound if it is addressed to another job, or that has no such node.
-        """
+        """Called for `umbra stop`, `preempt`, `drain` and `dump`, with a `JobRequest`. Raises
+        ActorNotFound if it is addressed to another job, or that has no such node."""
         self._act_on(from_wire(JobRequest, call))
 
     def _act_on(self, request: JobRequest) -> None:
@@ -311,11 +307,9 @@ class Supervisor:
             self.stop_job(request.number, request.grace_s, cause)
 
     def stop_job(self, number: int, grace_s: float | None = None, cause: str = "") -> None:
-        """A stop signal reached this process or the guardian, or a request asks for one.
-
-        The ranks stop as if it had reached them, and the job is over when the last has left. A
-        second signal, after a moment, does not wait for them, unless it is a preemption.
-        """
+        """A stop signal reached this process or the guardian, or a request asks for one. The ranks
+        stop as if it had reached them, and the job is over when the last has left. A second signal,
+        after a moment, does not wait for them, unless it is a preemption."""
         match self._end.stop(number, time.monotonic()):
             case StopDecision.IGNORE:
                 return
@@ -335,10 +329,8 @@ class Supervisor:
             self.over.set()
 
     def note(self, text: str, kind: EventKind = "note", who: str = "") -> None:
-        """Shows one line to the person who runs the job, on rank 0's output, and records it.
-
-        `who` is the actor, pool or node that it is about.
-        """
+        """Shows one line to the person who runs the job, on rank 0's output, and records it. `who`
+        is the actor, pool or node that it is about."""
         self._ranks.note(text)
         self._links.tell_lead({"kind": "note", "text": text, "about": [kind, who]})
         self.record(text, kind, who)
@@ -550,10 +542,8 @@ class Supervisor:
                 self.record(actor.failure, "fault", actor.spec.name)
 
     async def run(self, tcp_endpoint: str = "") -> None:
-        """Runs until the job is over; then ends every actor and returns.
-
-        `tcp_endpoint` is where other nodes reach this supervisor; "" for none.
-        """
+        """Runs until the job is over; then ends every actor and returns. `tcp_endpoint` is where
+        other nodes reach this supervisor; "" for none."""
         self._tcp_endpoint = tcp_endpoint
         try:
             await self._run_actors()

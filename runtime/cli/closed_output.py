@@ -15,10 +15,8 @@ _STATUS: Final = 128 + signal.SIGPIPE
 
 
 def run_until_unread(command: Callable[[], int]) -> int:
-    """The command's exit status, or 141 if its output was closed before all was written.
-
-    A pipe that broke elsewhere is an ordinary error.
-    """
+    """The command's exit status, or 141 if its output was closed before all was written. A pipe
+    that broke elsewhere is an ordinary error."""
     try:
         try:
             return command()

@@ -24,7 +24,7 @@ _ANSWER_LIMIT_S: Final = 5.0
 
 async def job_state(run_dir: Path) -> JobState | None:
     """The state of a run directory's job; None if none runs there, or it runs on another host or in
-    another container. DeadlineExceeded if its supervisor does not answer."""
+    another container. Raises DeadlineExceeded if its supervisor does not answer."""
     address = RunNotice(run_dir).address()
     try:
         if address is None or not is_reachable(address):
@@ -35,17 +35,14 @@ async def job_state(run_dir: Path) -> JobState | None:
 
 
 def run_interruptibly(call: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but Ctrl-C raises KeyboardInterrupt wherever the call is.
-
-    asyncio.run cancels the call instead, and forgets the signal if the call returns
-    without waiting.
-    """
+    """Like `asyncio.run`, but Ctrl-C raises KeyboardInterrupt wherever the call is. asyncio.run
+    cancels the call instead, and forgets the signal if the call returns without waiting."""
     with asyncio.Runner() as runner:
         return runner.get_loop().run_until_complete(call)
 
 
 def is_reachable(address: SupervisorAddress) -> bool:
-    """Whether its socket can be used from here. ActorNotFound if it was killed."""
+    """Whether its socket can be used from here. Raises ActorNotFound if it was killed."""
     socket_dir = Path(address.socket_dir)
     if not os.access(socket_dir, os.R_OK | os.W_OK):  # elsewhere, or another user's
         return False

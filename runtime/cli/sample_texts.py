@@ -32,11 +32,9 @@ _MARGIN: Final = "  | "
 def read_texts(
     index: LedgerIndex, rows: Sequence[SampleRow], run_dir: Path, model: str | None
 ) -> list[Row]:
-    """Facts and texts of samples, as plain data.
-
-    `model` is a directory with the tokenizer; None for the run's model. DataError if there is no
-    tokenizer, or the file of prompts is missing or damaged.
-    """
+    """Facts and texts of samples, as plain data. `model` is a directory with the tokenizer; None
+    for the run's model. Raises DataError if there is no tokenizer, or the file of prompts is
+    missing or damaged."""
     if not rows:
         return []
     tokenizer = open_tokenizer(run_dir, model)
@@ -63,10 +61,8 @@ def decode_content(
     content: SampleContent | None,
     segments: Sequence[Segment],
 ) -> Row:
-    """A sample's text as plain data: prompt, turns, and its agent loop's records.
-
-    `prompt` is None if the file of prompts lacks it, `content` if the ledger no longer has it.
-    """
+    """A sample's text as plain data: prompt, turns, and its agent loop's records. `prompt` is None
+    if the file of prompts lacks it, `content` if the ledger no longer has it."""
     is_kept = content is not None
     content = content or SampleContent()
     tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens

@@ -96,7 +96,7 @@ def _drain(run_dir: Path, node: str) -> int:
 
 
 def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
-    """ActorNotFound if no job runs in the directory."""
+    """Raises ActorNotFound if no job runs in the directory."""
     notice = RunNotice(run_dir)
     address = notice.address()
     if address is None:
@@ -105,10 +105,8 @@ def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
 
 
 def request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
-    """Returns when the job has taken the request, or has ended.
-
-    ActorNotFound if the request cannot be fulfilled, or the job was killed.
-    """
+    """Returns when the job has taken the request, or has ended. Raises ActorNotFound if the request
+    cannot be fulfilled, or the job was killed."""
     if is_reachable(address) and run_interruptibly(call_supervisor(address, request)):
         return
     if has_ended(notice, address):
@@ -131,7 +129,7 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
 
 
 def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
-    """Whether the job has ended in order. ActorNotFound if it was killed."""
+    """Whether the job has ended in order. Raises ActorNotFound if it was killed."""
     current = notice.address()
     if current is None or current.job != address.job:
         return True

@@ -91,11 +91,9 @@ _GENERATE: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C, and 141 if the reader of
-    the output closed it, for example `head`: the status of a program that SIGPIPE ended.
-    """
+    """Runs one command. The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C,
+    and 141 if the reader of the output closed it, for example `head`: the status of a program
+    that SIGPIPE ended."""
     with contextlib.suppress(AttributeError):  # it was closed from the start, or is captured
         # As stderr: a terminal of another encoding cannot show all characters of a run's texts.
         cast("Any", sys.stdout).reconfigure(errors="backslashreplace")

@@ -36,7 +36,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class DashServer:
     """The HTTP server of one run's page: answers GET only, with the page's files and with JSON.
-
     Owns the listening socket; port 0 takes a free one. ConfigError on entry if it cannot be bound.
     """
 

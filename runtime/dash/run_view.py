@@ -30,11 +30,8 @@ _MOST_SAMPLES: Final = 100
 
 
 class RunView:
-    """The page's view of a run, read from its directory and its supervisor, also
-    after the run's end.
-
-    Files are read in threads, and each part of them by one thread at a time.
-    """
+    """The page's view of a run, read from its directory and its supervisor, also after the run's
+    end. Files are read in threads, and each part of them by one thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

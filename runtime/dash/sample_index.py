@@ -15,10 +15,8 @@ Order = Literal["newest", "best", "worst"]
 
 
 class SampleIndex:
-    """The samples of one run directory, while its ledger grows. Blocking: one thread at a
-    time may use it.
-
-    A ledger that was begun again, because the run was started again, is read from scratch.
+    """The samples of one run directory, while its ledger grows. Blocking: one thread at a time may
+    use it. A ledger that was begun again, because the run was started again, is read from scratch.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -58,11 +56,9 @@ class SampleIndex:
         return [_facts(row) for row in chosen], num_samples
 
     def sample(self, sample_id: str) -> dict[str, Any]:
-        """The facts and the text of one sample.
-
-        ConfigError if there is no such sample, or the run's tokenizer is unknown; DataError if the
-        model has no tokenizer, or the file of prompts is damaged.
-        """
+        """The facts and the text of one sample. Raises ConfigError if there is no such sample, or
+        the run's tokenizer is unknown; raises DataError if the model has no tokenizer, or the file
+        of prompts is damaged."""
         row = None if self._ledger is None else self._ledger.find(sample_id)
         if self._ledger is None or row is None:
             raise ConfigError(f"the ledger has no sample {sample_id!r}")

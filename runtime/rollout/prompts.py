@@ -59,10 +59,8 @@ def to_row(packed: bytes) -> dict[str, Any]:
 
 def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]]) -> int:
     """Writes a prompt file, durably and all or nothing; returns the number of prompts.
-
-    DataError if there are no prompts, one is empty, an id occurs twice, or a value
-    cannot be encoded.
-    """
+    Raises DataError if there are no prompts, one is empty, an id occurs twice, or a value
+    cannot be encoded."""
     target = Path(path)
     seen: set[str] = set()
     with replacing(target) as file:
@@ -144,10 +142,8 @@ def _describe(value: Any, error: Exception) -> str:
 
 
 class PromptSet:
-    """Prompts of one file, by index. Owns a read-only mapping of the file.
-
-    `open` and access raise DataError if the file is missing, damaged, or has no prompts.
-    """
+    """Prompts of one file, by index. Owns a read-only mapping of the file. `open` and access raise
+    DataError if the file is missing, damaged, or has no prompts."""
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: NDArray[np.int64]) -> None:
         self.path = path

@@ -44,7 +44,8 @@ class CurveKeys:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """ConfigError if there is no such file, others may read it, or it holds no key pair."""
+        """Raises ConfigError if there is no such file, others may read
+        it, or it holds no key pair."""
         try:
             if path.stat().st_mode & 0o077:
                 raise ConfigError(f"{path} can be read by others: chmod 600 it")
@@ -56,7 +57,7 @@ class CurveKeys:
         return cls(public=public, secret=secret)
 
     def save(self, path: Path) -> None:
-        """Writes a new file of mode 0600, whole; FileExistsError if there is one."""
+        """Writes a new file of mode 0600, whole; raises FileExistsError if there is one."""
         import tempfile  # takes 5 ms, which every actor would wait for
 
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

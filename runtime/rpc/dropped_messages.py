@@ -15,10 +15,8 @@ fill the disk; longer delays the report that it still does."""
 
 
 class DroppedMessages:
-    """Logs dropped messages in few lines, however many there are.
-
-    The first one is logged at once; then, once per interval, the number of new ones and the last.
-    """
+    """Logs dropped messages in few lines, however many there are. The first one is logged at once;
+    then, once per interval, the number of new ones and the last."""
 
     def __init__(
         self, sender: str, call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle]
@@ -31,10 +29,8 @@ class DroppedMessages:
         self._last = ""
 
     def add(self, error: Exception) -> None:
-        """Reports one dropped message. Any error but ProtocolError is a bug of the handler.
-
-        Only the error's text is kept: its traceback would keep the message.
-        """
+        """Reports one dropped message. Any error but ProtocolError is a bug of the handler. Only
+        the error's text is kept: its traceback would keep the message."""
         self._num_dropped += 1
         text = f"{type(error).__name__}: {error}"
         if self._timer is not None:

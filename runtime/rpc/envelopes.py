@@ -73,7 +73,8 @@ _VALUE_KINDS: Final = frozenset({RESULT, ITEM})
 
 
 def check_envelope(raw: Any) -> list[Any]:
-    """Returns a well-formed envelope. ProtocolError otherwise: `BadEnvelope` for a known call."""
+    """Returns a well-formed envelope. Raises ProtocolError otherwise: `BadEnvelope`
+    for a known call."""
     # `type(raw) is not list` would make type checkers treat the items as unknown.
     if raw.__class__ is not list or not raw:
         raise ProtocolError("an envelope must be a non-empty list")

@@ -37,10 +37,8 @@ OnMessage = Callable[[list[Frame]], None]
 
 
 class LoopSocket:
-    """Owns one ZMQ socket; the loop that created it is its only reader and writer.
-
-    `close()` is immediate: unsent messages are dropped (linger 0), unless `linger_ms` is set.
-    """
+    """Owns one ZMQ socket; the loop that created it is its only reader and writer. `close()` is
+    immediate: unsent messages are dropped (linger 0), unless `linger_ms` is set."""
 
     def __init__(
         self,

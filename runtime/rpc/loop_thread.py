@@ -25,10 +25,8 @@ class _Job(Generic[T]):
 
 class LoopThread:
     """Runs an event loop on a background thread, for code that is not asynchronous (SPMD trainers).
-
     Owns the thread, its loop and all tasks on it. A failure posted with `fail()` ends every blocked
-    `run()`, now and later, with `JobFailed`, so that no rank waits for a job that is lost.
-    """
+    `run()`, now and later, with `JobFailed`, so that no rank waits for a job that is lost."""
 
     def __init__(self, name: str) -> None:
         self._ready = threading.Event()
@@ -80,10 +78,8 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs `coroutine` beside everything else, until it ends or the thread is closed.
-
-        Returns at once, in a signal handler too. Does nothing where the thread has ended.
-        """
+        """Runs `coroutine` beside everything else, until it ends or the thread is closed. Returns
+        at once, in a signal handler too. Does nothing where the thread has ended."""
         try:
             self._call(self._begin, _Job(coroutine, essential=False))
         except RuntimeError:  # the loop is closed

@@ -31,10 +31,8 @@ def describing_calls(client: Client, server: Callable[[], ActorServer]) -> Mappi
 
 
 def _describe_tasks() -> list[str]:
-    """The places where the tasks of all loops of this process wait, the innermost last.
-
-    asyncio lists those of one loop only, and user code has a loop of its own.
-    """
+    """The places where the tasks of all loops of this process wait, the innermost last. asyncio
+    lists those of one loop only, and user code has a loop of its own."""
     objects: list[Any] = gc.get_objects()
     # Not isinstance, which asks each object for its class: proxies of user code may raise then.
     tasks: list[asyncio.Task[Any]] = [

@@ -46,11 +46,9 @@ _MAX_SOCKETS: Final = 65_535
 
 
 class Client:
-    """Connections of one loop. An async context manager; closing fails pending calls.
-
-    `node_id`, the caller's host, decides between ipc and tcp. The job's CURVE keys, for actors on
-    other nodes, may be set later, before these are called.
-    """
+    """Connections of one loop. An async context manager; closing fails pending calls. `node_id`,
+    the caller's host, decides between ipc and tcp. The job's CURVE keys, for actors on other nodes,
+    may be set later, before these are called."""
 
     def __init__(self, node_id: str, keys: CurveKeys | None = None) -> None:
         self.node_id = node_id
@@ -78,18 +76,13 @@ class Client:
     def handle(
         self, ref: ActorRef, resolver: Resolver | None = None, *, awaits_start: bool = False
     ) -> Handle:
-        """A handle that looks its actor up again by name once the peer is lost, if it can.
-
-        An actor that does not listen is lost, unless the handle `awaits_start`.
-        """
+        """A handle that looks its actor up again by name once the peer is lost, if it can. An actor
+        that does not listen is lost, unless the handle `awaits_start`."""
         return Handle(self, ref, resolver, awaits_start)
 
     def connection(self, ref: ActorRef, awaits_start: bool = False) -> Connection:
-        """The live connection to `ref`; opens it if necessary.
-
-        ActorNotFound if this node can reach no endpoint of the actor, MailboxClosed on
-        a closed client.
-        """
+        """The live connection to `ref`; opens it if necessary. Raises ActorNotFound if this node
+        can reach no endpoint of the actor, MailboxClosed on a closed client."""
         if self._is_closed:
             raise MailboxClosed("this client was closed")
         key = (ref.name, ref.incarnation, ref.node_id)

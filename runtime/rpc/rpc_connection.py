@@ -61,11 +61,9 @@ class ItemStream:
 
 
 class Connection:
-    """One DEALER to one incarnation of an actor: first opening, then open, then lost forever.
-
-    Calls are sent only while it is open (the actor has sent WELCOME), so a call that waits in vain
-    for its peer has never been sent.
-    """
+    """One DEALER to one incarnation of an actor: first opening, then open, then lost forever. Calls
+    are sent only while it is open (the actor has sent WELCOME), so a call that waits in vain for
+    its peer has never been sent."""
 
     def __init__(
         self,

@@ -52,10 +52,8 @@ class Encoder:
         self._packer = msgpack.Packer(default=self._pack_other, use_bin_type=True)
 
     def encode(self, value: object) -> tuple[bytes, list[Frame]]:
-        """The packed bytes, and the frames they refer to by position.
-
-        Raises TypeError, ValueError or OverflowError if the value has no wire form.
-        """
+        """The packed bytes, and the frames they refer to by position. Raises TypeError, ValueError
+        or OverflowError if the value has no wire form."""
         try:
             header = self._packer.pack(value)
         except BaseException:
@@ -112,11 +110,9 @@ class Decoder:
         self._frames: Sequence[Frame] = ()
 
     def decode(self, header: Frame, frames: Sequence[Frame] = ()) -> Iterator[Any]:
-        """Yields the header's values in order.
-
-        ProtocolError if the bytes are truncated, too large, too deep or not msgpack; values yielded
-        before are valid. `BadEnvelope` if the call is known.
-        """
+        """Yields the header's values in order. Raises ProtocolError if the bytes are truncated,
+        too large, too deep or not msgpack; values yielded before are valid. `BadEnvelope` if
+        the call is known."""
         self._frames = frames
         position = 0
         try:

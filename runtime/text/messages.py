@@ -9,11 +9,9 @@ from umbra.runtime.errors import DataError
 def normal_messages(
     messages: Sequence[object], *, continue_final_message: bool
 ) -> list[dict[str, Any]]:
-    """Messages of a chat without null keys, and with each content as one text.
-
-    The last message may be the assistant's only with `continue_final_message`. DataError if
-    something is no message, or its content is not text.
-    """
+    """Messages of a chat without null keys, and with each content as one text. The last message may
+    be the assistant's only with `continue_final_message`. Raises DataError if something is no
+    message, or its content is not text."""
     if not messages:
         raise DataError("the chat has no messages")
     found = [_normal(message, number) for number, message in enumerate(messages, 1)]

@@ -84,11 +84,9 @@ class ModelTokenizer:
 
     @classmethod
     def open(cls, path: str | Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
-        """Opens a file of `save`, or the tokenizer of a model directory, by transformers.
-
+        """Opens a file of `save`, or the tokenizer of a model directory, by transformers. Raises
         DataError if there is no usable tokenizer, or one with more tokens than the model has
-        embeddings; ConfigError if a library is not installed.
-        """
+        embeddings; raises ConfigError if a library is not installed."""
         target = Path(local_model(str(path), with_weights=False))
         if target.is_file():
             state = _read_state(target)
@@ -99,7 +97,7 @@ class ModelTokenizer:
 
     @classmethod
     def of_state(cls, state: TokenizerState) -> ModelTokenizer:
-        """A tokenizer of the library `tokenizers`. ConfigError if it is not installed."""
+        """A tokenizer of the library `tokenizers`. Raises ConfigError if it is not installed."""
         return cls(state, _RustBackend(state), _template_renderer(state))
 
     @classmethod
@@ -173,7 +171,7 @@ class ModelTokenizer:
         return max(_MAX_CHARACTER_NBYTES, *(len(entry.encode()) for entry in entries))
 
     def stop_token_ids(self, extra: Sequence[int] = ()) -> list[int]:
-        """The end tokens and `extra`, sorted. DataError if none could end a completion."""
+        """The end tokens and `extra`, sorted. Raises DataError if none could end a completion."""
         if found := sorted({*self.end_token_ids, *extra}):
             return found
         raise DataError(
@@ -187,11 +185,9 @@ class ModelTokenizer:
         return self._backend.encode(text, False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of a plain prompt, with the special tokens that the tokenizer adds.
-
-        A text that begins with them gets no second ones. An end-of-text token is not added, because
-        a completion follows.
-        """
+        """Tokens of a plain prompt, with the special tokens that the tokenizer adds. A text that
+        begins with them gets no second ones. An end-of-text token is not added, because a
+        completion follows."""
         tokens = self._backend.encode(text, False)
         has_prefix = tokens[: len(self._prefix)] == self._prefix
         return [*([] if has_prefix else self._prefix), *tokens, *self._suffix]
@@ -217,8 +213,8 @@ class ModelTokenizer:
         """The text of a conversation up to the beginning of the assistant's answer.
 
         `variables` are those of the chat template. A final message of the assistant is the
-        beginning of the answer with `continue_final_message`, and refused otherwise. DataError if
-        there is no chat template, or it refuses the messages.
+        beginning of the answer with `continue_final_message`, and refused otherwise. Raises
+        DataError if there is no chat template, or it refuses the messages.
         """
         if not self.state.chat_template:
             raise DataError(

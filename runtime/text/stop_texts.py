@@ -14,11 +14,9 @@ _REPLACEMENT: Final = "\ufffd"  # decoders return it for bytes that are not a ch
 
 
 class StopTexts:
-    """Finds the token that completes a stop text, however the tokens are cut into runs.
-
-    Few tokens can complete a stop. They are found beforehand, by `decode` of each token of the
-    vocabulary, so that other tokens need no text.
-    """
+    """Finds the token that completes a stop text, however the tokens are cut into runs. Few tokens
+    can complete a stop. They are found beforehand, by `decode` of each token of the vocabulary, so
+    that other tokens need no text."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], texts: Sequence[str], vocab_size: int

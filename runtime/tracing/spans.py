@@ -111,10 +111,7 @@ def instant(name: str, track: str = "", **args: Argument) -> None:
 
 
 def gauge(name: str, read: Callable[[], Mapping[str, float]]) -> None:
-    """Records the numbers of `read`, once a second from here on.
-
-    Another thread calls `read`, so it may only look at values that one operation returns,
-    such as a length.
-    """
+    """Records the numbers of `read`, once a second from here on. Another thread calls `read`, so it
+    may only look at values that one operation returns, such as a length."""
     if _current:
         _current[0].gauges[name] = read

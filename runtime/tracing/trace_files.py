@@ -37,7 +37,7 @@ _ALL: Final = Window(0, 2**63)
 
 
 class TraceFiles:
-    """The trace of a run, which may be in progress. ConfigError if the run has none."""
+    """The trace of a run, which may be in progress. Raises ConfigError if the run has none."""
 
     def __init__(self, run_dir: Path) -> None:
         self._paths = sorted((run_dir / "trace").glob("*.jsonl"), key=_in_order)
@@ -70,11 +70,9 @@ class TraceFiles:
                         yield source, TraceEvent(kind, begin_ns + offset_ns, *others)
 
     def find_steps(self, first: int, last: int) -> Window:
-        """The time from the beginning of a step to the beginning of the one after `last`.
-
-        If the run was resumed from a checkpoint, or replaced, its newest steps count. ConfigError
-        if the trace does not have these steps.
-        """
+        """The time from the beginning of a step to the beginning of the one after `last`. If the
+        run was resumed from a checkpoint, or replaced, its newest steps count. ConfigError if the
+        trace does not have these steps."""
         steps = [event for _, event in self.events(process=LEAD) if event.name == "step"]
         steps.sort(key=lambda event: event.start_ns)
         kept: dict[int, TraceEvent] = {}

@@ -153,7 +153,8 @@ class AgentContext:
 
 
 class AgentLoop:
-    """A user's agent loop, `module:function`. ConfigError if it is not a fitting async function."""
+    """A user's agent loop, `module:function`. Raises ConfigError if it is not a
+    fitting async function."""
 
     def __init__(self, target: str, thread: UserThread) -> None:
         self.target = target

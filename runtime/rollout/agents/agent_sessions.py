@@ -119,10 +119,9 @@ class AgentSessions:
         max_new_tokens: int | None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """Generates one turn: {"tokens": int32 [n], "finish_reason": "stop" | "length"}.
-
-        With an adapter `lora`, the generation is not part of the trajectory, may have any context,
-        and is not replayed here. RolloutError if the session has ended or the context does not fit.
+        """Generates one turn: {"tokens": int32 [n], "finish_reason": "stop" | "length"}. With an
+        adapter `lora`, the generation is not part of the trajectory, may have any context, and is
+        not replayed here. Raises RolloutError if the session has ended or the context does not fit.
         """
         session = self._find(session_id)
         trajectory = session.trajectory
@@ -204,9 +203,7 @@ class AgentSessions:
 
     def _extend(self, session: _Session, context: NDArray[np.int32]) -> int:
         """Appends the loop's context to the trajectory; returns where the new turn's tokens begin.
-
-        Tokens beyond the context may belong to this very turn, if it was interrupted.
-        """
+        Tokens beyond the context may belong to this very turn, if it was interrupted."""
         trajectory, turns = session.trajectory, session.history.turns
         known, prompt_len = trajectory.context(), len(trajectory.prompt_tokens)
         settled = turns[-1].stop if turns else 0

@@ -11,9 +11,7 @@ if it is retried. Smaller ends a run when a few bad prompts happen to come toget
 
 class BlockedInARow:
     """Counts how often calls of one kind ended their worker by blocking, since one returned. Pure.
-
-    A prompt that blocks is dropped, and calls for other prompts return in between.
-    """
+    A prompt that blocks is dropped, and calls for other prompts return in between."""
 
     def __init__(self) -> None:
         self._groups: set[str] = set()

@@ -24,11 +24,9 @@ class Scores(NamedTuple):
 
 
 class RewardSum:
-    """Adds the values of several reward functions, each times its weight (default 1).
-
-    A function may return None for a sample that it does not apply to. Where none applies the reward
-    is 0, as in TRL.
-    """
+    """Adds the values of several reward functions, each times its weight (default 1). A
+    function may return None for a sample that it does not apply to. Where none applies the
+    reward is 0, as in TRL."""
 
     def __init__(
         self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float]

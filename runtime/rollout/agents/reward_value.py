@@ -15,10 +15,8 @@ REWARD_LIMIT: Final = float(np.finfo(np.float32).max) / 2
 
 
 def reward_value(value: Any, giver: str, sample_id: str, remedy: str) -> float:
-    """Converts a reward from user code: a number of Python, or a scalar of numpy or torch.
-
-    RewardError for text, and for a number that is not finite or beyond REWARD_LIMIT.
-    """
+    """Converts a reward from user code: a number of Python, or a scalar of numpy or torch. Raises
+    RewardError for text, and for a number that is not finite or beyond REWARD_LIMIT."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except OverflowError:  # an int whose digits may be too many to show

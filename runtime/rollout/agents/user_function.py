@@ -88,9 +88,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def describe(error: BaseException) -> str:
     """Names the error and where it was raised: `ValueError: bad digit (rewards.py:12 in reward)`.
-
-    Frames of umbra and of Python are left out.
-    """
+    Frames of umbra and of Python are left out."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frame = frame_in_user_code(traceback.extract_tb(error.__traceback__))
     return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})" if frame else text

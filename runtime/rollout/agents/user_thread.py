@@ -113,12 +113,9 @@ class UserThread:
     async def run_sync(
         self, function: Callable[[], T], label: str, limit_s: float, on_hang: str
     ) -> T:
-        """Calls `function()` where synchronous functions run. Cancelling stops the
-        wait, not the call.
-
-        After `limit_s` from its beginning, the function counts as hanging: this never returns, and
-        `broken` returns with the reason `on_hang`.
-        """
+        """Calls `function()` where synchronous functions run. Cancelling stops the wait, not the
+        call. After `limit_s` from its beginning, the function counts as hanging: this never
+        returns, and `broken` returns with the reason `on_hang`."""
         timers: list[asyncio.TimerHandle] = []
 
         def watch(delay_s: float, then: Callable[[], None]) -> None:

@@ -89,11 +89,9 @@ class WorkerJob:
 
 
 class WorkerPool:
-    """Runs `concurrency` calls on each rollout worker, by method.
-
-    `max_deaths` is how many deaths of workers a job may see; one more, alone, shows it is the
-    cause. `on_failure` is called when no worker is left, or user code blocks for any input.
-    """
+    """Runs `concurrency` calls on each rollout worker, by method. `max_deaths` is how many deaths
+    of workers a job may see; one more, alone, shows it is the cause. `on_failure` is called when no
+    worker is left, or user code blocks for any input."""
 
     def __init__(
         self,
@@ -363,9 +361,7 @@ class _Worker:
 
     async def stay_connected(self) -> None:
         """Connects to each incarnation of the worker, and notices the loss of one that is idle.
-
-        Raises UmbraError when the worker will not come back, or not in time.
-        """
+        Raises UmbraError when the worker will not come back, or not in time."""
         while True:
             lost = self._lost_incarnation
             ref = await self._context.resolve(self.name, _RESOLVE_TIMEOUT_S, lost)

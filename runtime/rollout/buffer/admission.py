@@ -15,9 +15,7 @@ _EVAL_GROUP_SIZE: Final = 32
 
 class Admission:
     """Turns prompts into groups of fresh trajectories, in an order that the seed alone decides.
-
-    Raises DataError for a prompt that fills the whole context.
-    """
+    Raises DataError for a prompt that fills the whole context."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -51,7 +49,8 @@ class Admission:
         return order_idx // len(self._train)
 
     def evaluation_groups(self) -> list[Group]:
-        """The samples of all held-out prompts, prompt after prompt. DataError if there are none."""
+        """The samples of all held-out prompts, prompt after prompt. Raises DataError
+        if there are none."""
         if self._eval is None:
             raise DataError("evaluation needs held-out prompts: rollout.eval_path is not set")
         num_each = self._config.eval_samples

@@ -104,11 +104,8 @@ def _split(group: GroupShape, limit: int, *, is_even: bool) -> list[_Piece]:
 
 
 def _spread(costs: Sequence[int], num_bins: int, capacity: int) -> list[_Piece]:
-    """Deals items to bins, the costliest first, each to the lightest bin.
-
-    An item that would exceed the capacity gets a new bin, which it may exceed alone. Bins that stay
-    empty are left out.
-    """
+    """Deals items to bins, the costliest first, each to the lightest bin. An item that would exceed
+    the capacity gets a new bin, which it may exceed alone. Bins that stay empty are left out."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     # A heap of cost * stride + bin: comparing integers takes half as long as comparing tuples.
     stride = num_bins + len(costs)

@@ -19,11 +19,9 @@ _SHOWN_PROMPT_LEN: Final = 60
 
 
 class FailedGroups:
-    """Counts and reports groups that user code failed for; ends a run that has too many. Pure.
-
-    It counts during one incarnation of a manager. `note` gets a line for the operator about each
-    group, unless there are many at once.
-    """
+    """Counts and reports groups that user code failed for; ends a run that has too many. Pure. It
+    counts during one incarnation of a manager. `note` gets a line for the operator about each
+    group, unless there are many at once."""
 
     def __init__(
         self,

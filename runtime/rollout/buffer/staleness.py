@@ -94,11 +94,9 @@ class VersionSteps:
         return version in self._steps
 
     def step_of(self, version: int) -> int:
-        """The step of a version; RolloutError for an older one that nobody announced.
-
-        A version newer than all announced ones is of the step announced last: ranks that wait for
-        its batch have published it meanwhile.
-        """
+        """The step of a version; raises RolloutError for an older one that nobody announced. A
+        version newer than all announced ones is of the step announced last: ranks that wait for its
+        batch have published it meanwhile."""
         if version in self._steps:
             return self._steps[version]
         if version > self._newest:

@@ -20,9 +20,8 @@ _REPORTED_IN_BATCHES: Final = 4
 
 
 class ZeroVarianceGroups:
-    """Counts dropped groups whose rewards are all equal; ends a run that gets no others. Pure.
-
-    It counts during one incarnation of a manager. A streak shorter than `num_prompts` has not tried
+    """Counts dropped groups whose rewards are all equal; ends a run that gets no others. Pure. It
+    counts during one incarnation of a manager. A streak shorter than `num_prompts` has not tried
     each prompt. Each line for the operator needs twice as many dropped groups as the one before it.
     """
 
@@ -47,7 +46,7 @@ class ZeroVarianceGroups:
         self._num_for_batch = 0
 
     def dropped(self, group: Group, num_ready: int) -> None:
-        """Counts a dropped group. RolloutError if no later group is likely to be useful."""
+        """Counts a dropped group. Raises RolloutError if no later group is likely to be useful."""
         reward = float(group.rewards[0])
         is_first = self._streak == 0
         self._lowest = reward if is_first else min(self._lowest, reward)

@@ -74,10 +74,8 @@ class Fleet:
         return ", ".join(f"{view.engine} {view.state}" for view in self.views) or "no engines"
 
     async def run(self, on_report: Callable[[], None]) -> None:
-        """Follows the pool until cancelled, and calls `on_report` after each report.
-
-        Raises UmbraError when the supervisor was lost or has no such pool.
-        """
+        """Follows the pool until cancelled, and calls `on_report` after each report. Raises
+        UmbraError when the supervisor was lost or has no such pool."""
         pool = self._config.pool
         async with asyncio.TaskGroup() as tasks:
             # No deadline per item: a pool that does not change sends nothing.

@@ -43,11 +43,9 @@ _REFUSAL_PAUSE_S: Final = 0.2
 
 
 class EngineLink:
-    """Carries turns of the dispatcher to one engine; the one consumer of its `deltas` stream.
-
-    The link ends if a serving engine that has work is silent for `delta_timeout_s`. With
-    `must_greet`, the engine gets no work before it has sent something, because it was lost before.
-    """
+    """Carries turns of the dispatcher to one engine; the one consumer of its `deltas` stream. The
+    link ends if a serving engine that has work is silent for `delta_timeout_s`. With `must_greet`,
+    the engine gets no work before it has sent something, because it was lost before."""
 
     def __init__(
         self,

@@ -39,10 +39,8 @@ class EngineSpeed:
         return self._tokens / (math.pow(self._busy_s, 0.75) * math.pow(self._request_s, 0.25))
 
     def observe(self, num_tokens: int, num_requests: int, now: float) -> None:
-        """Counts a batch of deltas from an engine that held `num_requests` since the last one.
-
-        The first batch after a pause only starts the clock.
-        """
+        """Counts a batch of deltas from an engine that held `num_requests` since the last one. The
+        first batch after a pause only starts the clock."""
         if num_requests <= 0:
             self._since = None
             return

@@ -12,10 +12,8 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """The tokens that training on a group has to compute.
-
-    `prompt_len` is 0 if the samples do not share a prompt; `lengths` counts tokens beyond it.
-    """
+    """The tokens that training on a group has to compute. `prompt_len` is 0 if the samples do not
+    share a prompt; `lengths` counts tokens beyond it."""
 
     prompt_len: int
     lengths: Sequence[int]

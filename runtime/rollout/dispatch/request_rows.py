@@ -12,10 +12,8 @@ NO_ROW: Final = 0
 
 
 class RequestRows:
-    """Maps request ids to rows. Ids only grow, so an array that covers their span is enough.
-
-    The first and the last entry stay empty: lookups of ids beyond either end land there.
-    """
+    """Maps request ids to rows. Ids only grow, so an array that covers their span is enough. The
+    first and the last entry stay empty: lookups of ids beyond either end land there."""
 
     def __init__(self) -> None:
         self._first_id = 0  # of the first entry

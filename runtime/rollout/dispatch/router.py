@@ -130,10 +130,8 @@ class Router:
                 self._pause(engine)
 
     def measure(self, engine: EngineId, num_tokens: int, now: float) -> None:
-        """Updates the engine's speed with a batch of tokens; `now` in monotonic seconds.
-
-        Must be called before the batch's tokens and finishes are counted.
-        """
+        """Updates the engine's speed with a batch of tokens; `now` in monotonic seconds. Must be
+        called before the batch's tokens and finishes are counted."""
         row = self._rows.get(engine)
         if row is not None and self._serving[row]:
             speed = self._measured.setdefault(engine.name, EngineSpeed())

@@ -19,10 +19,8 @@ _SEED_BITS: Final = 63
 
 class SideGenerations:
     """Generations with an adapter, of one run of an agent loop; `close` ends those in progress.
-
     They are not trained on. Tokens of theirs that the loop appends to its own count as given, like
-    a tool's output.
-    """
+    a tool's output."""
 
     def __init__(
         self, dispatcher: Dispatcher, trajectory: Trajectory, sampling: SamplingOptions
@@ -35,7 +33,7 @@ class SideGenerations:
     async def generate(
         self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
     ) -> dict[str, Any]:
-        """RolloutError if the run ends before the generation, or no engine can serve it."""
+        """Raises RolloutError if the run ends before the generation, or no engine can serve it."""
         answer = asyncio.get_running_loop().create_future()
         turn = self._turn(context, max_new_tokens, lora, answer)
         self._open[turn] = answer

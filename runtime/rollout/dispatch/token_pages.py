@@ -44,11 +44,8 @@ class TokenPages:
         tokens: NDArray[np.int32],
         logprobs: NDArray[np.float32],
     ) -> NDArray[np.int64]:
-        """Appends to R different sequences; returns their new cursors [R].
-
-        A sequence's new tokens are the `counts` [R] ones from `starts` [R] in
-        `tokens` and `logprobs`.
-        """
+        """Appends to R different sequences; returns their new cursors [R]. A sequence's new tokens
+        are the `counts` [R] ones from `starts` [R] in `tokens` and `logprobs`."""
         cursors, starts, counts = cursors.copy(), starts.copy(), counts.copy()
         todo: slice | NDArray[np.int64] = slice(None)
         free: int | NDArray[np.int64] = -cursors & (PAGE_LEN - 1)

@@ -108,7 +108,6 @@ class TokenStore:
 
     def open(self, request_id: int, owner: int, uid: int, *, length: int, capacity: int) -> int:
         """Takes a row for an attempt on a trajectory of `length` tokens, which may add `capacity`.
-
         `request_id` is greater than all earlier ones; `owner`, the engine's number, is at least 0.
         """
         if not self._free:

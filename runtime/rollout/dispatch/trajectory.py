@@ -168,7 +168,8 @@ class Trajectory:
     def append_generated(
         self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Appends a run of sampled tokens of one version. RolloutError if it exceeds a limit."""
+        """Appends a run of sampled tokens of one version. Raises RolloutError if it
+        exceeds a limit."""
         if len(tokens) > self.num_tokens_left():
             raise RolloutError(
                 f"{self.sample_id}: {len(tokens)} tokens, room for {self.num_tokens_left()}"
@@ -196,10 +197,8 @@ class Trajectory:
 
     def extend_context(self, context: NDArray[np.int32]) -> None:
         """Appends the given tokens of an agent loop's next context, which begins with all so far.
-
-        Before the first generation the context replaces the prompt. RolloutError if it does not
-        begin with the tokens so far.
-        """
+        Before the first generation the context replaces the prompt. Raises RolloutError if it does
+        not begin with the tokens so far."""
         assert self._store is None, f"{self.sample_id} is with an engine"
         if len(self._tokens) == 0:
             self.prompt_tokens = context.copy()

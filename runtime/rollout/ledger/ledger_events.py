@@ -45,10 +45,8 @@ class Version:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admitted:
-    """A group of G samples: uid `first_uid + k` is `{group_id}/{k}`.
-
-    `order_idx` is its index in the endless order of prompts; `seeds` [G] are the samples'.
-    """
+    """A group of G samples: uid `first_uid + k` is `{group_id}/{k}`. `order_idx` is its index in
+    the endless order of prompts; `seeds` [G] are the samples'."""
 
     first_uid: int
     group_id: str
@@ -183,10 +181,8 @@ class Scored:
 @dataclass(frozen=True, slots=True, eq=False)
 class Leased:
     """The samples, whole groups, were delivered to the ranks for optimizer step `step`, from 0.
-
     Must be durable before the ranks have them. Otherwise a checkpoint may have been trained on
-    samples that the ledger has as scored.
-    """
+    samples that the ledger has as scored."""
 
     step: int
     uids: Uids
@@ -225,11 +221,8 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The held-out prompts were generated and scored after `step` steps.
-
-    Must be durable before the ranks have `outcome`, which is plain data: a rank that it did not
-    reach asks for it again.
-    """
+    """The held-out prompts were generated and scored after `step` steps. Must be durable before the
+    ranks have `outcome`, which is plain data: a rank that it did not reach asks for it again."""
 
     step: int
     temperature: float

@@ -56,11 +56,9 @@ def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
 
 
 def scan(data: Buffer, path: Path, start: int = 0) -> Scan:
-    """Finds the good frames of a file's bytes; payloads are views of `data`.
-
-    `start` is the offset of `data` in the file, at the beginning of a frame. Raises LedgerError if
-    a good frame follows a bad one.
-    """
+    """Finds the good frames of a file's bytes; payloads are views of `data`. `start` is the
+    offset of `data` in the file, at the beginning of a frame. Raises LedgerError if a good frame
+    follows a bad one."""
     view = memoryview(data)
     frames: list[tuple[int, memoryview]] = []
     offset = 0

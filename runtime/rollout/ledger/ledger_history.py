@@ -43,7 +43,7 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """The inverse of `str()`. LedgerError for other text."""
+        """The inverse of `str()`. Raises LedgerError for other text."""
         match = _POSITION.fullmatch(text)
         if match is None:
             raise LedgerError(f"{text!r} is not a ledger position (INCARNATION-PART-OFFSET)")
@@ -112,10 +112,8 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The valid part of a ledger when it was read; later writes do not change it.
-
-    The parts are in order; those of the last incarnation are at the end.
-    """
+    """The valid part of a ledger when it was read; later writes do not change it. The parts are in
+    order; those of the last incarnation are at the end."""
 
     folder: Path
     parts: tuple[LogPart, ...]
@@ -239,11 +237,8 @@ def read_history(folder: Path, *, before_incarnation: int | None = None) -> Hist
 
 
 def extend_history(history: History) -> History | None:
-    """The ledger as it is now; reads only the bytes written since.
-
-    None if it has a new incarnation or no header yet, or the last part was removed: `read_history`
-    must read it from scratch.
-    """
+    """The ledger as it is now; reads only the bytes written since. None if it has a new incarnation
+    or no header yet, or the last part was removed: `read_history` must read it from scratch."""
     files = files_of(history.folder)
     newest = max(files, default=0)
     if not history.parts or newest != history.end.incarnation:

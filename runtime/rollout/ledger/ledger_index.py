@@ -51,11 +51,9 @@ _COMPARED_GROUPS: Final = 5000
 
 
 class LedgerIndex:
-    """The samples of one ledger. Blocking: one thread at a time may use it.
-
-    Steps are counted from 0 here, as in the ledger. Any method may raise LedgerError: the ledger is
-    damaged or contradicts itself.
-    """
+    """The samples of one ledger. Blocking: one thread at a time may use it. Steps are counted from
+    0 here, as in the ledger. Any method may raise LedgerError: the ledger is damaged or
+    contradicts itself."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -195,10 +193,8 @@ class LedgerIndex:
     def extremes(
         self, limit: int, *, best: bool, step: int | None = None
     ) -> tuple[list[SampleRow], int]:
-        """Like `newest`, for samples with the highest rewards, or the lowest.
-
-        Of equal rewards, different prompts come first, and of these the newest.
-        """
+        """Like `newest`, for samples with the highest rewards, or the lowest. Of equal rewards,
+        different prompts come first, and of these the newest."""
         sign = -1.0 if best else 1.0
         if step is not None:
             rows = [row for row in self.of_step(step) if row.reward is not None]
@@ -253,11 +249,9 @@ class LedgerIndex:
     def remove_oldest(
         self, keep_nbytes: float, needed: Position, max_parts: int = sys.maxsize
     ) -> None:
-        """Removes logs of at most `max_parts` of the oldest parts, as `ledger_retention` says.
-
-        The newest `keep_nbytes` stay, and so does everything from `needed` on, where a start of the
-        manager may begin to read. Raises OSError if a file cannot be written or removed.
-        """
+        """Removes logs of at most `max_parts` of the oldest parts, as `ledger_retention` says. The
+        newest `keep_nbytes` stay, and so does everything from `needed` on, where a start of the
+        manager may begin to read. Raises OSError if a file cannot be written or removed."""
         begins = self._begins
         numbers = [(part.log.incarnation, part.log.part) for part in self._parts]
         of_needed = sum(number < needed[:2] for number in numbers)

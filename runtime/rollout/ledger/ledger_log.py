@@ -90,10 +90,8 @@ class LedgerLog:
         part_nbytes: int = _PART_NBYTES,
         clock: Callable[[], float] = time.time,
     ) -> LedgerLog:
-        """Begins the next incarnation of a ledger, which may be new.
-
-        LedgerError if existing files are damaged or cannot be written, or another writer took over.
-        """
+        """Begins the next incarnation of a ledger, which may be new. Raises LedgerError if existing
+        files are damaged or cannot be written, or another writer took over."""
         incarnation, folder_fd, descriptor = _take_incarnation(folder)
         log = cls(folder, job_id, incarnation, part_nbytes=part_nbytes, clock=clock)
         log._folder_fd, log._descriptor = folder_fd, descriptor
@@ -129,11 +127,9 @@ class LedgerLog:
         return self.folder / part_name(self.incarnation, self._part)
 
     def write(self, chunks: Sequence[bytes]) -> Position:
-        """Writes batches as one frame and syncs it; returns the position after it.
-
+        """Writes batches as one frame and syncs it; returns the position after it. Raises
         LedgerError if that failed, or a later incarnation has begun; all later calls fail, too. The
-        history then has the whole frame or nothing of it.
-        """
+        history then has the whole frame or nothing of it."""
         if self._failure is not None:
             raise LedgerError(str(self._failure)) from self._failure
         try:
@@ -237,11 +233,8 @@ def _create(name: str, folder_fd: int) -> int:
 
 
 def _exists(name: str, folder_fd: int) -> bool:
-    """Asks the file server.
-
-    Unless it opens the folder again (close-to-open consistency), an NFS client may answer from a
-    cache that is up to a minute old.
-    """
+    """Asks the file server. Unless it opens the folder again (close-to-open consistency), an NFS
+    client may answer from a cache that is up to a minute old."""
     reopened = os.open(".", _FOLDER_FLAGS, dir_fd=folder_fd)
     try:
         os.stat(name, dir_fd=reopened)

@@ -63,10 +63,8 @@ class LedgerContent:
 
 
 def read_content(history: History, restoring_step: int | None = None) -> LedgerContent:
-    """Reads the newest snapshot that serves, and the log behind it.
-
-    `restoring_step` is the step of the checkpoint that the caller will resume from, if any.
-    """
+    """Reads the newest snapshot that serves, and the log behind it. `restoring_step` is the step of
+    the checkpoint that the caller will resume from, if any."""
     own = [] if restoring_step is None else [(history.end, restoring_step)]
     known: Restores | None = None  # looked for in the log only when needed
     snapshots = [*snapshots_of(history), None]
@@ -101,10 +99,8 @@ def _noting(entries: Iterable[Entry], found: Restores) -> Iterator[Entry]:
 
 def take_snapshot(history: History, checkpoints: Collection[int] | None) -> Snapshot:
     """Writes the state at the end of a history, and removes snapshots that nothing needs any more.
-
     `checkpoints` are the steps that the job may resume from; None if they are unknown. Raises
-    OSError if the snapshot cannot be written.
-    """
+    OSError if the snapshot cannot be written."""
     content = read_content(history)
     state, position = content.state, history.end
     name = "{:06}-{:04}-{}-{}.snapshot".format(*position, state.steps_done)

@@ -96,10 +96,8 @@ class LedgerState:
         entries: Iterable[Entry],
         on_event: Callable[[Entry, Event, LedgerState], None] | None = None,
     ) -> None:
-        """Applies many events, much faster, and calls `on_event` after each.
-
-        Until the end, accounts that were returned earlier may lag behind the last event.
-        """
+        """Applies many events, much faster, and calls `on_event` after each. Until the end,
+        accounts that were returned earlier may lag behind the last event."""
         for entry in entries:
             for event in entry.batch.events:
                 try:
@@ -146,12 +144,12 @@ class LedgerState:
                 assert_never(event)
 
     def sample(self, uid: int) -> SampleAccount:
-        """The account of a sample that was not folded; KeyError otherwise."""
+        """The account of a sample that was not folded; raises KeyError otherwise."""
         self._distribute()
         return self._samples[uid]
 
     def group(self, group_id: str) -> GroupAccount:
-        """The account of a group that was not folded; KeyError otherwise."""
+        """The account of a group that was not folded; raises KeyError otherwise."""
         self._distribute()
         return self._groups[group_id]
 
@@ -176,21 +174,17 @@ class LedgerState:
         return np.asarray(found, np.int64)
 
     def foresee(self, restores: Iterable[int], last: int | None = None) -> None:
-        """Takes the steps of all `Restored` events to come, in order.
-
-        `last` is the step of one that the caller will apply after them. It cuts off all tokens of
-        later steps' versions, so these are only counted.
-        """
+        """Takes the steps of all `Restored` events to come, in order. `last` is the step of one
+        that the caller will apply after them. It cuts off all tokens of later steps' versions, so
+        these are only counted."""
         self._restores = deque(restores)
         if last is not None:
             self._restores.append(last)
         self._last_kept_step = math.inf if last is None else last
 
     def to_wire(self) -> Iterator[list[Any]]:
-        """The state as plain data, with trained and dropped groups as counts.
-
-        It is bounded by its live groups, and cannot go back to an earlier step than `steps_done`.
-        """
+        """The state as plain data, with trained and dropped groups as counts. It is bounded by its
+        live groups, and cannot go back to an earlier step than `steps_done`."""
         live = [group for group in self.groups() if not group.is_done]
         evaluation = self.evaluation
         yield [

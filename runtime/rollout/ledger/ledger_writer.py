@@ -168,10 +168,8 @@ class LedgerWriter:
         return Ticket(self._appended)
 
     async def durable(self, ticket: Ticket, timeout_s: float) -> None:
-        """Returns when everything up to `ticket` is on disk; makes the thread flush at once.
-
-        Raises LedgerError if it could not be written, or nothing was written for `timeout_s`.
-        """
+        """Returns when everything up to `ticket` is on disk; makes the thread flush at once. Raises
+        LedgerError if it could not be written, or nothing was written for `timeout_s`."""
         self._check_ticket(ticket)
         if ticket <= self._durable:
             return

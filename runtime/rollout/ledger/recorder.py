@@ -111,8 +111,8 @@ class Recorder:
         """Reads the state at the end of the history; None without a ledger.
 
         `restored` is the checkpoint that the job resumes from, None if the job never stopped;
-        `needs` is the position stored in it. LedgerError if the history is damaged, ends before
-        that position, or has since gone back behind the checkpoint.
+        `needs` is the position stored in it. Raises LedgerError if the history is damaged, ends
+        before that position, or has since gone back behind the checkpoint.
         """
         if self._writer is None or self._folder is None or self._snapshots is None:
             return None
@@ -210,7 +210,8 @@ class Recorder:
         self._add("finished", sample, sample.finish_reason)
 
     def prompt_replaced(self, sample: Trajectory, tokens: NDArray[np.int32]) -> None:
-        """An agent loop replaces the prompt by `tokens`. LedgerError if they are too many."""
+        """An agent loop replaces the prompt by `tokens`. Raises
+        LedgerError if they are too many."""
         self._write_checked(sample, PromptGiven(max(0, sample.uid), tokens))
 
     def tokens_given(self, sample: Trajectory, start: int) -> None:
@@ -229,7 +230,8 @@ class Recorder:
             self._write(Reset(sample.uid, reason))
 
     def value_kept(self, sample: Trajectory, key: str, value: object) -> None:
-        """Records a value for later runs. LedgerError if it is not plain data, or too large."""
+        """Records a value for later runs. Raises LedgerError if it is
+        not plain data, or too large."""
         self._write_checked(sample, Recorded(max(0, sample.uid), key, value))
 
     def on_tokens(
@@ -347,11 +349,9 @@ def _read(folder: Path, needs: str, restoring_step: int | None) -> tuple[LedgerC
 
 
 def _check_fit(history: History, restores: Restores, needs: Position, step: int) -> None:
-    """Raises LedgerError unless the history contains a checkpoint after `step` steps at `needs`.
-
-    If the job went back behind the checkpoint, its training data has been generated or
-    delivered again since.
-    """
+    """Raises LedgerError unless the history contains a checkpoint after `step` steps at
+    `needs`. If the job went back behind the checkpoint, its training data has been generated or
+    delivered again since."""
     if not history.covers(needs):
         raise LedgerError(
             f"the ledger in {history.folder} ends at {history.end}, but the checkpoint was made at "

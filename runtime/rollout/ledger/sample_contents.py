@@ -34,11 +34,9 @@ class SampleContent:
 def read_contents(
     events: Iterable[Event], num_tokens: Mapping[int, int]
 ) -> dict[int, SampleContent]:
-    """The contents of samples at the end of a history that `LedgerState` accepts.
-
-    `num_tokens` has the final number of tokens of each wanted sample, by uid: a rollback or reset
-    after a sample's last tokens is known only from it.
-    """
+    """The contents of samples at the end of a history that `LedgerState` accepts. `num_tokens` has
+    the final number of tokens of each wanted sample, by uid: a rollback or reset after a sample's
+    last tokens is known only from it."""
     contents = {uid: SampleContent() for uid in num_tokens}
     wanted = np.asarray(list(num_tokens), np.int64)
     for event in events:

@@ -216,7 +216,7 @@ class SampleTable:
                 self._leased.setdefault(row.step, []).append(row)
 
     def apply(self, event: Event, time_s: float, begin: int, end: int) -> None:
-        """Follows an event of a frame. LedgerError for samples that are unknown or ended."""
+        """Follows an event of a frame. Raises LedgerError for samples that are unknown or ended."""
         match event:
             case Tokens():
                 self._runs.append(event)

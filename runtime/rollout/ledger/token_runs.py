@@ -31,10 +31,8 @@ class Run(NamedTuple):
 
 
 class TokenRuns:
-    """Knows of each sample what decides whether a run may follow, and keeps the runs.
-
-    `num_tokens` counts those of runs that were not taken yet.
-    """
+    """Knows of each sample what decides whether a run may follow, and keeps the runs. `num_tokens`
+    counts those of runs that were not taken yet."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

@@ -17,11 +17,9 @@ _CATCH_UP_TIMEOUT_S: Final = 10.0
 
 
 class SyncRequests:
-    """Remembers which engines were reported to the ranks, so that no sync is requested twice.
-
-    An engine is reported once for as long as it stays PENDING_WEIGHTS, and again if it leaves that
-    state and comes back (after a sync that failed).
-    """
+    """Remembers which engines were reported to the ranks, so that no sync is requested twice. An
+    engine is reported once for as long as it stays PENDING_WEIGHTS, and again if it leaves that
+    state and comes back (after a sync that failed)."""
 
     def __init__(self) -> None:
         self._requested: set[EngineId] = set()

@@ -11,10 +11,8 @@ from umbra.runtime.rollout.sampling_options import SamplingOptions
 
 class Evaluation:
     """One evaluation: a fixed set of groups, from fresh to scored, in callbacks on one loop.
-
     `on_done` is called once, when every group is scored; `on_failure` with the first error, which
-    abandons the evaluation.
-    """
+    abandons the evaluation."""
 
     def __init__(
         self,

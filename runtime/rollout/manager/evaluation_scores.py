@@ -39,11 +39,9 @@ def _scores(rewards: NDArray[np.float32], threshold: float) -> dict[str, Any]:
 
 
 def pass_at_k(num_right: NDArray[np.integer[Any]], num_each: int, k: int) -> float:
-    """The mean over prompts of the probability that one of k samples is right.
-
-    The unbiased estimator of Chen et al. 2021, arXiv:2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k).
-    `num_right` [P] is c of each prompt, `num_each` is n, at least k.
-    """
+    """The mean over prompts of the probability that one of k samples is right. The unbiased
+    estimator of Chen et al. 2021, arXiv:2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k). `num_right`
+    [P] is c of each prompt, `num_each` is n, at least k."""
     # All k are wrong: for c right ones out of n, a product of c factors.
     all_wrong = [
         float(np.prod(1.0 - k / np.arange(num_each - c + 1, num_each + 1)))

@@ -45,12 +45,9 @@ def recover_groups(
     make_group: Callable[[int], Group],
     remember: Callable[[Trajectory, SampleAccount], None],
 ) -> Recovered:
-    """Restores groups from the ledger's accounts at the end of the history.
-
-    `make_group` returns a fresh group for an index of the prompt order; `remember` is called
-    with each unfinished sample. LedgerError if the data set, or a setting that decides its
-    order, has changed.
-    """
+    """Restores groups from the ledger's accounts at the end of the history. `make_group` returns a
+    fresh group for an index of the prompt order; `remember` is called with each unfinished sample.
+    Raises LedgerError if the data set, or a setting that decides its order, has changed."""
     group_size = max(1, state.next_uid // max(1, state.num_groups))
     recovered = Recovered(
         next_idx=state.next_order_idx if state.num_groups else None,

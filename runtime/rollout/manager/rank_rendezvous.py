@@ -64,9 +64,7 @@ class RankRendezvous:
 
     def arrive(self, rank: int, call: CollectiveCall) -> asyncio.Future[dict[str, Any]]:
         """Enters a rank into the call; returns the future of its answer, to be passed to `wait`.
-
-        Raises RolloutError if the other ranks made another call; they get the error too.
-        """
+        Raises RolloutError if the other ranks made another call; they get the error too."""
         if not 0 <= rank < self._world_size:
             raise ValueError(f"rank {rank} of {self._world_size}")
         if self._call is not None and self._call != call and self._slots.keys() - {rank}:

@@ -49,10 +49,8 @@ _POOL_S: Final = 10.0
 
 
 class RolloutManager:
-    """Owns all groups of its node, from prompt to delivered batch. An actor.
-
-    An error that makes a batch impossible is final: every rank gets it, now and in later calls.
-    """
+    """Owns all groups of its node, from prompt to delivered batch. An actor. An error that makes a
+    batch impossible is final: every rank gets it, now and in later calls."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = from_wire(RolloutConfig, config)
@@ -173,10 +171,8 @@ class RolloutManager:
 
     @idempotent
     async def checkpointed(self, step: int, version: int, kept: list[int]) -> None:
-        """Records a complete checkpoint after `step` steps. One rank calls it.
-
-        `kept` are the steps of all complete checkpoints that are there now.
-        """
+        """Records a complete checkpoint after `step` steps. One rank calls it. `kept` are the steps
+        of all complete checkpoints that are there now."""
         await self._ensure_recovered()
         self._recorder.checkpoint(step, version, kept)
         await self._recorder.durable()

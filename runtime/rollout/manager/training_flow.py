@@ -118,10 +118,8 @@ class TrainingFlow:
 
     def resume(self) -> None:
         """Admits groups after `restore`, before the ranks ask; they may still be training.
-
         Admission counts from the step of the newest lease. Without a lease, a later step may have
-        been announced, for which the engines' weights are too old: nothing new is begun.
-        """
+        been announced, for which the engines' weights are too old: nothing new is begun."""
         if self._leases:
             self.advance(max(self._leases))
 
