@@ -6,7 +6,9 @@ those that runs on a CPU may lack.
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 from pathlib import Path
 from typing import get_args
 
@@ -60,6 +62,25 @@ def test_metrics_of_gpus_are_explained() -> None:
 
     assert "reserved" in kinds
     check_metrics([seen.metrics(), [f"memory/train_{kind}_gib" for kind in kinds]])
+
+
+def test_the_example_reads_the_metrics_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows: list[dict[str, float]] = [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "train/loss": 0.0, "rollout/reward_mean": 0.5},
+    ]
+    path = tmp_path / "runs/quickstart/metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.S)
+    (tmp_path / "example.py").write_text(example)
+
+    shown = runpy.run_path("example.py")
+
+    assert (shown["rewards"], shown["accuracy"]) == ({1: 0.5}, {0: 0.25})
 
 
 def test_explained_metrics_exist() -> None:
