@@ -20,16 +20,16 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]` reads a TOML file and
-the changes to it on the command line.
+`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]` reads a TOML file
+and the changes to it on the command line.
 
 - Paths are relative to the current folder.
 - Required settings have no default. An unknown key or a wrong value is an error that names it.
-- A combination of settings that cannot work is refused; one that works and is probably a mistake is a
-  warning of `umbra doctor` and of the start. Both print what "auto" stands for on the machine.
-- On the command line an empty value (`data.eval=`) unsets a setting whose default is `unset` or empty,
-  or removes an entry of a table (`pools.judge=`). In `env`, an empty value means an empty string.
-  Other settings cannot be unset.
+- A combination of settings that cannot work is refused; one that works and is probably a mistake
+  is a warning of `umbra doctor` and of the start. Both print what "auto" stands for on the machine.
+- On the command line an empty value (`data.eval=`) unsets a setting whose default is `unset` or
+  empty, or removes an entry of a table (`pools.judge=`). In `env`, an empty value means an empty
+  string. Other settings cannot be unset.
 """
 
 
