@@ -82,18 +82,12 @@ class ActorDied(ActorError):
 
 
 class RemoteError(UmbraError):
-    """The callee raised.
-
-    Attributes:
-        remote_type: qualified name of the remote exception, such as `builtins.ValueError`.
-        remote_message: its `str()`.
-        remote_traceback: the formatted remote traceback.
-    """
+    """The callee raised."""
 
     def __init__(self, remote_type: str, remote_message: str, remote_traceback: str) -> None:
-        self.remote_type = remote_type
-        self.remote_message = remote_message
-        self.remote_traceback = remote_traceback
+        self.remote_type = remote_type  # qualified, such as `builtins.ValueError`
+        self.remote_message = remote_message  # its `str()`
+        self.remote_traceback = remote_traceback  # the formatted remote traceback
         super().__init__(remote_type, remote_message, remote_traceback)
 
     def __str__(self) -> str:

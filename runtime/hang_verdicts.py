@@ -22,18 +22,11 @@ _IN_UMBRA: Final = "/umbra/runtime/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenNode:
-    """The report of one node.
+    """The report of one node."""
 
-    Attributes:
-        name: as people know it; "" if the job has no other.
-        processes: none if it did not answer.
-        calls: by process, from `umbra.runtime.rpc.pending_calls`; with "problem" if
-            it did not answer.
-    """
-
-    name: str
-    processes: Sequence[SeenProcess]
-    calls: Mapping[str, Mapping[str, Any]]
+    name: str  # as people know it; "" if the job has no other
+    processes: Sequence[SeenProcess]  # none if it did not answer
+    calls: Mapping[str, Mapping[str, Any]]  # by process, from `pending_calls`; else "problem"
 
     def label(self, process: SeenProcess) -> str:
         where = f" on {self.name}" if self.name else ""

@@ -18,40 +18,26 @@ from umbra.runtime.durations import format_duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """A rank.
-
-    Attributes:
-        waits_for: the call that it waits in; "" while it computes, or is in a
-            collective of its own.
-        waits_s: age of that call.
-        is_stopped: whether a signal has stopped it (SIGSTOP).
-    """
+    """A rank."""
 
     rank: int
     pid: int
-    is_stopped: bool = False
-    waits_for: str = ""
-    waits_s: float = 0.0
+    is_stopped: bool = False  # whether a signal has stopped it (SIGSTOP)
+    waits_for: str = ""  # its call; "" while it computes, or is in a collective of its own
+    waits_s: float = 0.0  # age of that call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorStatus:
-    """A process that a supervisor keeps running.
-
-    Attributes:
-        role: "engine", "manager", "rollout" (a worker) or "actor".
-        state: "STARTING", "RUNNING", "STOPPED" or "FAILED".
-        pid: of its last process.
-        is_stopped: whether a signal has stopped that process (SIGSTOP).
-    """
+    """A process that a supervisor keeps running."""
 
     name: str
-    role: str
-    state: str
-    pid: int
+    role: str  # "engine", "manager", "rollout" (a worker) or "actor"
+    state: str  # "STARTING", "RUNNING", "STOPPED" or "FAILED"
+    pid: int  # of its last process
     incarnation: int
     num_restarts: int
-    is_stopped: bool = False
+    is_stopped: bool = False  # whether a signal has stopped that process (SIGSTOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,115 +53,70 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """An engine of a pool.
-
-    Attributes:
-        node_id: its node; "" while it has no process that answers.
-        pid: of its last process.
-        state: see `umbra.runtime.engine_api.lifecycle`. After its process has ended it is DEAD, and
-            STARTING once it has the next one.
-        state_age_s: time since it entered that state, or since its last process ended.
-        version: of the weights that it holds for certain.
-        gpus: on which it computes, by index or UUID; empty on the CPU, or if it may use any.
-        running, waiting: requests that it generates for, and that it has queued; None if it
-            does not answer.
-    """
+    """An engine of a pool."""
 
     name: str
-    node_id: str
-    pid: int
-    state: str
-    state_age_s: float
+    node_id: str  # its node; "" while it has no process that answers
+    pid: int  # of its last process
+    state: str  # DEAD once its process has ended, STARTING with the next
+    state_age_s: float  # time since it entered that state, or since its last process ended
     incarnation: int
-    version: int | None
+    version: int | None  # of the weights that it holds for certain
     num_restarts: int
-    gpus: tuple[str, ...]
-    running: int | None
-    waiting: int | None
+    gpus: tuple[str, ...]  # by index or UUID; empty on the CPU, or if it may use any
+    running: int | None  # requests in generation; None without an answer
+    waiting: int | None  # requests in its queue; None without an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """A pool of engines.
-
-    Attributes:
-        version: the last one that was published to it; None before the first.
-        sync_version: of the weight sync in progress; None if there is none.
-        sync_phase: such as "transferring".
-        sync_age_s: time since the sync began.
-        sync_ranks: ranks that take part in it so far.
-    """
+    """A pool of engines."""
 
     name: str
     mode: str
-    version: int | None
+    version: int | None  # the last one that was published to it; None before the first
     engines: tuple[EngineStatus, ...]
-    sync_version: int | None = None
-    sync_phase: str = ""
-    sync_age_s: float = 0.0
-    sync_ranks: tuple[int, ...] = ()
+    sync_version: int | None = None  # of the weight sync in progress; None if there is none
+    sync_phase: str = ""  # such as "transferring"
+    sync_age_s: float = 0.0  # time since the sync began
+    sync_ranks: tuple[int, ...] = ()  # ranks that take part in it so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStatus:
-    """The work of the rollout manager.
-
-    Attributes:
-        call: the ranks' call in progress, such as "next_batch for step 12"; "" if none.
-        waiting_ranks: ranks that wait for it, or for the ledger to write the answer.
-        waiting_ages_s: for how long each of them has.
-        step: whose batch the ranks asked for last, from 1; 0 before the first.
-        groups_per_step: size of a batch.
-        groups_open: prompts that are being generated for, or wait to be trained on.
-        groups_ready: scored ones among them.
-        groups_leased: prompts that are being trained on.
-        groups_admitted, groups_trained, groups_dropped: since the run began.
-        trajectories_open: completions that are not finished.
-        turns_waiting: requests that wait for an engine.
-        groups_scoring: groups that wait for the reward function; the first of them for `scoring_s`.
-        tokens: generated so far for open groups.
-        problem: why its state is unknown; "" if it answered.
-    """
+    """The work of the rollout manager."""
 
     name: str
-    call: str = ""
-    waiting_ranks: tuple[int, ...] = ()
-    waiting_ages_s: tuple[float, ...] = ()
-    step: int = 0
-    groups_per_step: int = 0
-    groups_open: int = 0
-    groups_ready: int = 0
-    groups_leased: int = 0
-    groups_admitted: int = 0
+    call: str = ""  # the ranks' call in progress, such as "next_batch for step 12"; "" if none
+    waiting_ranks: tuple[int, ...] = ()  # ranks that wait for it, or for the ledger
+    waiting_ages_s: tuple[float, ...] = ()  # for how long each of them has
+    step: int = 0  # whose batch the ranks asked for last, from 1; 0 before the first
+    groups_per_step: int = 0  # size of a batch
+    groups_open: int = 0  # prompts that are being generated for, or wait to be trained on
+    groups_ready: int = 0  # scored ones among them
+    groups_leased: int = 0  # prompts that are being trained on
+    groups_admitted: int = 0  # since the run began, as the next two
     groups_trained: int = 0
     groups_dropped: int = 0
-    trajectories_open: int = 0
-    turns_waiting: int = 0
-    groups_scoring: int = 0
-    scoring_s: float = 0.0
-    tokens: int = 0
-    problem: str = ""
+    trajectories_open: int = 0  # completions that are not finished
+    turns_waiting: int = 0  # requests that wait for an engine
+    groups_scoring: int = 0  # groups that wait for the reward function
+    scoring_s: float = 0.0  # age of the first of them
+    tokens: int = 0  # generated so far for open groups
+    problem: str = ""  # why its state is unknown; "" if it answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The state of a job.
+    """The state of a job."""
 
-    Attributes:
-        job: its name, which no other job has.
-        time: when it was read, in seconds since 1970.
-        phase: who waits on whom, as a sentence.
-        failure: why the job is lost; "" if it is not.
-        rollouts: None if there is no rollout manager.
-    """
-
-    job: str
-    time: float
-    phase: str
-    failure: str
+    job: str  # its name, which no other job has
+    time: float  # when it was read, in seconds since 1970
+    phase: str  # who waits on whom, as a sentence
+    failure: str  # why the job is lost; "" if it is not
     nodes: tuple[NodeStatus, ...]
     pools: tuple[PoolStatus, ...]
-    rollouts: RolloutStatus | None = None
+    rollouts: RolloutStatus | None = None  # None if there is no rollout manager
 
     @property
     def engines(self) -> list[tuple[str, EngineStatus]]:

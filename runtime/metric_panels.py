@@ -9,20 +9,13 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPanel:
-    """Metrics that share an axis.
-
-    Attributes:
-        series: labels by metric.
-        is_step_time: they are parts of `time/step_s`, and are stacked with the rest of it.
-        lowest_top: the axis begins at 0 and reaches at least this; None: it fits the values.
-        only_with: the metric without which, or if it is always 0, there is no panel; "" for none.
-    """
+    """Metrics that share an axis."""
 
     title: str
-    series: Mapping[str, str]
-    is_step_time: bool = False
-    lowest_top: float | None = None
-    only_with: str = ""
+    series: Mapping[str, str]  # labels by metric
+    is_step_time: bool = False  # parts of `time/step_s`, stacked with its rest
+    lowest_top: float | None = None  # the axis goes from 0 to at least this; None: it fits
+    only_with: str = ""  # no panel without this metric, or if it is always 0
 
 
 PANELS: Final[Sequence[MetricPanel]] = (

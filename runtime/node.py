@@ -69,22 +69,14 @@ _END_LIMIT_S: Final = 2 * _GRACE_S + 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundJob:
-    """A job that machines can join.
+    """A job that machines can join."""
 
-    Attributes:
-        name: for people.
-        host, port: of the supervisor of rank 0's node.
-        secret_file: with the job's keys.
-        log_dir: holds a folder of logs for each node.
-        trace_dir: folder of the job's trace; "" if it has none, or was found at an address.
-    """
-
-    name: str
-    host: str
-    port: int
-    secret_file: Path
-    log_dir: Path
-    trace_dir: str = ""
+    name: str  # for people
+    host: str  # of the supervisor of rank 0's node
+    port: int  # of the same
+    secret_file: Path  # with the job's keys
+    log_dir: Path  # holds a folder of logs for each node
+    trace_dir: str = ""  # folder of the job's trace; "" if it has none, or was found at an address
 
 
 def find_job(join: str, given_secret: Path | None, within_s: float) -> FoundJob:

@@ -32,25 +32,15 @@ _PARTS: Final = ("rollout", "train", "sync", "sleep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """The content of a frame.
+    """The content of a frame."""
 
-    Attributes:
-        name: of the run.
-        state: None if no job runs.
-        problem: why the state is unknown, although a job may run; else "".
-        steps: metrics of the last steps, the oldest first.
-        total_steps: 0 if it is unknown.
-        events: the oldest first.
-        run_dir: as the person wrote it.
-    """
-
-    name: str
-    state: JobState | None
-    run_dir: str = "RUN_DIR"
-    problem: str = ""
-    steps: Sequence[Row] = ()
-    total_steps: int = 0
-    events: Sequence[RunEvent] = field(default_factory=list[RunEvent])
+    name: str  # of the run
+    state: JobState | None  # None if no job runs
+    run_dir: str = "RUN_DIR"  # as the person wrote it
+    problem: str = ""  # why the state is unknown, although a job may run; else ""
+    steps: Sequence[Row] = ()  # metrics of the last steps, the oldest first
+    total_steps: int = 0  # 0 if it is unknown
+    events: Sequence[RunEvent] = field(default_factory=list[RunEvent])  # the oldest first
 
 
 def frame(view: RunSnapshot, now: float, *, width: int, height: int | None = None) -> list[str]:

@@ -11,18 +11,12 @@ _CONSTANT: Final = re.compile(r"NaN|Infinity")
 
 class JsonLines:
     """Reads a JSON Lines file as it grows: each line once. A file that was replaced is read
-    from its beginning.
-
-    Attributes:
-        rows: the `keys` of the objects read so far, without torn lines.
-        encoded: the whole objects as text. Numbers that JSON does not have, such as NaN, are null.
-        times_replaced: changes when the rows are those of another file.
-    """
+    from its beginning."""
 
     def __init__(self, path: Path, keys: tuple[str, ...] = ()) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.encoded: list[str] = []
-        self.times_replaced = 0
+        self.rows: list[dict[str, Any]] = []  # the `keys` of each object
+        self.encoded: list[str] = []  # whole objects as text; NaN is null
+        self.times_replaced = 0  # changes when the rows are those of another file
         self._path = path
         self._keys = keys
         self._inode = 0

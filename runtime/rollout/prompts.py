@@ -32,19 +32,12 @@ _FIELDS: Final = {"id", "prompt", "tokens", "row"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        prompt_id: unique in its file.
-        text: the text that was tokenized.
-        tokens: [P] int32.
-        row: the data set's columns, for the reward function and agent loops.
-    """
-
-    prompt_id: str
-    text: str
-    tokens: NDArray[np.int32]
-    row: dict[str, Any]
+    prompt_id: str  # unique in its file
+    text: str  # the text that was tokenized
+    tokens: NDArray[np.int32]  # [P] int32
+    row: dict[str, Any]  # the data set's columns, for the reward function and agent loops
 
     def to_score(self) -> dict[str, Any]:
         """Text and packed row. Each completion gets its own row, since a reward may change it."""

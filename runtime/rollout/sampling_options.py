@@ -8,18 +8,12 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """How the tokens of a generation are sampled, and what ends it; the same for all
-    turns of a sample.
+    turns of a sample."""
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_p, top_k: the part of the distribution that is sampled from; 1 and 0: all of it.
-        stop_token_ids: a generation ends after any of these.
-    """
-
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: Sequence[int] = ()
+    temperature: float  # 0 is greedy
+    top_p: float = 1.0  # 1: all tokens
+    top_k: int = 0  # 0: all tokens
+    stop_token_ids: Sequence[int] = ()  # a generation ends after any of these
 
     def request_fields(self) -> dict[str, Any]:
         """The request's fields, without top-p and top-k where they are not used."""

@@ -10,20 +10,13 @@ class ActorRef:
 
     Every call carries `incarnation`, so a message meant for an actor that has since been restarted
     is refused, never delivered to its successor.
-
-    Attributes:
-        name: unique within the node.
-        incarnation: how many times the actor has been started on this node, from 1.
-        node_id: the host the actor lives on.
-        ipc_endpoint: `ipc://...`, reachable on the same node.
-        tcp_endpoint: `tcp://...` under CURVE, or "" if the job has no tcp.
     """
 
-    name: str
-    incarnation: int
-    node_id: str
-    ipc_endpoint: str
-    tcp_endpoint: str = ""
+    name: str  # unique within the node
+    incarnation: int  # how many times the actor has been started on this node, from 1
+    node_id: str  # the host the actor lives on
+    ipc_endpoint: str  # `ipc://...`, reachable on the same node
+    tcp_endpoint: str = ""  # `tcp://...` under CURVE, or "" if the job has no tcp
 
     def endpoint_from(self, node_id: str) -> str:
         """The endpoint that a caller on `node_id` uses: ipc on the same node, else tcp."""

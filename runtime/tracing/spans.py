@@ -25,18 +25,12 @@ system hangs; a shorter one loses events of a burst."""
 
 
 class TraceEvent(NamedTuple):
-    """One span, instant or gauge of a trace file.
+    """One span, instant or gauge of a trace file."""
 
-    Attributes:
-        kind: "X" a span, "b" a span that overlaps others of its track, "i" an instant, "C" numbers.
-        start_ns, duration_ns: by CLOCK_MONOTONIC, which all processes of a machine share.
-        track: row within the process; "" for its main one.
-    """
-
-    kind: str
-    start_ns: int
+    kind: str  # X span, b span that overlaps others of its track, i instant, C numbers
+    start_ns: int  # by CLOCK_MONOTONIC, which all processes of a machine share
     duration_ns: int
-    track: str
+    track: str  # row within the process; "" for its main one
     name: str
     args: Mapping[str, Argument]
 

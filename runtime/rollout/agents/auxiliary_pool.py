@@ -38,18 +38,12 @@ class AuxiliaryPoolConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolAnswer:
-    """One generation.
+    """One generation."""
 
-    Attributes:
-        text: of `tokens`, without end tokens; see `rollout.skip_special_tokens`.
-        logprobs: of the tokens, under the distribution they were sampled from.
-        finish_reason: "stop", or "length" if a budget ended it.
-    """
-
-    text: str
+    text: str  # of `tokens`, without end tokens; see `rollout.skip_special_tokens`
     tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str
+    logprobs: list[float]  # of the tokens, under the distribution they were sampled from
+    finish_reason: str  # "stop", or "length" if a budget ended it
 
 
 class PoolCaller:

@@ -62,30 +62,20 @@ class GroupRetries:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerJob:
-    """A call that any rollout worker may answer. It may run more than once.
-
-    Attributes:
-        sample_id: names the job in a worker's `report_blocked`.
-        make_arguments: called for each attempt.
-        on_failure: called with an error that another attempt would not heal.
-        is_active: False once the result is not needed; neither callback is called then.
-        num_deaths: deaths of workers that were running it, since it last returned.
-        retries: further attempts allowed after it failed by itself.
-        group_retries: those of `retries` that are left after it blocked its process.
-    """
+    """A call that any rollout worker may answer. It may run more than once."""
 
     label: str
     group_id: str
-    sample_id: str
+    sample_id: str  # names the job in a worker's `report_blocked`
     method: str
-    make_arguments: Callable[[], Sequence[object]]
+    make_arguments: Callable[[], Sequence[object]]  # called for each attempt
     timeout_s: float
     on_result: Callable[[Any], None]
-    on_failure: Callable[[UmbraError], None]
-    is_active: Callable[[], bool]
-    group_retries: GroupRetries
-    num_deaths: int = 0
-    retries: int = 0
+    on_failure: Callable[[UmbraError], None]  # for an error that another attempt would not heal
+    is_active: Callable[[], bool]  # False: the result is not needed, nor a callback
+    group_retries: GroupRetries  # those of `retries` that are left after it blocked its process
+    num_deaths: int = 0  # deaths of workers that were running it, since it last returned
+    retries: int = 0  # further attempts allowed after it failed by itself
 
 
 class WorkerPool:

@@ -24,15 +24,10 @@ _SPLIT_RATIO: Final = 1.25
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's share.
+    """One rank's share."""
 
-    Attributes:
-        samples: indices of its samples in the global batch, ascending.
-        micro_batches: M lists of positions in `samples`; an empty one is padding of weight zero.
-    """
-
-    samples: list[int]
-    micro_batches: list[list[int]]
+    samples: list[int]  # indices of its samples in the global batch, ascending
+    micro_batches: list[list[int]]  # M lists of positions in `samples`; empty: padding
 
 
 class _Piece(NamedTuple):

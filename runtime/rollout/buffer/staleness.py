@@ -37,16 +37,11 @@ class StalenessBound:
 
     Otherwise other groups may overtake a group. It is dropped as soon as the weights it began with
     are too old (`is_too_old`). `check` verifies every batch before delivery in any case.
-
-    Attributes:
-        max_staleness: k, in optimizer steps.
-        groups_per_step: G, of one batch.
-        over_sampling: open groups per group that is needed, 1.0 or more.
     """
 
-    max_staleness: int
-    groups_per_step: int
-    over_sampling: float = 1.0
+    max_staleness: int  # k, in optimizer steps
+    groups_per_step: int  # G, of one batch
+    over_sampling: float = 1.0  # open groups per group that is needed, 1.0 or more
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0 or self.groups_per_step < 1 or self.over_sampling < 1.0:

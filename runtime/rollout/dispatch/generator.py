@@ -42,16 +42,11 @@ _NO_LOGPROBS: Final = np.empty(0, np.float32)
 
 
 class GeneratedPiece(NamedTuple):
-    """The part of a generation that arrived since the previous piece.
+    """The part of a generation that arrived since the previous piece."""
 
-    Attributes:
-        tokens, logprobs: [n] int32, [n] float32 of the distribution sampled from.
-        finish_reason: "stop" or "length" in the last piece, else "".
-    """
-
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    finish_reason: str
+    tokens: NDArray[np.int32]  # [n] int32
+    logprobs: NDArray[np.float32]  # [n] float32, of the distribution sampled from
+    finish_reason: str  # "stop" or "length" in the last piece, else ""
 
 
 class Generator:

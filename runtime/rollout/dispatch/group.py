@@ -21,21 +21,15 @@ class GroupShape:
 
 class Group:
     """Trajectories that are scored together and delivered whole: those of one prompt, in
-    evaluations of several.
-
-    Attributes:
-        group_id: unique in the job, such as `e0/prompt7`.
-        num_open: trajectories that are still being generated.
-        last_engine: took one of the trajectories last, so it may have the prompt cached.
-    """
+    evaluations of several."""
 
     __slots__ = ("group_id", "last_engine", "num_open", "trajectories")
 
     def __init__(self, group_id: str, trajectories: Sequence[Trajectory]) -> None:
-        self.group_id = group_id
+        self.group_id = group_id  # unique in the job, such as `e0/prompt7`
         self.trajectories = list(trajectories)
-        self.num_open = len(self.trajectories)
-        self.last_engine: EngineId | None = None
+        self.num_open = len(self.trajectories)  # trajectories that are still being generated
+        self.last_engine: EngineId | None = None  # may have the prompt cached
 
     @property
     def unscored(self) -> list[Trajectory]:

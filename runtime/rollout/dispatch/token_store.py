@@ -31,22 +31,14 @@ class Segment(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Runs that were appended to trajectories, in columns.
+    """Runs that were appended to trajectories, in columns."""
 
-    Attributes:
-        uids: [K] of the trajectories.
-        starts: [K] completion offset of each run's first token.
-        offsets: [K+1] into tokens and logprobs.
-        versions: [K] int64.
-        tokens, logprobs: [N] int32, [N] float32.
-    """
-
-    uids: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    versions: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
+    uids: NDArray[np.int64]  # [K] of the trajectories
+    starts: NDArray[np.int64]  # [K] completion offset of each run's first token
+    offsets: NDArray[np.int64]  # [K+1] into tokens and logprobs
+    versions: NDArray[np.int64]  # [K] int64
+    tokens: NDArray[np.int32]  # [N]
+    logprobs: NDArray[np.float32]  # [N]
 
     def recorded(self) -> Runs:
         """The runs of trajectories that have a uid."""
@@ -68,19 +60,11 @@ class Runs(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of applying a batch.
+    """The result of applying a batch."""
 
-    Attributes:
-        runs: what was appended; None if nothing was.
-        irregular: indices of runs that the caller applies one by one, in order: those that do not
-            simply extend their rows, and those in `singly`.
-        num_late, num_late_tokens: runs of requests that this engine does not hold,
-            and their tokens.
-    """
-
-    runs: Runs | None
-    irregular: list[int]
-    num_late: int
+    runs: Runs | None  # what was appended; None if nothing was
+    irregular: list[int]  # runs to apply one by one: not simple, or in `singly`
+    num_late: int  # runs of requests that this engine does not hold
     num_late_tokens: int
 
 

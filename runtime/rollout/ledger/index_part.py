@@ -46,31 +46,19 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFacts:
-    """Facts of a part, in the first frame.
-
-    Attributes:
-        begin: size of all earlier parts.
-        nbytes: how much of the part was read.
-        life: from the log's header, to tell it from an earlier one of its name; None
-            without a header.
-        uids, steps, rewards: the lowest and the highest of the rows that ended; empty without any.
-        first: byte at which the first of these rows begins.
-        num_dropped: of these rows.
-        groups: hashes of their groups' ids, 4 bytes each.
-        restores, evaluations: as in `SampleTable`.
-    """
+    """Facts of a part, in the first frame."""
 
     format: int = _FORMAT
-    begin: int
-    nbytes: int
-    life: Life | None
-    uids: list[int]
-    steps: list[int]
-    rewards: list[float]
-    first: int
-    num_dropped: int
-    groups: bytes
-    restores: list[int]
+    begin: int  # size of all earlier parts
+    nbytes: int  # how much of the part was read
+    life: Life | None  # tells the log from an earlier one of its name
+    uids: list[int]  # lowest and highest of the ended rows
+    steps: list[int]  # the same, empty without any
+    rewards: list[float]  # the same
+    first: int  # byte at which the first of these rows begins
+    num_dropped: int  # of these rows
+    groups: bytes  # hashes of their groups' ids, 4 bytes each
+    restores: list[int]  # as in `SampleTable`
     evaluations: list[EvaluationRow]
 
     def may_have_group(self, group_id: str) -> bool:

@@ -76,19 +76,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Runs of completion tokens, each made under one version (GIVEN: not generated).
+    """Runs of completion tokens, each made under one version (GIVEN: not generated)."""
 
-    Attributes:
-        uids: [S] the sample of each run.
-        starts: [S] index of each run's first token in the completion.
-        versions: [S] of each run.
-        offsets: [S + 1] of the runs in tokens and logprobs.
-    """
-
-    uids: Uids
-    starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    versions: NDArray[np.int64]
+    uids: Uids  # [S] the sample of each run
+    starts: NDArray[np.int64]  # [S] index of each run's first token in the completion
+    offsets: NDArray[np.int64]  # [S + 1] of the runs in tokens and logprobs
+    versions: NDArray[np.int64]  # [S] of each run
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 

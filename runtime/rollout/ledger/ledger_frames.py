@@ -34,17 +34,11 @@ length field cost a long checksum."""
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The good frames of a file, in order.
+    """The good frames of a file, in order."""
 
-    Attributes:
-        frames: (offset in the file, payload) of each.
-        stop: where the last good frame ends.
-        is_torn: whether the bytes after `stop` are not a whole frame.
-    """
-
-    frames: list[tuple[int, memoryview]]
-    stop: int
-    is_torn: bool
+    frames: list[tuple[int, memoryview]]  # (offset in the file, payload) of each
+    stop: int  # where the last good frame ends
+    is_torn: bool  # whether the bytes after `stop` are not a whole frame
 
 
 def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:

@@ -52,10 +52,6 @@ class LedgerLog:
 
     Owns the descriptors of the folder and of the current part. The first failed write or sync is
     final: nothing is written after a frame that may be torn, and a new incarnation must begin.
-
-    Attributes:
-        history: the valid part of earlier incarnations.
-        written_nbytes: size of all parts of this one.
     """
 
     def __init__(
@@ -69,8 +65,8 @@ class LedgerLog:
     ) -> None:
         self.folder = folder
         self.incarnation = incarnation
-        self.history = History(folder, ())
-        self.written_nbytes = 0
+        self.history = History(folder, ())  # the valid part of earlier incarnations
+        self.written_nbytes = 0  # size of all parts of this one
         self._job_id = job_id
         self._part_nbytes = part_nbytes
         self._clock = clock

@@ -30,15 +30,10 @@ _LEVEL: Final = 4  # of zlib
 
 
 class KeptSamples(NamedTuple):
-    """The remains of the samples that ended in one part, by uid.
+    """The remains of the samples that ended in one part, by uid."""
 
-    Attributes:
-        digests: XXH3-64 of the completion's tokens, as little-endian integers of 32 bits.
-        contents: of the best and the worst sample of each step.
-    """
-
-    digests: dict[int, bytes]
-    contents: dict[int, SampleContent]
+    digests: dict[int, bytes]  # XXH3-64 of the completion's tokens as int32
+    contents: dict[int, SampleContent]  # of the best and the worst sample of each step
 
 
 def digest_of(tokens: list[int]) -> bytes:

@@ -58,23 +58,15 @@ class LedgerState:
         restores: the steps of all later `Restored` events, in order. Tokens that one of them will
             need are kept, even if a checkpoint covers them. Without it, going back behind the
             newest checkpoint is refused.
-
-    Attributes:
-        versions: the optimizer step of each version.
-        steps_done: optimizer steps in the surviving history, known from versions and checkpoints.
-        covered_step: steps that the newest checkpoint covers.
-        evaluation: the last one, unless the job has gone back to a checkpoint since.
-        next_uid: uid of the next group's first sample.
-        num_groups: number of groups that were ever admitted.
     """
 
     def __init__(self, restores: Iterable[int] = ()) -> None:
-        self.versions: dict[int, int] = {}
-        self.steps_done = 0
-        self.covered_step = 0
-        self.evaluation: Evaluated | None = None
-        self.next_uid = 0
-        self.num_groups = 0
+        self.versions: dict[int, int] = {}  # the optimizer step of each version
+        self.steps_done = 0  # in the surviving history
+        self.covered_step = 0  # steps that the newest checkpoint covers
+        self.evaluation: Evaluated | None = None  # unless the job has gone back since
+        self.next_uid = 0  # uid of the next group's first sample
+        self.num_groups = 0  # number of groups that were ever admitted
         self.totals = Totals()
         self.counts: Counter[SampleState] = Counter()
         self.drop_reasons: Counter[str] = Counter()

@@ -73,16 +73,7 @@ _WORDS: Final = {
 
 
 class SampleAccount:
-    """One sample. Only `LedgerState` changes it.
-
-    Attributes:
-        step: the optimizer step (from 0) that it was leased for or trained in.
-        prompt: the agent loop's, if it replaced that of the data set.
-        recorded: values of `ctx.once`; they survive resets.
-        is_released: whether tokens are no longer kept: it was dropped, or trained for good.
-        num_rolled_back: tokens cut off by restored checkpoints.
-        num_reset_tokens: tokens discarded by agent loops that started over.
-    """
+    """One sample. Only `LedgerState` changes it."""
 
     __slots__ = (
         "_logprobs",
@@ -113,15 +104,15 @@ class SampleAccount:
         self.finish_reason = ""
         self.drop_reason = ""
         self.reward: float | None = None
-        self.step: int | None = None
-        self.prompt: NDArray[np.int32] | None = None
-        self.recorded: dict[str, Any] = {}
+        self.step: int | None = None  # from 0, that it was leased for or trained in
+        self.prompt: NDArray[np.int32] | None = None  # the agent loop's, if it has one
+        self.recorded: dict[str, Any] = {}  # values of `ctx.once`; they survive resets
         self.num_interruptions = 0
         self.num_resets = 0
-        self.num_reset_tokens = 0
-        self.num_rolled_back = 0
+        self.num_reset_tokens = 0  # tokens discarded by agent loops that started over
+        self.num_rolled_back = 0  # tokens cut off by restored checkpoints
         self.num_tokens = 0
-        self.is_released = False
+        self.is_released = False  # tokens are gone: it was dropped, or trained for good
         self._tokens = _NO_TOKENS
         self._logprobs = _NO_LOGPROBS
         self._run_starts: list[int] = []

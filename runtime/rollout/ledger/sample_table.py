@@ -62,28 +62,20 @@ class EvaluationRow(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """One sample.
-
-    Attributes:
-        step: from 0, that it was leased for or trained in.
-        begin: byte of the ledger, over all its parts, where the frame with the admission begins.
-        finished: byte after the frame that finished it; None if it is not finished.
-        end: byte after the frame in which it was trained or dropped; None until then.
-        segments: (start, version) of the runs of one version.
-    """
+    """One sample."""
 
     group: GroupRow
     uid: int
     seed: int
-    begin: int
+    begin: int  # byte of the ledger, over all its parts, where the frame with the admission begins
     state: SampleState = SampleState.PENDING
-    finished: int | None = None
-    end: int | None = None
+    finished: int | None = None  # byte after the frame that finished it; None if it is not finished
+    end: int | None = None  # byte after the frame that trained or dropped it
     finish_reason: str = ""
     drop_reason: str = ""
     drop_cause: str = ""
     reward: float | None = None
-    step: int | None = None
+    step: int | None = None  # from 0, that it was leased for or trained in
     num_tokens: int = 0
     interruptions: int = 0
     resets: int = 0
