@@ -146,7 +146,6 @@ def _describe_free(path: Path) -> list[str]:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest existing folder of `path`."""
     target = path.absolute().resolve()
     return next(folder for folder in (target, *target.parents) if folder.exists())
 

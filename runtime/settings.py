@@ -162,7 +162,6 @@ DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 def files_of(paths: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
-    """The files of a setting that has one, several or none."""
     if paths is None:
         return ()
     return paths if isinstance(paths, tuple) else (paths,)
@@ -170,7 +169,6 @@ def files_of(paths: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
 
 @functools.cache
 def annotations_of(kind: type) -> dict[str, Any]:
-    """The annotations of its fields, with their bounds."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

@@ -341,7 +341,6 @@ class Supervisor:
             self._events.add(kind, who, text)
 
     def _on_rank_event(self, event: dict[str, Any]) -> None:
-        """The job is lost, or a stop signal reached it."""
         self._links.tell(event)
         if event["kind"] == "failed":
             self.record(event["message"], "failed", "job")

@@ -32,8 +32,6 @@ _PARTS: Final = ("rollout", "train", "sync", "sleep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """The content of a frame."""
-
     name: str  # of the run
     state: JobState | None  # None if no job runs
     run_dir: str = "RUN_DIR"  # as the person wrote it
@@ -130,7 +128,6 @@ def _state_lines(state: JobState, height: int | None) -> list[str]:
 
 
 def _rank_rows(state: JobState) -> list[list[str]]:
-    """One row for all ranks that wait for the same."""
     waiting: defaultdict[tuple[str, bool], list[RankStatus]] = defaultdict(list)
     for rank in state.ranks:
         waiting[rank.waits_for, rank.is_stopped].append(rank)
@@ -169,7 +166,6 @@ _ENGINE_HEADINGS: Final = [
 
 
 def _by_interest(engines: Iterable[tuple[str, EngineStatus]]) -> list[tuple[str, EngineStatus]]:
-    """Serving engines last."""
     return sorted(engines, key=lambda item: item[1].state == "SERVING")
 
 

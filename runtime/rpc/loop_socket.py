@@ -69,7 +69,6 @@ class LoopSocket:
 
     @property
     def raw(self) -> zmq.Socket[bytes]:
-        """The ZMQ socket, for bind, connect and options."""
         return self._socket
 
     def prepare_for(self, endpoint: str) -> None:

@@ -262,8 +262,6 @@ class ModelTokenizer:
 
 
 class _RustBackend:
-    """A tokenizer of the library `tokenizers`."""
-
     def __init__(self, state: TokenizerState) -> None:
         try:
             from tokenizers import Tokenizer
@@ -289,8 +287,6 @@ class _RustBackend:
 
 
 class _PythonBackend:
-    """A tokenizer that transformers or the model directory has in Python."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 

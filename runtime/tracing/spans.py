@@ -25,8 +25,6 @@ system hangs; a shorter one loses events of a burst."""
 
 
 class TraceEvent(NamedTuple):
-    """One span, instant or gauge of a trace file."""
-
     kind: str  # X span, b span that overlaps others of its track, i instant, C numbers
     start_ns: int  # by CLOCK_MONOTONIC, which all processes of a machine share
     duration_ns: int
@@ -47,7 +45,6 @@ _current: list[Recording] = []
 
 
 def set_recording(recording: Recording | None) -> None:
-    """Begins or ends recording in this process. Called by the writer."""
     _current[:] = [] if recording is None else [recording]
 
 

@@ -115,7 +115,6 @@ def _events(lines: list[bytes]) -> Iterator[list[Any]]:
 
 
 def _parse(line: bytes) -> Any:
-    """None for a line that a kill tore."""
     try:
         return json.loads(line)
     except ValueError:

@@ -83,7 +83,6 @@ def _turns(segments: Sequence[Segment], ends: Set[int]) -> list[list[Segment]]:
 
 
 def _common_len(text: str, whole: str) -> int:
-    """The length of the common prefix."""
     if whole.startswith(text):
         return len(text)
     return next(idx for idx, char in enumerate(text) if not whole.startswith(char, idx))

@@ -55,8 +55,6 @@ class RequestCarrier(Protocol):
 
 
 class TokenRecorder(Protocol):
-    """Receives what happens to trajectories."""
-
     def started(self, sample: Trajectory) -> None: ...
 
     def cut(self, sample: Trajectory) -> None: ...
@@ -216,7 +214,6 @@ class Dispatcher:
         return bool(self._waiting) or any(self._inflight.values())
 
     def pump(self) -> None:
-        """Assigns waiting turns to engines while these have capacity."""
         self._assign_waiting()
         self._on_work(self.has_work)
 
@@ -426,7 +423,6 @@ class Dispatcher:
         (turn.on_error or self._on_failure)(error)
 
     def _end_attempt(self, engine: EngineId, turn: Turn) -> None:
-        """The trajectory keeps the tokens of the attempt."""
         held = self._inflight[engine]
         del held[turn.request_id]
         if not held:

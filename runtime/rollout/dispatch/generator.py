@@ -120,7 +120,6 @@ class Generator:
         seed: int | None = None,
         lora: str = "",
     ) -> GeneratedPiece:
-        """The whole generation in one piece; see `stream`."""
         pieces = list[GeneratedPiece]()
         whole = self.stream(
             tokens,
@@ -280,7 +279,6 @@ class _Generation:
         self._changed.set()
 
     async def take(self) -> GeneratedPiece:
-        """The new pieces as one, once there are any."""
         await self._changed.wait()
         self._changed.clear()
         pieces, self._pieces = self._pieces, []

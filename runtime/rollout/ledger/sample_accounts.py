@@ -142,7 +142,6 @@ class SampleAccount:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether all tokens are kept."""
         return len(self._tokens) >= self.num_tokens
 
     @property
@@ -177,7 +176,6 @@ class SampleAccount:
         self.count(len(tokens), version)
 
     def count(self, num_tokens: int, version: int) -> None:
-        """Adds a run whose tokens are not kept."""
         if not self._run_versions or self._run_versions[-1] != version:
             self._run_starts.append(self.num_tokens)
             self._run_versions.append(version)

@@ -58,7 +58,6 @@ class RankRendezvous:
         return frozenset(self._slots)
 
     def waiting_ages_s(self) -> list[tuple[int, float]]:
-        """The ranks that are waiting, each with the seconds since it came."""
         now = asyncio.get_running_loop().time()
         return [(rank, now - self._arrived_at[rank]) for rank in sorted(self._slots)]
 

@@ -288,7 +288,6 @@ class RolloutManager:
         max_new_tokens: int | None = None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """Generates once for an agent loop; see `AgentSessions.generate`."""
         if self._rendezvous.failure is not None:
             raise self._rendezvous.failure
         return await self._sessions.generate(session, tokens, max_new_tokens, lora)
@@ -307,7 +306,6 @@ class RolloutManager:
 
     @idempotent
     def stats(self) -> dict[str, Any]:
-        """The work in progress, for progress lines."""
         return {
             **self._rendezvous.progress(),
             "training": self._flow.progress(),

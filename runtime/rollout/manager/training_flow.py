@@ -156,7 +156,6 @@ class TrainingFlow:
             self._start(order_idx, group)
 
     def restore(self, recovered: Recovered) -> None:
-        """Replaces all groups by the ledger's."""
         for group in self._open.values():
             self._runner.abandon(group)
         begun = {idx: group for idx, group in recovered.open.items() if group.has_tokens}
