@@ -139,7 +139,7 @@ class JobState:
 def describe_phase(
     ranks: Sequence[int], pools: Sequence[PoolStatus], rollouts: RolloutStatus | None
 ) -> str:
-    """Who waits on whom, as a sentence. `ranks` are all ranks of the job."""
+    """A sentence about who waits on whom. `ranks` are all ranks of the job."""
     for pool in pools:
         if pool.sync_version is not None:
             what = f"weights of version {pool.sync_version} to pool {pool.name}"

@@ -202,7 +202,7 @@ _CREDENTIAL: Final = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNO
 
 
 def shown_settings(value: Any) -> Any:
-    """As `to_wire`, for people and files: values of variables and of credentials are masked."""
+    """Like `to_wire`, for people and files: values of variables and of credentials are masked."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = annotations_of(cast("Any", value).__class__)
         return {name: _shown(getattr(value, name), hint) for name, hint in hints.items()}

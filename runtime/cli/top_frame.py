@@ -42,13 +42,8 @@ class RunSnapshot:
 
 
 def frame(view: RunSnapshot, now: float, *, width: int, height: int | None = None) -> list[str]:
-    """The lines of a frame.
-
-    Args:
-        now: seconds since 1970.
-        width: longer lines are cut off.
-        height: of the screen. Engines that would not fit are summed up; None shows all.
-    """
+    """The lines of a frame at `now`, in seconds since 1970, cut off at `width`. Engines that would
+    not fit into `height` are summed up; None shows all."""
     lines = [*_progress_lines(view, now), ""]
     if view.state is None:
         lines.append(view.problem or "no job of this run is running on this machine")

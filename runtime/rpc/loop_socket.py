@@ -93,7 +93,7 @@ class LoopSocket:
         self._loop.call_soon(self._drain)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Sends in order, once a peer is connected. EHOSTUNREACH if a ROUTER's peer is gone."""
+        """Sends in order, once a peer is connected. Raises EHOSTUNREACH without a ROUTER's peer."""
         if self._closed:
             return
         if self._unsent:

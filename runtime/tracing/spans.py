@@ -49,14 +49,9 @@ def set_recording(recording: Recording | None) -> None:
 
 
 class span:
-    """Measures the block, and records it under `name`; `seconds` has the duration at its end.
-
-    Args:
-        track: row within the process; "" for its main one. Spans of a track nest,
-            unless they overlap.
-        overlaps: whether it runs at the same time as others of its name.
-        args: shown with the span; short values.
-    """
+    """Measures the block, and records it under `name`; `seconds` has the duration at its end. Spans
+    of a `track`, a row within the process, nest, unless `overlaps` says that they run at the same
+    time. `args` are short values, shown with the span."""
 
     __slots__ = ("_args", "_name", "_overlaps", "_start_ns", "_track", "seconds")
 

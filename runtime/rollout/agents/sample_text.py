@@ -40,8 +40,7 @@ class SampleText:
         segments: Sequence[Segment],
         records: Sequence[TurnRecord] = (),
     ) -> SampleText:
-        """Decodes all tokens as one text, special tokens included, and cuts it where
-        the turns begin.
+        """Decodes all tokens as one text, special ones included, and cuts it where turns begin.
 
         A character whose bytes lie on both sides of a cut belongs to the later turn. Decoding each
         turn alone would damage it, and some tokenizers drop the space at the start of a text.

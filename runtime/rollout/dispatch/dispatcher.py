@@ -79,8 +79,7 @@ class Dispatcher:
     """Assigns turns to engines and applies the tokens that they return.
 
     Args:
-        on_failure: called with an error that no other engine would heal, for a turn
-            without `on_error`.
+        on_failure: called for a turn without `on_error`, with an error that no engine would heal.
         recorder: receives the tokens of recorded trajectories (`uid` not -1).
         on_work: called whenever `has_work` may have changed.
 

@@ -189,8 +189,8 @@ class LedgerIndex:
     def extremes(
         self, limit: int, *, best: bool, step: int | None = None
     ) -> tuple[list[SampleRow], int]:
-        """Like `newest`, for samples with the highest rewards, or the lowest. Of equal rewards,
-        different prompts come first, and of these the newest."""
+        """Like `newest`, for samples with the highest rewards, or the lowest. With equal
+        rewards, different prompts come first, and the newest among them."""
         sign = -1.0 if best else 1.0
         if step is not None:
             rows = [row for row in self.of_step(step) if row.reward is not None]

@@ -195,7 +195,7 @@ class SampleAccount:
         return self.num_tokens
 
     def to_wire(self) -> list[Any]:
-        """As plain data; uid and group are known from the order."""
+        """Plain data; uid and group are known from the order."""
         values = [getattr(self, name) for name in _STORED]
         prompt = None if self.prompt is None else self.prompt.tobytes()
         return [*values, str(self.state), prompt, self.tokens.tobytes(), self.logprobs.tobytes()]
@@ -252,7 +252,7 @@ class GroupAccount:
         return all(sample.state in _DONE for sample in self.samples)
 
     def to_wire(self) -> list[Any]:
-        """As plain data, without its samples."""
+        """Plain data, without its samples."""
         return [getattr(self, name) for name in _OF_GROUP] + [self.seeds.tolist()]
 
     @classmethod

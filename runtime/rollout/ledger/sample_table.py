@@ -178,7 +178,7 @@ class SampleTable:
         yield from self.ended.values()
 
     def to_wire(self) -> list[Any]:
-        """As plain data, without the rows that ended."""
+        """Plain data, without the rows that ended."""
         self.flush()
         versions = [np.diff(list(column), prepend=0).tolist() for column in
                     (self.versions, self.versions.values())]  # fmt: skip

@@ -33,8 +33,7 @@ class RankRendezvous:
         rank 0  wait(0, next_batch 3) ......................... give -> answer 0
         rank 1          wait(1, next_batch 3)  (is_full) ...... give -> answer 1
 
-    `timeout_s` limits how long a rank may be missing; meanwhile `on_lacking` is called
-    every `_LACKING_S`.
+    A rank may be missing for `timeout_s`; meanwhile `on_lacking` is called every `_LACKING_S`.
     """
 
     def __init__(

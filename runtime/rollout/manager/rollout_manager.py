@@ -215,12 +215,10 @@ class RolloutManager:
 
     @idempotent
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
-        """Generates and scores every held-out prompt; collective like `next_batch`.
-
-        Returns {"kind": "sync_wanted", ...}, or {"kind": "eval", "tokens", "gen_s",
-        "completion_len_mean", "truncated_share", "samples", ...} with the scores of
-        `evaluation_scores` and a few of the worst and the best samples.
-        """
+        """Generates and scores every held-out prompt; collective like `next_batch`. Returns
+        {"kind": "sync_wanted", ...}, or {"kind": "eval", "tokens", "gen_s",
+        "completion_len_mean", "truncated_share", "samples", ...} with `evaluation_scores` and a
+        few of the worst and the best samples."""
         return await self._join(rank, CollectiveCall("evaluate", step, temperature))
 
     async def _join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
