@@ -1,6 +1,6 @@
 """The state of a job and its last step in Prometheus' text format 0.0.4. Pure.
 
-docs/monitoring.md has the names.
+docs/watch.md has the names.
 """
 
 from __future__ import annotations

@@ -89,6 +89,7 @@ class MetricsHost:
         return self._endpoint.url
 
     async def close(self) -> None:
+        """Idempotent."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await endpoint.close()

@@ -83,7 +83,7 @@ class SessionConfig:
         attach_timeout_s: longest wait for the supervisor, and for those of the other nodes.
         shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
         trace: whether all processes of the job record their work in `run_dir`/trace; see
-            docs/tracing.md.
+            docs/watch.md.
         choices: this node's choices where the user left them open, for `Session.nodes`. Where nodes
             have to agree, the choices of the first count.
     """

@@ -46,6 +46,7 @@ def _normal(message: object, number: int) -> dict[str, Any]:
 
 
 def _text(content: object, name: str) -> str:
+    """A content, or list of parts, as one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

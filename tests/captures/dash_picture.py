@@ -1,4 +1,4 @@
-"""Renews the picture of docs/dash.md: the page of `umbra dash` while the quickstart trains, after
+"""Renews the picture of docs/watch.md: the page of `umbra dash` while the quickstart trains, after
 one of its engines was killed.
 
     python tests/captures/dash_picture.py runs/quickstart-assets [docs/dash.png]

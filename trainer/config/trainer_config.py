@@ -83,7 +83,7 @@ class RunSection(Settings):
             (in `dir`/tensorboard), "wandb" and "mlflow", which read their own environment
             variables. Default: TensorBoard where it is installed.
         trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`. That
-            takes at most 32 MiB of disk for each process; docs/tracing.md has the processor time.
+            takes at most 32 MiB of disk for each process; docs/watch.md has the processor time.
         metrics_address: HOST:PORT at which rank 0's supervisor serves metrics for Prometheus, such
             as "127.0.0.1:9464". Port 0 takes a free one, which the run prints. Anybody who reaches
             the address can read them. Where empty, none are served.

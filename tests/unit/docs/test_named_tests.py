@@ -1,7 +1,8 @@
-"""Tests and files of tests that documents name are there."""
+"""The tests that documents and tests/faults.tsv name exist, as do the messages of a page."""
 
 from __future__ import annotations
 
+import csv
 import re
 from functools import cache
 from pathlib import Path
@@ -36,5 +37,28 @@ def test_a_document_names_only_tests_that_are_there(document: str) -> None:
     assert [name for name in sorted(named) if not is_there(*name)] == []
 
 
-def test_names_of_tests_are_found_in_documents() -> None:
-    assert len(set(NAMED.findall(source("docs/faults.md")))) > 50
+def faults() -> list[dict[str, str]]:
+    lines = source("tests/faults.tsv").splitlines()
+    return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def test_every_fault_has_tests_that_are_there() -> None:
+    there = set[str]()
+    for path in ROOT.glob("tests/**/test_*.py"):
+        there |= {path.stem, *re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.M)}
+
+    assert len(faults()) > 300
+    assert [row["fault"] for row in faults() if not row["tests"].split()] == []
+    assert [name for row in faults() for name in row["tests"].split() if name not in there] == []
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_tested_faults() -> None:
+    results = "\n".join(row["result"] for row in faults())
+    messages = source("docs/troubleshoot.md").partition("## Common")[2].partition("## A run")[0]
+    rows: list[str] = re.findall(r"^\| `([^|]+)` \|", messages, re.M)
+    fragments = [
+        part.strip() for row in rows for text in row.split("`") for part in text.split("…")
+    ]
+
+    assert len(rows) > 25
+    assert [text for text in fragments if text not in results] == []
