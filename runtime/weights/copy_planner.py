@@ -34,11 +34,7 @@ class StridedView:
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a tensor that one rank holds.
-
-    Attributes:
-        starts, sizes: [d]
-    """
+    """A box of a tensor that one rank holds: `starts` and `sizes` are [d]."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -72,7 +68,6 @@ class SplitError(Exception):
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -82,16 +77,10 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def plan_pieces(
     shape: Sequence[int], blocks: Sequence[ShardBlock], source: StridedView, target: StridedView
 ) -> list[CopyPiece]:
-    """Splits a copy by blocks: every element comes exactly once.
+    """Splits a copy by blocks, which do not overlap: every element comes exactly once.
 
-    Args:
-        shape: of the tensor, [d].
-        blocks: that do not overlap.
-        source: what the copy reads, in the tensor as contiguous memory.
-        target: what it writes, of the same shape.
-
-    Raises:
-        SplitError: the copy does not read a box, or no block has some of its elements.
+    Raises SplitError if the copy, from `source` in the tensor as contiguous memory to `target`,
+    does not read a box, or no block has some of its elements.
     """
     if not source.numel:
         return []
@@ -109,7 +98,7 @@ def plan_pieces(
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A dim of the copy walks along a dim of the tensor, in steps."""
+    """A dim of the copy, which walks along a dim of the tensor in steps."""
 
     dim: int
     step: int
@@ -120,10 +109,7 @@ def _axes_of(
     shape: Sequence[int], source: StridedView, target: StridedView
 ) -> tuple[list[int], list[_Axis], StridedView]:
     """The tensor's index of the first element, the axes of the copy, and the target with the same
-    dims.
-
-    A dim of the copy that runs over several dims of the tensor becomes several dims.
-    """
+    dims. A dim of the copy that runs over several dims of the tensor becomes several dims."""
     strides = row_major(shape)
     origin = [source.offset // step % n if n else 0 for n, step in zip(shape, strides, strict=True)]
     todo = [

@@ -1,5 +1,3 @@
-"""Checks that the regions sent by the ranks cover every tensor, each byte exactly once."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

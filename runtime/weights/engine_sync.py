@@ -1,10 +1,3 @@
-"""One engine in a sync: makes the requests that the transaction decides on, one after the other.
-
-So a revert never overtakes a load that is still copying. While an engine loads, its progress is
-watched: an engine that makes no progress although there are buckets to load has
-failed.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -48,11 +41,11 @@ _ABORTED_LIMIT_S: Final = 40.0
 # which gives the pool 60 s, ends the job. Shorter: engines that finish loading a model are killed.
 _ENGINE_SHARE: Final = 0.75
 # Share of the sync's remaining time that an engine has for a request, or for a load without
-# progress. A larger share leaves too little for the others when it fails; a smaller one replaces
-# slow engines.
+# progress. A larger share leaves too little for the others when it fails; a smaller one
+# replaces slow engines.
 _RANK_NEWS_LIMIT_S: Final = 3.0
 # How much later than an engine the supervisor may notice that a rank is lost. Shorter: engines are
-# killed for what a rank did. Longer: an engine whose own connection broke delays the others.
+# killed for a rank's end. Longer: an engine whose own connection broke delays the others.
 _WATCH_INTERVAL_S: Final = 0.1
 _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 
@@ -60,13 +53,11 @@ _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 class SyncEngine(Protocol):
     """An engine as the supervisor sees it. Calls raise `UmbraError` if they fail.
 
-    `prepare_update` does not change the weights. `load` takes memory for them if they sleep,
-    returns when the model has the new ones, and fails soon after the sync is aborted. As soon as it
-    is called the weights have no version (lifecycle BeginUpdate). `verify_update` compares
-    checksums, changes nothing, and returns what differs. `commit_update` wakes the KV cache if it
-    sleeps, and the engine serves. `abort_update` ends the update; the lifecycle loses the version
-    only if `load` was called. `probe_import` returns why allocations (`rank_exports`) cannot be
-    opened, or "".
+    `load` takes memory for the weights if they sleep, returns when the model has the new ones, and
+    fails soon after the sync is aborted; from the call on the weights have no version.
+    `verify_update` returns differences of checksums. `commit_update` wakes the KV cache if it
+    sleeps, and the engine serves. `abort_update` ends the update; the version is lost only if
+    `load` was called.
     """
 
     @property
@@ -95,12 +86,12 @@ class SyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSync:
-    """The part of a sync that the coordinator provides once the layout is known.
+    """The coordinator's part of a sync, once the layout is known.
 
     Attributes:
         engines: by their numbers.
-        layout: of the transport. With cuda_ipc, `layout.num_buckets` is the number of tensors,
-            which are loaded one by one.
+        layout: the transport's. With cuda_ipc, `num_buckets` counts tensors, which are
+            loaded one by one.
         connects: see `TransportPlan`.
     """
 
@@ -139,7 +130,6 @@ class Lease:
         return max(0.0, self._end - time.monotonic())
 
     def shorten(self, length_s: float) -> None:
-        """Ends it `length_s` from now, unless it ends earlier."""
         end = time.monotonic() + length_s
         if end < self._end:
             self._end, self.length_s = end, length_s
@@ -147,11 +137,12 @@ class Lease:
 
 
 class EngineSync:
-    """Passes the outcome of every request to the transaction, by `feed`.
+    """One engine in a sync: makes the transaction's requests one after the other, and feeds
+    it the outcomes.
 
-    Args:
-        number: the engine's index in the sync.
-        lease: the time that the ranks set for the sync; it limits the engine.
+    A revert therefore never overtakes a load that is still copying. An engine that makes no
+    progress in a load although there are buckets to load has failed. The ranks' `lease`
+    limits the engine.
     """
 
     def __init__(
@@ -206,7 +197,6 @@ class EngineSync:
         self._opened.progress.dismiss(self.number)  # killed first: it reads no bucket any more
 
     async def run(self) -> None:
-        """Makes the requests in order until `Close` or a failure."""
         while not isinstance(request := await self._requests.get(), Close):
             await self._carry_out(request)
 
@@ -295,10 +285,7 @@ class EngineSync:
     @contextmanager
     def _watching(self, timeout: asyncio.Timeout, *, wakes: bool) -> Generator[None]:
         """Resets a load's timeout whenever it makes progress; sets none while it waits for others.
-
-        Args:
-            wakes: the engine first takes memory for its weights.
-        """
+        With `wakes`, the engine first takes memory for its weights."""
         loop, num_buckets = asyncio.get_running_loop(), self._opened.layout.num_buckets
         progress, num_seen = self._opened.progress, 0
         timer: asyncio.TimerHandle | None = None
@@ -340,12 +327,9 @@ class EngineSync:
         self._feed(EngineCutOff(self._engine.name, reason, is_touched))
 
     async def _is_stopped_by_abort(self, request: Action) -> bool:
-        """Whether an engine could not get ready or load because the sync was aborted, which frees
-        the memory that it was to read.
-
-        A lost rank breaks its connections and frees the memory that it exports before the
-        supervisor hears of it. The engines that notice have not failed.
-        """
+        """Whether an engine could not get ready or load because the sync was aborted. A lost rank
+        breaks its connections and frees exported memory before the supervisor notices. The engines
+        that notice first have not failed."""
         if not isinstance(request, Prepare | Load):
             return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD

@@ -2,8 +2,7 @@
 
 The image is in shared memory; with CUDA IPC it is only a way to count bytes. Every tensor starts at
 a multiple of `ALIGNMENT`, in row-major order, without strides; buckets are windows into the image
-(see `bucket_grid`).
-Torch-free, because the supervisor checks manifests too.
+(see `bucket_grid`). Torch-free, because the supervisor checks manifests too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_DIMS: Final = 64
 MAX_IMAGE_NBYTES: Final = 1 << 50
 # Bounds of values accepted from another process; far above any real model.
 _NUM_KEPT: Final = 16
-# Manifests that were read and are kept: a process has one for each model that it syncs.
+# Manifests cached by their bytes: a process has one for each model that it syncs.
 
 ITEMSIZES: Final[Mapping[str, int]] = {
     "bool": 1,
@@ -85,8 +84,7 @@ class Manifest:
         entries: ordered by offset, disjoint.
         aliases: other names of tied tensors -> the name in `entries` that has the bytes.
         nbytes: length of the image, padding included.
-        lora: set if the tensors are a LoRA adapter and the engines keep their weights; None: they
-            are the model's weights.
+        lora: set if the tensors are a LoRA adapter for engines that keep their weights.
     """
 
     entries: tuple[TensorEntry, ...]
@@ -101,12 +99,8 @@ class Manifest:
         aliases: Mapping[str, str] | None = None,
         lora: LoraSpec | None = None,
     ) -> Self:
-        """Places (name, dtype, shape) triples one after the other.
-
-        Raises:
-            ValueError: a name is repeated, a dtype is unknown, an alias has no target, or the
-                tensors are not the adapter that `lora` describes.
-        """
+        """Places (name, dtype, shape) triples one after the other. Raises ValueError if a name is
+        repeated, a dtype is unknown, an alias has no target, or the tensors do not suit `lora`."""
         entries: list[TensorEntry] = []
         cursor = 0
         for name, dtype, shape in tensors:
@@ -127,17 +121,16 @@ class Manifest:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of all tensors, without padding: what a complete sync delivers."""
+        """Bytes of all tensors, without padding, as a complete sync delivers them."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name, those of tied tensors under each of their names."""
+        """Tied tensors come under each of their names."""
         shapes = {entry.name: entry.shape for entry in self.entries}
         return shapes | {alias: shapes[target] for alias, target in self.aliases.items()}
 
     def to_wire(self) -> bytes:
-        """Its form in messages, packed once; `from_wire` is its inverse."""
         return self._packed
 
     @cached_property
@@ -155,12 +148,8 @@ class Manifest:
 
     @staticmethod
     def from_wire(raw: object) -> Manifest:
-        """Checks and reads what `to_wire` made; the same object for the same bytes, which most
-        syncs repeat.
-
-        Raises:
-            ProtocolError: it is not a well-formed layout within the bounds.
-        """
+        """Raises ProtocolError for bytes that are no well-formed layout within the bounds. Equal
+        bytes, which most syncs repeat, give the same object."""
         return _read_manifest(_typed(raw, bytes, "manifest"))
 
     def check(self) -> None:
@@ -214,7 +203,6 @@ def _read_manifest(packed: bytes) -> Manifest:
 
 
 def align(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -22,11 +22,8 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tied tensors -> the first name with the same storage, offset and shape.
-
-    It compares local shards, and works even for empty shards, because those keep a storage of their
-    own.
-    """
+    """Names of tied tensors -> the first name with the same storage, offset and shape. Compares
+    local shards, even empty ones, because those keep a storage of their own."""
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -65,13 +62,9 @@ def is_first_holder(tensor: Tensor, rank: int) -> bool:
 
 
 def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
-    """The rows [start, stop) of dim 0 that this rank holds; None for the whole tensor.
-
-    A plain tensor counts as rank 0's only: the others may have other values.
-
-    Raises:
-        ValueError: a placement whose local part is not a run of rows.
-    """
+    """The rows [start, stop) of dim 0 that this rank holds; None for the whole tensor. A plain
+    tensor counts as rank 0's only: the others may have other values. Raises ValueError for a
+    placement whose local part is not a run of rows."""
     if not isinstance(tensor, DTensor):
         return None if rank == 0 else (0, 0)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -95,14 +88,8 @@ def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
 
 
 def held_extent(key: int, entry: TensorEntry, tensor: Tensor, rank: int) -> Extent | None:
-    """The byte range of the image that this rank holds of `tensor`; None if it holds nothing.
-
-    Args:
-        key: of the extent that is returned.
-
-    Raises:
-        ValueError: the placement is unusable, or the local part contradicts it.
-    """
+    """The byte range of the image that this rank holds of `tensor`, under `key`; None if it holds
+    nothing. Raises ValueError if the placement is unusable, or contradicts the local part."""
     rows = rows_held(entry.name, tensor, rank)
     if rows is None:
         start, nbytes = 0, entry.nbytes

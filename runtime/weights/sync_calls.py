@@ -2,13 +2,14 @@
 
     rank                                      supervisor
     sync_begin  ──SyncBegin──▶   SyncGrant    all ranks have joined, engines get ready
-    sync_progress ──SyncProgressed──▶         over several nodes: what was read, which are gone
+    sync_progress ──SyncProgressed──▶         over several nodes: buckets read, nodes gone
     sync_filled ──SyncFilled──▶               all ranks have filled, all engines have loaded
     sync_end    ──SyncEnd──▶     SyncReport   the version is committed, engines serve it
     sync_abort  ──SyncAbort──▶                the sync ends for every rank
 
 A rank's publisher passes each call as one object to the `SyncCoordinator` of the pool. Its deadline
 is on the monotonic clock of the process that holds it; between processes it travels as time left.
+`from_wire` raises ProtocolError for anything that `to_wire` could not have made.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Call:
         return remaining_s(self.deadline)
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values for a message; `from_wire` is its inverse. Raises as `left_s`."""
+        """Plain values for a message. Raises as `left_s`."""
         plain = _plain(self)
         del plain["deadline"]
         return plain | {"timeout_s": self.left_s}
@@ -59,7 +60,6 @@ class SyncBegin(_Call):
     Attributes:
         manifest: the wire form of a `Manifest`, from rank 0; the coordinator reads it.
         offer: the GPU memory that the rank exports.
-        node_id: the rank's node.
         link_endpoint: "HOST:PORT" at which receivers of other nodes reach the rank; "" for none.
     """
 
@@ -76,7 +76,6 @@ class SyncBegin(_Call):
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {
                 "pool": str(pool),
@@ -117,17 +116,12 @@ class _LaterCall(_Call):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncProgressed(_LaterCall):
-    """A rank reports how far it is, now and then; see `LinkProgress.observe` for the answer.
-
-    Attributes:
-        num_filled: buckets that it has read.
-    """
+    """A rank reports now and then how many buckets it has read; see `LinkProgress.observe`."""
 
     num_filled: int
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {
                 "sync_id": str(sync_id),
@@ -150,10 +144,10 @@ class SyncFilled(_LaterCall):
     """A rank has written its part of every bucket, or exports all its tensors.
 
     Attributes:
-        regions: that it sent. With checksums also those of which it has a replica.
+        regions: sent by the rank; with checksums, also its replicas'.
         network_nbytes: of weights that it sent to other nodes.
-        is_released: engines may allocate more memory when they have loaded. False if the rank first
-            has work to do then; it calls `sync_end` after that.
+        is_released: whether engines may allocate more memory when they have loaded. False if
+            the rank first has work to do then; it calls `sync_end` after that.
     """
 
     regions: Sequence[Region]
@@ -162,7 +156,6 @@ class SyncFilled(_LaterCall):
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {
                 "sync_id": str(sync_id),
@@ -190,7 +183,6 @@ class SyncEnd(_LaterCall):
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {"sync_id": str(sync_id), "rank": int(rank), "timeout_s": float(timeout_s)}:
                 return cls(sync_id=sync_id, rank=rank, deadline=_read_deadline(timeout_s))
@@ -200,13 +192,10 @@ class SyncEnd(_LaterCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncAbort(_LaterCall):
-    """A rank aborts the sync."""
-
     reason: str
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {
                 "sync_id": str(sync_id),
@@ -225,7 +214,7 @@ SyncCall = SyncBegin | SyncProgressed | SyncFilled | SyncEnd | SyncAbort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGrant:
-    """The information that a rank needs to hand over its tensors.
+    """The facts that a rank needs to hand over its tensors.
 
     Attributes:
         num_buckets: with cuda_ipc the number of tensors.
@@ -245,7 +234,6 @@ class SyncGrant:
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {
                 "sync_id": str(),
@@ -266,10 +254,10 @@ class SyncReport:
 
     Attributes:
         engines: name -> {"nbytes": bytes loaded, "load_s": seconds, waits included}.
-        failed: name -> why this engine did not get the version; it is being replaced, or gets it
-            with the next sync.
-        remaining: engines that left the sync and still serve an older version. The ranks publish
-            the version to them again.
+        failed: name -> why this engine did not get the version; it is being replaced, or gets
+            it with the next sync.
+        remaining: engines that left the sync and still serve an older version. The ranks
+            publish the version to them again.
         transport: by name.
         network_nbytes: of weights, that ranks sent to other nodes.
         prepare_s, transfer_s, verify_s, resume_s: seconds of each phase.
@@ -291,7 +279,6 @@ class SyncReport:
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {
                 "version": int(),
@@ -326,15 +313,9 @@ class SyncReport:
 
 
 class SyncSupervisor(Protocol):
-    """The supervisor as a rank's publisher sees it: blocking calls.
-
-    Each raises `WeightSyncError` on all ranks if the sync fails, and DeadlineExceeded if the call's
-    time is used up.
-
-    Attributes:
-        node_id: the rank's node.
-        fd_socket: path of the descriptor server of that node.
-    """
+    """The supervisor as a rank's publisher sees it, in blocking calls. Each raises
+    `WeightSyncError` on all ranks if the sync fails, and DeadlineExceeded if the call's time is
+    used up. `node_id` and `fd_socket`, a descriptor server, are of the rank's node."""
 
     @property
     def node_id(self) -> str: ...
@@ -354,7 +335,7 @@ class SyncSupervisor(Protocol):
 
 
 def remaining_s(deadline: float) -> float:
-    """Seconds until the deadline of a sync; raises DeadlineExceeded if none are left."""
+    """Raises DeadlineExceeded if no time is left."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise DeadlineExceeded("the time for this sync is used up")

@@ -1,11 +1,3 @@
-"""The supervisor's side of weight syncs: one coordinator per pool.
-
-    rank 0 ──sync_begin──┐                                     ┌── prepare_update ──> engine a
-    rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── prepare_update ──> engine b
-
-Ranks make the `sync_*` calls, see `sync_calls`. Torch-free.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -47,7 +39,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_SHARE: Final = 0.9
 # The lease ends this share before a rank's own deadline, so that the rank gets the reason.
 _ENDED_KEPT: Final = 8
-# Ended syncs whose outcome is kept for late callers.
+# Ended syncs whose outcome late callers still get.
 _ABLE_STATES: Final = frozenset(
     {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS, EngineState.ASLEEP}
 )
@@ -59,20 +51,20 @@ class SyncSettings:
     """Settings of a pool's syncs.
 
     Attributes:
-        bucket_nbytes: the part of the image that a rank fills before engines load it. Larger ones
-            leave engines waiting and the cache behind; smaller ones spend the time in wake-ups.
-        verify_every: checksums are verified for the first version, for every n-th after it, and
-            whenever an engine takes part for the first time. That all bytes were sent is checked in
-            every sync.
-        full_sync_every: 1 always sends all weights between nodes. With n, only every n-th version
-            does, and others send what has changed since the last one; the version before a full one
-            has checksums. Ranks then keep a copy of what they sent.
+        bucket_nbytes: the part of the image that a rank fills before engines load it.
+            Larger ones leave engines waiting and the cache behind; smaller ones spend the
+            time in wake-ups.
+        verify_every: checksums are verified for the first version, for every n-th after it,
+            and whenever an engine takes part for the first time. Every sync checks that all
+            bytes were sent.
+        full_sync_every: 1 always sends all weights between nodes. With n, only every n-th
+            version does, and others send the changes since the last one; the version before a full
+            one has checksums. Ranks then keep a copy of what they sent.
         pause_mode: what happens to running generation: abort, keep or drain.
-        require_engine: a sync that reaches no engine fails. If False, it commits the version with a
-            warning, and engines catch up with it later.
-        transport: see `umbra.runtime.weights.transport_choice`.
-        staged_updates: engines that read the ranks' memory first read it into spare memory, while
-            they generate.
+        require_engine: whether a sync that reaches no engine fails. If False, it commits the
+            version with a warning, and engines catch up with it later.
+        staged_updates: whether engines that read the ranks' memory first read it into spare
+            memory, while they generate.
     """
 
     bucket_nbytes: int = 2 << 20
@@ -85,17 +77,16 @@ class SyncSettings:
 
 
 class SyncCoordinator:
-    """Serves the syncs of one pool, one after the other. `run()` lives until cancelled.
+    """Serves the syncs of one pool, one after the other. Torch-free. `run` lives until cancelled.
 
-    The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs. The
-    coordinator owns the memory of syncs within a node, which `run` frees when it ends. `version` is
-    the last committed one.
+        rank 0 ──sync_begin──┐                                     ┌── prepare_update ──> engine a
+        rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── prepare_update ──> engine b
 
-    Args:
-        engines: all engines of the pool, in any state.
-        fd_server: offers the descriptors of that memory.
-        images: reaches the nodes of the job, for syncs over several of them.
-        on_abort: called with the version and the reason when a sync has failed.
+    Ranks make the `sync_*` calls, see `sync_calls`. The supervisor separates other operations
+    on the pool (sleep, wake, pause) from syncs. The coordinator owns the memory of syncs within
+    a node, which `run` frees at its end. `version` is the last committed one. `engines` returns
+    all engines of the pool, in any state; `on_abort` gets the version and the reason when a
+    sync has failed.
     """
 
     def __init__(
@@ -130,7 +121,6 @@ class SyncCoordinator:
 
     @property
     def current(self) -> SyncRun | None:
-        """The sync in progress."""
         return self._current
 
     @property
@@ -138,7 +128,6 @@ class SyncCoordinator:
         return self._current is not None
 
     async def wait_settled(self) -> None:
-        """Waits until no sync is in progress."""
         while self._current is not None:
             await self._current.over.wait()
 
@@ -160,17 +149,10 @@ class SyncCoordinator:
         finally:
             self._memory.close()
 
-    # -- calls of ranks ------------------------------------------------------------------
-
     async def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        """Returns once all ranks have called it; engines get ready while the ranks fill.
-
-        Collective: all ranks, with the same version.
-
-        Raises:
-            WeightSyncError: a rank is missing or disagrees, or no engine can take part.
-            ProtocolError: the manifest is malformed.
-        """
+        """Returns once all ranks have called it with the same version; engines get ready while
+        the ranks fill. Raises WeightSyncError if a rank is missing or disagrees, or no engine
+        can take part."""
         layout = None if call.manifest is None else Manifest.from_wire(call.manifest)
         run = await self._joinable_run(call.version, call.left_s)
         run.shorten_lease(call.left_s * _ANSWER_SHARE)
@@ -196,24 +178,15 @@ class SyncCoordinator:
         )
 
     def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
-        """Called now and then by a rank of a sync over several nodes; see `LinkProgress.observe`.
-
-        Raises:
-            WeightSyncError: the sync is unknown.
-            ProtocolError: the report does not fit it.
-        """
+        """Takes a report of a sync over several nodes; see `LinkProgress.observe`."""
         opened = self._find(call.sync_id).opened
         if opened is None or not isinstance(opened.progress, LinkProgress):
             raise ProtocolError(f"sync {call.sync_id!r} has its progress in shared memory")
         return opened.progress.observe(call)
 
     async def sync_filled(self, call: SyncFilled) -> None:
-        """Called by a rank that wrote its part of every bucket; returns once every engine has
-        loaded.
-
-        Raises:
-            WeightSyncError: the sync failed.
-        """
+        """Returns once every rank has written its part of every bucket, and every
+        engine has loaded."""
         async with asyncio.timeout(call.left_s):
             await self._find(call.sync_id).fill(
                 RankFilled(
@@ -225,26 +198,18 @@ class SyncCoordinator:
             )
 
     async def sync_end(self, call: SyncEnd) -> SyncReport:
-        """Returns the report once the version is committed and the engines serve it.
-
-        Raises:
-            WeightSyncError: the sync failed.
-        """
+        """Returns the report once the version is committed and the engines serve it."""
         async with asyncio.timeout(call.left_s):
             return await self._find(call.sync_id).end(call.rank)
 
     def sync_abort(self, call: SyncAbort) -> None:
-        """Called by a rank that aborts: engines revert, other ranks get an error. No effect if too
-        late."""
+        """Aborts for a rank: engines revert, other ranks get an error. No effect if too late."""
         with suppress(WeightSyncError):
             self._find(call.sync_id).feed(Aborted(f"rank {call.rank} aborted: {call.reason}"))
 
     def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
-        """Called when a rank's process ended: an open sync aborts."""
         if self._current is not None:
             self._current.feed(Aborted(f"rank {rank} is lost: {reason}"))
-
-    # -- calls of a run ------------------------------------------------------------------
 
     async def choose_transport(
         self, offers: Sequence[RankOffer], timeout_s: float
@@ -256,11 +221,8 @@ class SyncCoordinator:
     async def open_sync(
         self, version: int, action: Open, plan: TransportPlan, timeout_s: float
     ) -> AsyncGenerator[OpenedSync]:
-        """Chooses the engines: those that can take part and lack `version`.
-
-        Raises:
-            WeightSyncError: the system has no memory or descriptors for a sync.
-        """
+        """Opens a sync for the engines that can take part and lack `version`. Raises
+        WeightSyncError if the system has no memory or descriptors for it."""
         manifest, chosen = action.manifest, self._choose_engines(version, plan)
         most_nbytes = max(align(manifest.nbytes), ALIGNMENT)
         bucket_nbytes = min(align(self._settings.bucket_nbytes), most_nbytes)
@@ -308,11 +270,8 @@ class SyncCoordinator:
             )
 
     def remaining(self, version: int) -> list[str]:
-        """Engines that hold an older version, and serve it or may serve it again.
-
-        An engine without a version (PENDING_WEIGHTS) generates nothing, and waits for a catch-up
-        sync.
-        """
+        """Engines that hold an older version, and serve it or may serve it again. An engine without
+        a version (PENDING_WEIGHTS) generates nothing, and waits for a catch-up sync."""
         able = self._able_engines()
         return [engine.name for engine in able if engine.lifecycle.version not in (None, version)]
 
@@ -320,10 +279,8 @@ class SyncCoordinator:
         """Excludes that incarnation of an engine from all later syncs."""
         self._discarded[engine] = incarnation
 
-    # -- private -------------------------------------------------------------------------
-
     def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
-        # Others may have become ready since the transport was chosen.
+        # Other engines may have become ready since the transport was chosen.
         chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
         if version == self.version:
             chosen = [engine for engine in chosen if engine.lifecycle.version != version]

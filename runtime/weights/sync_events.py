@@ -9,12 +9,13 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import Region
 from umbra.runtime.weights.transports.base import RankOffer
 
-# -- events ------------------------------------------------------------------------------
+# Events.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJoined:
-    """A rank called sync_begin. Rank 0 sends the layout; each offers what transports may use."""
+    """A rank called sync_begin. Rank 0 sends the layout; each offers memory and addresses
+    to transports."""
 
     rank: int
     world_size: int
@@ -25,10 +26,8 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The answer to `Open`: these engines take part.
-
-    `connects`: ranks may begin only when all engines are prepared.
-    """
+    """The answer to `Open`: these engines take part. With `connects`, ranks may begin only when all
+    engines are prepared."""
 
     engines: Sequence[str]
     connects: bool = False
@@ -36,7 +35,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFilled:
-    """A rank has written its part of all buckets. `is_released`: `RankReleased` does not follow."""
+    """A rank has written its part of all buckets. Unless `is_released`, `RankReleased` follows."""
 
     rank: int
     regions: Sequence[Region]
@@ -60,7 +59,7 @@ class EnginePrepared:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoaded:
-    """The engine has read what it needs from all buckets."""
+    """The engine has read its tensors from all buckets."""
 
     engine: str
     nbytes: int
@@ -68,7 +67,7 @@ class EngineLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EngineVerified:
-    """The engine has compared the checksums of its parameters with those of the ranks."""
+    """The engine has compared the checksums of its parameters with the ranks'."""
 
     engine: str
     mismatches: Sequence[str]
@@ -96,8 +95,8 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class EngineCutOff:
-    """The engine cannot get the version in this sync, because the one that receives for its node
-    was lost. It has not failed."""
+    """The engine cannot get the version in this sync, because its node's receiver was lost. It
+    has not failed."""
 
     engine: str
     reason: str
@@ -135,7 +134,7 @@ Event = (
     | LeaseExpired
 )
 
-# -- actions -----------------------------------------------------------------------------
+# Actions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +171,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare checksums."""
-
     engine: str
 
 
@@ -207,10 +204,8 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class FailRanks:
-    """Every call of every rank, pending or later, raises `WeightSyncError(reason)`.
-
-    Nobody fills or loads any more.
-    """
+    """Every call of every rank, pending or later, raises `WeightSyncError(reason)`. Filling
+    and loading end."""
 
     reason: str
 

@@ -1,10 +1,3 @@
-"""Drives one sync: carries out what `SyncTransaction` decides.
-
-Ranks wait on futures, and every engine has a task (`umbra.runtime.weights.engine_sync`), all on the
-supervisor's loop. The transfer itself does not go through the supervisor. When the transaction
-aborts, the transport's `TransferProgress` stops it.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -66,7 +59,12 @@ class SyncHost(Protocol):
 
 
 class SyncRun:
-    """One sync, from the first rank that joins to the last engine that settles."""
+    """Drives one sync, from the first rank that joins to the last engine that settles.
+
+    It carries out the decisions of `SyncTransaction`. Ranks wait on futures, and every engine has a
+    task (`engine_sync`), all on the supervisor's loop. The transfer itself does not go through the
+    supervisor; when the transaction aborts, the transport's `TransferProgress` stops it.
+    """
 
     def __init__(self, sync_id: str, version: int, host: SyncHost, require_engine: bool) -> None:
         self.sync_id = sync_id
@@ -90,8 +88,8 @@ class SyncRun:
         return self.transaction.version
 
     async def run(self) -> None:
-        """Runs until the sync is over. Cancelling it fails the ranks and leaves engines as they
-        are."""
+        """Runs until the sync is over. Cancelling it fails the ranks and leaves
+        engines as they are."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self.started.set()
@@ -104,11 +102,9 @@ class SyncRun:
             self._fail_ranks("the supervisor is shutting down")
 
     def shorten_lease(self, lease_s: float) -> None:
-        """Ends the sync `lease_s` from now, unless it ends earlier."""
         self._lease.shorten(lease_s)
 
     def feed(self, event: Event) -> None:
-        """Processes an event and carries out the resulting actions."""
         phase = self.transaction.phase
         actions = self.transaction.observe(event)
         if self.transaction.phase != phase:
@@ -118,8 +114,6 @@ class SyncRun:
             self._entered_at.setdefault(self.transaction.phase, time.monotonic())
         for action in actions:
             self._act(action)
-
-    # -- ranks ---------------------------------------------------------------------------
 
     async def join(self, event: RankJoined) -> None:
         """Waits until all ranks have joined and engines are chosen."""
@@ -137,11 +131,8 @@ class SyncRun:
         return self._report
 
     async def _wait(self, what: str, rank: int, event: Event) -> None:
-        """Feeds the rank's event and waits until `what` is granted.
-
-        A rank that stops waiting (its call was cancelled, it died) aborts the sync. Raises
-        WeightSyncError if the sync fails.
-        """
+        """Feeds the rank's event and waits until `what` is granted. A rank that stops waiting (its
+        call was cancelled, it died) aborts the sync. Raises WeightSyncError if the sync fails."""
         key = (what, rank)
         if self.failure is not None:
             raise WeightSyncError(self.failure)
@@ -171,8 +162,6 @@ class SyncRun:
                 future.set_exception(WeightSyncError(reason))
         if self.opened is not None:
             self.opened.progress.abort()
-
-    # -- actions -------------------------------------------------------------------------
 
     def _act(self, action: Action) -> None:
         match action:

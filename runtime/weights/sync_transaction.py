@@ -74,8 +74,6 @@ class Phase(IntEnum):
 
 
 class Stage(StrEnum):
-    """The progress of one engine."""
-
     PREPARING = "preparing"
     LOADING = "loading"
     LOADED = "loaded"
@@ -85,11 +83,8 @@ class Stage(StrEnum):
 
 
 class SyncTransaction:
-    """One sync of one version.
-
-    Args:
-        require_engine: fail when no engine is left; else commit the version for later engines.
-    """
+    """One sync of one version. `require_engine` fails it when no engine is left; else the version
+    is committed for later engines."""
 
     def __init__(self, version: int, require_engine: bool = True) -> None:
         self.version = version
@@ -113,7 +108,6 @@ class SyncTransaction:
 
     @property
     def regions(self) -> list[Region]:
-        """Sent so far."""
         return [(offset, nbytes, sent) for (offset, nbytes), sent in self._checksums.items()]
 
     @property
@@ -156,8 +150,6 @@ class SyncTransaction:
                 return self._on_progress(event) if event.engine in self._engines else []
             case _:
                 assert_never(event)
-
-    # -- ranks ---------------------------------------------------------------------------
 
     def _on_joined(self, event: RankJoined) -> list[Action]:
         if self.phase != Phase.GATHERING:
@@ -216,12 +208,10 @@ class SyncTransaction:
         return self._checksums.setdefault((offset, nbytes), checksum) != checksum
 
     def _find_gap(self) -> str:
-        """What is wrong with the regions of all ranks, or "". It is called while engines load."""
+        """The first fault of all ranks' regions, or "". Called while engines load."""
         assert self.manifest is not None
         has_all = self._filled == self._joined.keys()
         return find_gap(self.manifest, self.regions) if has_all else ""
-
-    # -- engines -------------------------------------------------------------------------
 
     def _on_progress(
         self,
@@ -266,8 +256,6 @@ class SyncTransaction:
         self.failed[event.engine] = event.reason
         return [Discard(event.engine, event.reason), *self._advance()]
 
-    # -- progress ------------------------------------------------------------------------
-
     def _advance(self) -> list[Action]:
         """Moves to the next phases as far as known progress allows."""
         if self._require_engine and not self._engines and self.phase < Phase.ABORTING:
@@ -310,8 +298,6 @@ class SyncTransaction:
 
     def _all_at(self, stage: Stage) -> bool:
         return all(reached == stage for reached in self._engines.values())
-
-    # -- the end -------------------------------------------------------------------------
 
     def _abort_without_engines(self) -> list[Action]:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())

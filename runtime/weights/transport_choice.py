@@ -1,5 +1,3 @@
-"""Chooses the transport of a sync: the first one that can be used. Torch-free."""
-
 from __future__ import annotations
 
 import logging
@@ -21,12 +19,8 @@ TransportSetting = Literal["auto", "memfd", "cuda_ipc", "tcp"]
 
 
 class TransportChooser:
-    """Chooses once for each sync of one pool.
-
-    Args:
-        plans: of all transports, the fastest first.
-        setting: "auto" tries them in this order; else only that one may be used.
-    """
+    """Chooses the transport of each sync of one pool: the first of `plans`, fastest first, that can
+    be used. Any `setting` but "auto" allows only that transport."""
 
     def __init__(
         self, pool: str, setting: TransportSetting, plans: Sequence[TransportPlan]
@@ -39,14 +33,7 @@ class TransportChooser:
     async def choose(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> TransportPlan:
-        """
-        Args:
-            offers: of all ranks.
-            engines: engines that may take part.
-
-        Raises:
-            WeightSyncError: none that is allowed can be used.
-        """
+        """Raises WeightSyncError if no allowed transport can be used."""
         problems: list[Problem] = []
         for plan in self._plans:
             problem = await plan.find_problem(offers, engines, timeout_s)
@@ -61,11 +48,8 @@ class TransportChooser:
         )
 
     def _log(self, name: TransportName, problems: Sequence[Problem]) -> None:
-        """Logs the choice if it differs from the last one.
-
-        Args:
-            problems: of the faster transports.
-        """
+        """Logs the choice, and the problems of faster transports, if it differs
+        from the last one."""
         reason = _reasons(problems) if problems else "all ranks and engines can"
         if self._setting == name:
             reason = "pool.transport sets it"

@@ -1,8 +1,3 @@
-"""The trainer's side of a sync: every rank hands over its own shards, by the granted transport.
-
-The supervisor gets one call when this rank has handed over everything.
-"""
-
 from __future__ import annotations
 
 import time
@@ -44,7 +39,8 @@ _ABORT_TIMEOUT_S: Final = 5.0
 
 
 class WeightPublisher:
-    """Publishes one set of tensors. Every rank has one and calls `publish` with the others.
+    """The trainer's side of a sync: every rank publishes its shards of one set of tensors,
+    with the others.
 
     Plain tensors (buffers, unsharded modules) come from rank 0; DTensors from the rank that holds
     the shard. If several do, which must then have the same values, the first one sends it, and an
@@ -52,23 +48,23 @@ class WeightPublisher:
     change while it runs.
 
     Args:
-        tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order on
-            every rank. Updated in place between calls, never replaced.
+        tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order
+            on every rank. Updated in place between calls, never replaced.
         wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
         aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
         keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
         lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
             engines that keep the weights of the model and apply the adapter to every request.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
-        on_read: called when the tensors of this rank have been read, by itself or by the engines.
-            The engines allocate their KV cache only after it has returned on every rank.
+        on_read: called when the tensors of this rank have been read, by itself or by the
+            engines. The engines allocate their KV cache only after it has returned on every rank.
             None: they need not wait for it.
         keeps_memory: the tensors have the same memory from one call to the next. Engines on the
             same GPUs then keep it open in between; it is not given back to the GPU before they
             close it, with the next sync or when they end. False if `on_read` frees it.
         export: see `Export`; None for CUDA IPC.
-        link_host: address of this node at which receivers on other nodes reach this rank while a
-            sync is open, which the transport "tcp" needs; "" for none.
+        link_host: address of this node at which receivers on other nodes reach this rank while
+            a sync is open, which the transport "tcp" needs; "" for none.
     """
 
     def __init__(
@@ -193,7 +189,6 @@ class WeightPublisher:
 def _shards_of(
     rank: int, manifest: Manifest, tensors: Mapping[str, Tensor], locate: Callable[[Tensor], Tensor]
 ) -> RankShards:
-    """The parts of these tensors that the rank holds."""
     sources: list[ShardSource] = []
     extents: list[Extent] = []
     for entry in manifest.entries:

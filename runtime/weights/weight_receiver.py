@@ -1,10 +1,3 @@
-"""The engine's side of syncs: copies the image of its node into parameters, and verifies them.
-
-If the ranks' GPUs can be read, parameters are filled from there, without an image.
-
-begin -> load -> verify -> end         once for each version; `abort` if it is aborted
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +24,14 @@ _Opener = Callable[[Destinations, bytes, Mapping[str, Any]], Receiver]
 
 
 class WeightReceiver:
-    """Receives versions into one engine's parameters. Lives as long as they do.
+    """The engine's side of syncs: fills one engine's parameters, and lives as long as they do.
 
-    Calls block. An engine makes them from the thread that owns the parameters, except `stop`. It
-    owns the mappings of the image and of the ranks' memory, and what it derived from a layout.
-    The next version reuses them.
+        begin -> load -> verify -> end         once for each version; `abort` if it is aborted
 
-    Args:
-        parameters: name -> parameter or buffer of this engine, any strides. Their storages may move
-            to other memory between updates.
-        timeout_s: limit for the supervisor to pass the memory.
-        make_opener: makes what opens the ranks' exports.
+    It copies the image of its node, or reads the ranks' GPUs directly if it can. Calls block, from
+    the thread that owns the parameters, except `stop`. It owns the mappings of the image and of the
+    ranks' memory, and data derived from a layout, which the next version reuses. `parameters` have
+    any strides, and may move between updates.
     """
 
     def __init__(
@@ -68,14 +58,12 @@ class WeightReceiver:
 
         Args:
             manifest: the wire form from prepare_update.
-            buckets: {"transport": name, "bucket_nbytes": int} from there, and the details of the
-                transport's layout, with "engine" and "timeout_s" in their "progress".
+            buckets: {"transport": name, "bucket_nbytes": int} from there, and the details of
+                the transport's layout, with "engine" and "timeout_s" in their "progress".
 
-        Raises:
-            WeightSyncError: names, shapes or dtypes differ from the parameters'. The manifest must
-                have exactly their names; of tied parameters it may have any one name, several that
-                share memory, or copies. Nothing was touched.
-            ProtocolError: the manifest is malformed.
+        Raises WeightSyncError, with nothing touched, if names, shapes or dtypes differ from the
+        parameters'. The manifest must have exactly their names; of tied parameters it may have any
+        one name, several that share memory, or copies.
         """
         self.end()
         if buckets["transport"] != "cuda_ipc":
@@ -105,12 +93,7 @@ class WeightReceiver:
 
     def load(self) -> int:
         """Copies everything into the parameters as ranks provide it, once; returns its bytes.
-
-        When it returns, the parameters have their values.
-
-        Raises:
-            WeightSyncError: the sync was aborted; the parameters are half written.
-        """
+        Raises WeightSyncError if the sync was aborted; the parameters are half written then."""
         return self._open_update().load()
 
     def stop(self) -> None:
@@ -120,32 +103,22 @@ class WeightReceiver:
             update.stop()
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares the parameters with the checksums of regions.
-
-        Args:
-            regions: each [image offset, nbytes, checksum or None].
-
-        Returns:
-            What differs: texts with tensor, byte range and both checksums.
-
-        Raises:
-            ProtocolError: a region is not inside one tensor.
-        """
+        """Compares the parameters with regions [image offset, nbytes, checksum or None]; returns a
+        text for each difference, with tensor, byte range and both checksums."""
         return self._open_update().verify(regions)
 
     def end(self) -> None:
-        """Leaves the sync. Idempotent."""
         update, self._update = self._update, None
         if update is not None:
             update.close()
 
     def abort(self) -> None:
-        """Like `end`, and closes the ranks' memory, because they may have ended. Idempotent."""
+        """`end`, and closes the ranks' memory, because they may have ended. Idempotent."""
         self.end()
         self._memory.close()
 
     def release(self) -> None:
-        """Like `end`, and unmaps the image, which `begin` maps again. Idempotent."""
+        """`end`, and unmaps the image, which `begin` maps again. Idempotent."""
         self.end()
         self._image.close()
 

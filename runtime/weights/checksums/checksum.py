@@ -9,11 +9,10 @@ the device or the dtype.
 
 It is not cryptographic: it finds what copies get wrong. One wrong word is always found, because
 odd numbers have inverses. Words that are exchanged, moved or repeated meet other coefficients, so
-they count as several wrong words, and these are missed only if what they add up to is 0. Were the
-coefficients random, the chance of that would be at most (64 - z) * 2**(z - 62), where z is the
-number of trailing zero bits that the differences of words have in common: the first factor 2**z is
-theirs, each of the two coefficients gives one bit away by being odd, and 64 - z are the ways in
-which the factors can share the rest. That is 2**-56 if a difference is odd, and 2**-25 at worst,
+they count as several wrong words, which are missed only if their sum is 0. With random coefficients
+that has a chance of at most (64 - z) * 2**(z - 62), where z counts the trailing zero bits that the
+words' differences share: 2**z is theirs, each odd coefficient gives one bit away, and the factors
+can share the rest in 64 - z ways. The chance is 2**-56 if a difference is odd, and 2**-25 at worst,
 if all words differ in their top bit only, as exchanged signs of bfloat16 may.
 """
 
@@ -40,16 +39,12 @@ class CastValues(NamedTuple):
 
 
 def checksum_of(data: Tensor) -> int:
-    """The checksum of the bytes of `data`, on any device."""
     return checksums_of([CastValues(data, data.dtype)])[0]
 
 
 def checksums_of(parts: Sequence[CastValues], num_threads: int = 1) -> list[int]:
-    """The checksum of each part; waits for a GPU once.
-
-    Args:
-        num_threads: that sum what is on the CPU, without the interpreter lock.
-    """
+    """The checksum of each part; waits for a GPU once. `num_threads` sum parts on the CPU, without
+    the interpreter lock."""
     by_device: dict[torch.device, list[int]] = {}
     for idx, part in enumerate(parts):
         by_device.setdefault(part.values.device, []).append(idx)

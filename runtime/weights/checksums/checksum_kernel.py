@@ -1,7 +1,7 @@
 """The kernel of `gpu_sums`, in Triton, which comes with torch for GPUs.
 
-A program sums a tile, NUM_ROWS rows of one part. A thread has the same columns of all of them, so
-that a word costs one multiplication, by the coefficient of its row; columns follow at the end.
+A program sums a tile, NUM_ROWS rows of one part. A thread has the same columns of all rows, so that
+a word costs one multiplication, by the coefficient of its row; columns follow at the end.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def sum_tiles(
     UNITS_PER_WORD: tl.constexpr,
     NUM_ROWS: tl.constexpr,
 ) -> None:
-    """Adds the sum of one tile to that of its part.
+    """Adds the sum of one tile to its part's.
 
     Args:
-        parts: [parts, 4] int64: address, number of units, first tile, and index in `sums`.
-            Addresses are multiples of 16, and numbers of 4, so that a thread loads 16 bytes at a
-            time.
+        parts: [parts, 4] int64: address, number of units, first tile, and index in
+            `sums`. Addresses are multiples of 16, and numbers of 4, so that a thread loads 16
+            bytes at a time.
         part_of_tile: [tiles] int64
         sums: int64
-        UNITS_PER_WORD: 1 for words; 2 for float32, of which each is half a word as bfloat16.
+        UNITS_PER_WORD: 1 for words; 2 for float32, each becoming half a word as bfloat16.
     """
     tile = tl.program_id(0)
     fields = parts + tl.load(part_of_tile + tile) * 4

@@ -1,5 +1,3 @@
-"""The coefficients of words in a checksum, as `checksum.py` defines it."""
-
 from __future__ import annotations
 
 from typing import Final
@@ -8,8 +6,8 @@ import torch
 from torch import Tensor
 
 ROW_WORDS: Final = 1024
-# A row has one coefficient that is computed for it alone; shorter rows cost more of those, and
-# longer ones more registers of a GPU.
+# A row has one coefficient of its own. Shorter rows need more of them; longer rows need more
+# registers of a GPU.
 
 FIRST_COLUMN: Final = 1
 FIRST_ROW: Final = FIRST_COLUMN + ROW_WORDS
@@ -19,7 +17,7 @@ SHIFTS: Final = (27, 33, 27)
 
 
 def coefficients(first: int, count: int, device: torch.device) -> Tensor:
-    """Those from number `first` on: [count] int64, to be read as unsigned."""
+    """Checksum coefficients from index `first`, as int64 bit patterns: [count]."""
     mixed = torch.arange(first, first + count, device=device)
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
         high = (mixed >> shift) & ((1 << 64 - shift) - 1)  # int64 shifts copies of the sign in

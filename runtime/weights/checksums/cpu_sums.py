@@ -31,16 +31,14 @@ _CHUNK_NBYTES: Final = _CHUNK_ROWS * _ROW_NBYTES
 # Summed at once: a chunk and its shifted copy stay in a core's cache. Smaller chunks pay more for
 # calls of numpy.
 _NUM_KEPT: Final = 4096
-# Coefficients of rows that are kept, by chunk: enough for 4 GiB, in 8 MiB.
+# Coefficients of rows, cached by chunk: enough for 4 GiB, in 8 MiB.
 
 _Words = NDArray[np.uint64]
 
 
 def sum_on_cpu(data: Tensor) -> int:
-    """The checksum of `data`, uint8 [N], contiguous; as a signed number of 64 bits.
-
-    Other threads run meanwhile.
-    """
+    """The checksum of `data`, uint8 [N], contiguous; as a signed number of 64 bits. Releases the
+    interpreter lock."""
     array: NDArray[np.uint8] = data.numpy()
     total = len(array)
     for start in range(0, len(array), _CHUNK_NBYTES):

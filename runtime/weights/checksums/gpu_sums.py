@@ -1,7 +1,7 @@
-"""Checksums on a GPU: one launch of a kernel for all tensors, and one for those that it casts.
+"""Checksums on a GPU: one launch of a kernel for all tensors, and one for tensors that it casts.
 
-It reads tensors where they are, and casts float32 to bfloat16 on the way. Others are copied first:
-those that are strided or not aligned to 16 bytes, and those of other casts.
+It reads tensors in place, and casts float32 to bfloat16 on the way. Strided tensors, tensors not
+aligned to 16 bytes, and other casts are copied first.
 
     parts   |     0     |  1  |   2   |     addresses and lengths, in a table that the kernel reads
     tiles   | 0 | 1 | 2 |  3  | 4 | 5 |     a program each, which adds to the sum of its part
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 _LOAD_NBYTES: Final = 16  # what a thread loads at a time
 _TILE_ROWS: Final = 8
-# Of 4 KiB in memory, thus half as many rows of what is cast. More need more registers; fewer spend
-# more time on the start and end of programs.
+# Rows of 4 KiB in memory, thus half as many of a cast. More need more registers; fewer spend more
+# time on the start and end of programs.
 _NUM_WARPS: Final = 4
 _MAX_COPIED_NBYTES: Final = 256 << 20
-# Copies of what is strided, misaligned or otherwise cast. Less means more launches.
+# Copies of strided, misaligned or otherwise cast tensors. Less means more launches.
 _CHUNK_ROWS: Final = 4096
-# What torch sums at a time, 16 MiB, takes eight times as much memory.
+# Rows that torch sums at a time: 16 MiB take eight times as much memory.
 
 
 def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
@@ -70,21 +70,16 @@ def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """The same as an int64 tensor, without a wait for what a GPU is doing, such as the copies whose
-    results are to be summed."""
+    """An int64 tensor of these numbers, made without waiting for the GPU's current work."""
     is_on_gpu = device.type != "cpu"
     at_host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=is_on_gpu)
     return at_host.to(device, non_blocking=True)
 
 
 def add_by_kernel(parts: Mapping[int, Tensor], sums: Tensor) -> None:
-    """Adds the sum of each part, by index, to its element of `sums`.
-
-    Args:
-        parts: all int32, words; or all float32, to be cast to bfloat16. [N] each, contiguous;
-            addresses and lengths are multiples of 16 bytes.
-        sums: [parts] int64, on the same GPU.
-    """
+    """Adds the sum of each part, by index, to its element of `sums`, [parts] int64 on the same GPU.
+    Parts are all int32 words, or all float32 to be cast to bfloat16: [N] each, contiguous, with
+    addresses and lengths in multiples of 16 bytes."""
     from umbra.runtime.weights.checksums.checksum_kernel import sum_tiles
 
     kernel: Any = sum_tiles
@@ -110,7 +105,7 @@ def add_by_kernel(parts: Mapping[int, Tensor], sums: Tensor) -> None:
 
 
 def add_by_torch(parts: Mapping[int, Tensor], sums: Tensor) -> None:
-    """Like `add_by_kernel`, on any device."""
+    """`add_by_kernel` on any device."""
     of_columns = coefficients(FIRST_COLUMN, ROW_WORDS, sums.device)
     for idx, units in parts.items():
         chunk_units = _CHUNK_ROWS * ROW_WORDS * _units_per_word(units)
@@ -146,7 +141,7 @@ def _can_run_kernel(device: torch.device) -> bool:
 
 
 def _can_cast(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel casts them, which saves a pass and memory for the result."""
+    """Whether the kernel casts the values, which saves a pass and memory for the result."""
     return (
         values.dtype == torch.float32
         and dtype == torch.bfloat16
@@ -156,7 +151,7 @@ def _can_cast(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _as_words(values: Tensor) -> Tensor:
-    """Their bytes, filled up with zeros: [N] int32."""
+    """The values' bytes, filled up with zeros: [N] int32."""
     flat = values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8)
     if not _is_aligned(flat):
         flat = functional.pad(flat, (0, -len(flat) % _LOAD_NBYTES))

@@ -4,9 +4,7 @@
     sender     rank         send                       writes the rank's shards, or exports them
     receiver   engine       load, verify               reads them into the engine's parameters
 
-A transport also carries the progress of its syncs, which the supervisor sees as
-`TransferProgress`.
-
+A transport also carries the progress of its syncs, which the supervisor sees as `TransferProgress`.
 `weights/transport_choice.py` chooses between plans. Torch-free, as are all plans.
 """
 
@@ -25,10 +23,8 @@ TransportName = Literal["memfd", "cuda_ipc", "tcp"]
 
 
 class ProbedEngine(Protocol):
-    """An engine that can check whether it can read what ranks export.
-
-    `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
-    """
+    """An engine that can check whether it can read the ranks' exports; `probe_import`
+    returns why not."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +37,7 @@ class ProbedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOffer:
-    """What a rank offers to transports; see `SyncBegin`."""
+    """Memory and addresses that a rank offers to transports; see `SyncBegin`."""
 
     exports: Offer
     node_id: str
@@ -50,8 +46,7 @@ class RankOffer:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a transport cannot be used. It is logged as a warning if the transport was expected to
-    work."""
+    """Why a transport cannot be used; logged as a warning if it was expected to work."""
 
     text: str
     is_warning: bool = False
@@ -59,14 +54,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOrder:
-    """What is to be laid out.
+    """Inputs of a sync's layout.
 
     Attributes:
         offers: of all ranks.
-        engines: that are to take part; their indices are their numbers in the sync.
-        keeps_sent: ranks may keep what they send, so that a later sync can send what has changed.
-        sends_deltas: this one may.
-        timeout_s: limit for whoever else has to be asked.
+        engines: participants; their indices are their numbers in the sync.
+        keeps_sent: whether ranks may keep sent bytes, so that a later sync can send changes.
+        sends_deltas: whether this sync may send changes.
+        timeout_s: limit for other nodes' answers.
     """
 
     manifest: Manifest
@@ -85,8 +80,8 @@ class Layout:
 
     Attributes:
         rank_details: facts that a rank needs, by its number.
-        engine_details: facts that an engine needs, by its number. In "progress" is what it needs to
-            report its own. An engine without an entry cannot take part.
+        engine_details: facts that an engine needs, by its number; "progress" is for its own
+            reports. An engine without an entry cannot take part.
         num_buckets: steps that `progress` counts.
     """
 
@@ -97,7 +92,7 @@ class Layout:
 
 
 class TransferProgress(Protocol):
-    """How far a sync is, for the supervisor. Ranks and engines are numbered."""
+    """The progress of a sync, for the supervisor. Ranks and engines are numbered."""
 
     @property
     def is_aborted(self) -> bool: ...
@@ -113,8 +108,8 @@ class TransferProgress(Protocol):
         ...
 
     def is_cut_off(self, engine: int) -> bool:
-        """Whether the sync continues without this engine, because the one that receives for its
-        node was lost. Its load fails soon."""
+        """Whether the sync continues without this engine, because its node's receiver was lost. Its
+        load fails soon."""
         ...
 
     def abort(self) -> None:
@@ -122,7 +117,8 @@ class TransferProgress(Protocol):
         ...
 
     def dismiss(self, engine: int) -> None:
-        """Called when this engine is lost: nobody waits for it, or for what it was to receive."""
+        """Called when this engine is lost: nobody waits for it, or for buckets that it
+        was to receive."""
         ...
 
 
@@ -138,12 +134,9 @@ def find_distance(offers: Sequence[RankOffer], engines: Sequence[ProbedEngine]) 
 
 
 class TransportPlan(Protocol):
-    """The supervisor's part, one for each pool. It checks and decides; no bytes go through it.
-
-    Attributes:
-        connects: it connects ranks with engines. So ranks may begin only when all engines are
-            prepared, and a rank that is lost also breaks the loads of engines.
-    """
+    """The supervisor's part, one for each pool. It checks and decides; no bytes go through it. With
+    `connects` it connects ranks with engines: ranks may begin only when all engines are prepared,
+    and a rank that is lost also breaks the loads of engines."""
 
     name: TransportName
     connects: bool
@@ -151,8 +144,8 @@ class TransportPlan(Protocol):
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        """Why it cannot be used now with the offers of all ranks and these engines; None if it
-        can."""
+        """Why it cannot be used now with the offers of all ranks and these engines;
+        None if it can."""
         ...
 
     def can_reach(self, engine: ProbedEngine) -> bool:
@@ -160,11 +153,8 @@ class TransportPlan(Protocol):
         ...
 
     def lay_out(self, order: LayoutOrder) -> AbstractAsyncContextManager[Layout]:
-        """The layout of one sync, until the end of the block.
-
-        Raises:
-            WeightSyncError: the system has no memory or descriptors for it.
-        """
+        """The layout of one sync, until the end of the block. Raises WeightSyncError if the system
+        has no memory or descriptors for it."""
         ...
 
 
@@ -172,21 +162,18 @@ class Sender(Protocol):
     """A rank's part. Its publisher owns it, over all syncs.
 
     Attributes:
-        is_read_by_engines: engines read the tensors until all have loaded; else `send` itself reads
-            them.
-        network_nbytes: that the last `send` sent to other nodes.
+        is_read_by_engines: whether engines read the tensors until all have loaded;
+            else `send` does.
+        network_nbytes: sent to other nodes by the last `send`.
     """
 
     is_read_by_engines: bool
     network_nbytes: int
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Hands over the rank's shards; returns what was sent, or None if the sync was aborted.
-
-        Raises:
-            ProtocolError: the ranks publish different tensors.
-            DeadlineExceeded: `deadline`, on the monotonic clock, has passed.
-        """
+        """Hands over the rank's shards; returns their regions, or None if the sync was aborted.
+        Raises ProtocolError if ranks publish different tensors, DeadlineExceeded after `deadline`,
+        which is on the monotonic clock."""
         ...
 
     def close(self) -> None:
@@ -198,8 +185,8 @@ class Receiver(Protocol):
     """An engine's part in one sync. Calls block, from one thread except `stop`."""
 
     def load(self) -> int:
-        """Fills the engine's parameters and returns the bytes. Raises WeightSyncError if
-        aborted."""
+        """Fills the engine's parameters and returns the bytes. Raises
+        WeightSyncError if aborted."""
         ...
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:

@@ -1,5 +1,3 @@
-"""Views of tensors and buckets as bytes."""
-
 from __future__ import annotations
 
 import mmap
@@ -18,10 +16,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def flatten(tensor: Tensor) -> Tensor:
     """The elements of a contiguous tensor as [N] with stride 1; shares memory with it.
-
-    reshape(-1) keeps odd strides if there is at most one element, and such tensors cannot be viewed
-    as bytes.
-    """
+    reshape(-1) keeps odd strides if there is at most one element, and such tensors cannot be
+    viewed as bytes."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -31,9 +27,7 @@ def typed_view(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def buffer_bytes(buffer: mmap.mmap | NDArray[np.uint8]) -> Tensor:
-    """The bytes of a bucket's memory, uint8 [nbytes]; a mapping stays mapped while the view lives.
-
-    It uses numpy, which keeps the mapping alive. torch.frombuffer does not (2.13): closing the
-    mapping under it causes a segmentation fault.
-    """
+    """The bytes of a bucket's memory, uint8 [nbytes]; a mapping stays mapped while the view lives,
+    by numpy. torch.frombuffer (2.13) does not keep it: closing the mapping under it causes a
+    segmentation fault."""
     return torch.as_tensor(np.frombuffer(buffer, dtype=np.uint8))

@@ -1,5 +1,3 @@
-"""Reads the part of the image that one rank holds, in the dtype in which it travels."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ class ShardSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShards:
-    """Everything that one rank sends; the tensors' contents change between syncs.
+    """All shards that one rank sends; the tensors' contents change between syncs.
 
     Attributes:
         extents: position of each of `sources` in the image; the key is its index there.
@@ -49,7 +47,6 @@ class RankShards:
         return [(extent.offset, self.locate(source.tensor)) for extent, source in shards]
 
     def reader(self) -> ShardReader:
-        """A reader for one sync: it reads each shard once."""
         return ShardReader(self)
 
 
@@ -74,11 +71,8 @@ class ShardBuckets:
 
 
 class ShardReader:
-    """Reads pieces of shards as bytes of the wire dtype.
-
-    It makes copies of shards that are not contiguous. It holds the last one, and all of those whose
-    checksums are computed at once.
-    """
+    """Reads pieces of shards as bytes of the wire dtype, each shard once in a sync. Holds a copy of
+    the last shard that is not contiguous, and of all whose checksums are computed at once."""
 
     def __init__(self, shards: RankShards) -> None:
         self._shards = shards
@@ -94,13 +88,8 @@ class ShardReader:
         waits: bool = True,
     ) -> list[Region]:
         """Writes all pieces of a bucket to its memory, uint8 [bucket_nbytes], and returns them.
-
         Checksums are those of the source's bytes, never of `memory`, so that they detect any
-        corruption in between.
-
-        Args:
-            waits: until copies from a GPU to the host are done.
-        """
+        corruption in between. With `waits`, copies from a GPU to the host are done."""
         sources: list[CastValues] = []
         for piece in pieces:
             source = self._values(piece)

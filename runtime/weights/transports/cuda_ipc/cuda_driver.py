@@ -1,11 +1,3 @@
-"""The calls of CUDA's driver that exporting memory needs, by ctypes. Torch-free.
-
-torch's own method (`UntypedStorage._share_cuda_`) wraps the storage again at every call and counts
-its readers in files of /dev/shm. Here the sync itself determines when everybody has read. Calls
-work on the context that is current in the thread: see
-`umbra.runtime.weights.transports.cuda_ipc.ipc_memory`.
-"""
-
 from __future__ import annotations
 
 import ctypes
@@ -17,7 +9,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import HANDLE_NBYTES
 
 _BUFFER_ID: Final = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
-# Memory of another GPU is mapped for the one whose context is current, if that reaches it directly.
+# Memory of another GPU is mapped for the current context's GPU, if that reaches it directly.
 _POSIX_FD: Final = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ: Final = 1  # CU_MEM_ACCESS_FLAGS_PROT_READ
@@ -30,23 +22,20 @@ class _Handle(ctypes.Structure):
 
 
 class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _AccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 class CudaDriver:
-    """libcuda, initialised.
+    """The calls of CUDA's driver (libcuda) that exporting memory needs, by ctypes. Torch-free.
 
-    Raises (everywhere):
-        WeightSyncError: there is no driver, or it refuses; the message names the call and the
-            reason.
+    torch's own method (`UntypedStorage._share_cuda_`) wraps the storage again at every call and
+    counts its readers in files of /dev/shm. Here the sync itself determines when every engine has
+    read. Calls work on the thread's current context (see `ipc_memory`). All raise WeightSyncError
+    that names the call and the reason.
     """
 
     def __init__(self) -> None:
@@ -68,7 +57,6 @@ class CudaDriver:
         return [self._device_uuid(idx) for idx in range(count.value)]
 
     def has_context(self) -> bool:
-        """Whether this thread has one."""
         context = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(context))
         return context.value is not None
@@ -92,7 +80,6 @@ class CudaDriver:
         return number.value
 
     def export(self, base: int) -> bytes:
-        """The handle of an allocation of this process."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
         return bytes(handle)
@@ -109,10 +96,10 @@ class CudaDriver:
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Unmaps what `open` mapped; nothing may be reading it."""
+        """Unmaps an opened allocation, which nothing may be reading."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
-    # -- chunks: physical memory that is mapped to addresses, as torch's expandable segments are --
+    # Chunks are physical memory that is mapped to addresses, as torch's expandable segments are.
 
     def is_chunk(self, pointer: int) -> bool:
         """Whether the memory at `pointer` is a chunk, not an allocation that has a handle."""
@@ -126,8 +113,8 @@ class CudaDriver:
         return True
 
     def export_chunk(self, pointer: int) -> int:
-        """A descriptor of the chunk that contains `pointer`; the caller closes it. It keeps the
-        memory, also after the exporter has freed it."""
+        """A descriptor of the chunk that contains `pointer`; the caller closes it. The memory stays
+        as long as the descriptor, even after the exporter has freed it."""
         handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
         self._call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
         try:
@@ -140,7 +127,7 @@ class CudaDriver:
         return fd.value
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses without memory; returns the first. `free_addresses` gives them back."""
+        """Reserves addresses without memory; returns the first."""
         first, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
         self._call(
             "cuMemAddressReserve",
@@ -149,12 +136,12 @@ class CudaDriver:
         return first.value
 
     def free_addresses(self, first: int, nbytes: int) -> None:
-        """Gives all that `reserve` returned back; nothing may be mapped to them."""
+        """Frees a whole reservation, to which nothing may be mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(first), ctypes.c_size_t(nbytes))
 
     def map_chunk(self, address: int, nbytes: int, fd: int) -> None:
-        """Maps a whole chunk of another process to reserved addresses. The caller may then close
-        the descriptor. The mapping keeps the memory, until `unmap`."""
+        """Maps a whole chunk of another process to reserved addresses. The mapping keeps the memory
+        until `unmap`, even if the descriptor is closed."""
         handle = ctypes.c_uint64()
         self._call(
             "cuMemImportFromShareableHandle",
@@ -170,7 +157,7 @@ class CudaDriver:
             self._call("cuMemRelease", handle)
 
     def allow_reading(self, address: int, nbytes: int, device: int) -> None:
-        """Lets GPU `device`, an index of this process, read mapped chunks, also another GPU's."""
+        """Lets GPU `device`, an index of this process, read mapped chunks, even another GPU's."""
         access = _AccessDesc(_Location(_ON_DEVICE, device), _READ)
         self._call(
             "cuMemSetAccess",
@@ -179,7 +166,7 @@ class CudaDriver:
         )
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Unmaps whole chunks; nothing may be reading them."""
+        """Unmaps whole chunks, which nothing may be reading."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def _device_uuid(self, idx: int) -> bytes:
@@ -203,5 +190,4 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """The driver of this process. Raises WeightSyncError if there is none."""
     return CudaDriver()

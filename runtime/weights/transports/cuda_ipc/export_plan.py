@@ -1,9 +1,3 @@
-"""CUDA IPC, the supervisor's part: whether engines can read the ranks' GPUs. Torch-free.
-
-They can if every rank exports its memory and every engine has opened some of it, which each
-incarnation proves once.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,12 +30,11 @@ _PROBE_TIMEOUT_S: Final = 20.0
 
 
 class ExportPlan:
-    """Remembers which engines have passed the probe.
+    """CUDA IPC, the supervisor's part: whether engines can read the ranks' GPUs. Torch-free.
 
-    Args:
-        memory: holds the control block; the pool's coordinator owns it.
-        is_staged: engines that can read weights while they generate do so; see
-            `SyncSettings.staged_updates`.
+    They can if every rank exports its memory and every engine has opened some of it, which each
+    incarnation proves once. With `is_staged`, engines read weights while they generate, if they
+    can. The pool's coordinator owns `memory`, which holds the control block.
     """
 
     name: TransportName = "cuda_ipc"
@@ -55,7 +48,7 @@ class ExportPlan:
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        """See `TransportPlan.find_problem`; each engine is probed once, before it may take part."""
+        """Probes each engine once, before it may take part."""
         for rank, offer in enumerate(offers):
             if isinstance(offer.exports, str):
                 return Problem(f"rank {rank}: {offer.exports}")

@@ -1,5 +1,3 @@
-"""CUDA IPC, an engine's part: reads the ranks' tensors into its parameters, casting on the way."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,12 +11,8 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 
 
 class ExportReceiver:
-    """One version being loaded.
-
-    Args:
-        memory: open for this version; its owner keeps it.
-        image: of this version.
-    """
+    """CUDA IPC, an engine's part: reads one version from the ranks' GPUs into its parameters,
+    casting on the way. `memory` is open for this version; its owner keeps it."""
 
     def __init__(
         self,

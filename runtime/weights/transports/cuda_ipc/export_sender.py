@@ -1,5 +1,3 @@
-"""CUDA IPC, a rank's part: exports its shards, which the engines read."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -22,13 +20,15 @@ the same GPUs, or returns why it cannot."""
 
 
 class ExportSender:
-    """Sends by exporting: the tensors stay in their memory until the engines have loaded.
+    """CUDA IPC, a rank's part: exports its tensors, which stay in memory until the
+    engines have loaded.
 
     Args:
-        replicas: what this rank has, too, of others' shards.
-        release: ends what keeps exported memory that the rank may free; `export` then exports it
-            again.
-        keeps_memory: they also stay there until the next sync, so that engines may keep it open.
+        replicas: other ranks' shards that this rank has, too.
+        release: ends holds on exported memory that the rank may free; `export` then
+            exports it again.
+        keeps_memory: whether the tensors stay until the next sync, so that engines may
+            keep them open.
     """
 
     is_read_by_engines = True
@@ -63,8 +63,8 @@ class ExportSender:
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Reports that all tensors are ready, as they have been since the offer. With checksums it
-        also reports the replicas."""
+        """Reports that all tensors are ready, as they have been since the offer, and with
+        checksums the replicas."""
         shards = self._shards
         num_entries = len(shards.manifest.entries)
         if num_entries != grant.num_buckets:
@@ -92,8 +92,8 @@ class ExportSender:
             progress.close()
 
     def leave(self) -> None:
-        """Called when nobody reads the tensors any more, before the rank may free their memory.
-        Idempotent."""
+        """Called when the tensors are no longer read, before the rank may free their
+        memory. Idempotent."""
         if not self._keeps_memory:
             self._release()
 

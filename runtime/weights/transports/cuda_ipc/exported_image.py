@@ -30,22 +30,18 @@ _LocatedPart = tuple[TensorPart, Allocation]
 
 
 class Values(NamedTuple):
-    """A part of one entry, opened: values [elements] belong to its elements from `start` on."""
+    """An opened part of one entry: values [elements] belong to its elements from `start` on."""
 
     start: int
     values: Tensor
 
 
 class ExportedImage:
-    """Versions as the ranks hold them, all of them in the same memory. `OpenedMemory` makes it.
+    """Versions as the ranks hold them, all in the same memory. `OpenedMemory` makes it.
 
     Args:
         exports: of all ranks, by rank, in their wire form.
         opener: opens memory when it is read.
-
-    Attributes:
-        allocations: everything that the ranks export.
-        keeps_memory: all ranks keep their memory after the sync.
 
     Raises:
         ProtocolError: the exports are malformed.
@@ -81,11 +77,7 @@ class ExportedImage:
         self._opener = opener
 
     def read(self, idx: int) -> list[Values]:
-        """Entry `idx` in the exported memory.
-
-        Raises:
-            WeightSyncError: memory cannot be opened.
-        """
+        """Entry `idx` in the exported memory. Raises WeightSyncError if memory cannot be opened."""
         entry, found = self.manifest.entries[idx], list[Values]()
         for number, (part, _) in enumerate(self._parts[idx]):
             values = self.part(idx, number).reshape(-1)
@@ -101,10 +93,8 @@ class ExportedImage:
         return data.as_strided(part.shape, part.strides)
 
     def blocks(self, idx: int) -> list[ShardBlock]:
-        """The parts of entry `idx` as blocks of it, which do not overlap.
-
-        Empty if a part is no block, because its rank holds the rows in another shape.
-        """
+        """The parts of entry `idx` as blocks of it, which do not overlap. Empty if a part is no
+        block, because its rank holds the rows in another shape."""
         entry = self.manifest.entries[idx]
         found = [_block(entry, part) for part, _ in self._parts[idx]]
         return [block for block in found if block is not None] if None not in found else []
@@ -129,12 +119,8 @@ def _located(rank: RankExports, parts: Sequence[TensorPart]) -> Iterator[_Locate
 
 
 def _by_entry(manifest: Manifest, sent: Iterable[_LocatedPart]) -> list[list[_LocatedPart]]:
-    """The parts of each entry, in order.
-
-    Raises:
-        WeightSyncError: they do not cover every byte of an entry once.
-        ProtocolError: a part belongs to no entry.
-    """
+    """The parts of each entry, in order. Raises WeightSyncError unless they cover every byte once,
+    ProtocolError for a part of no entry."""
     found: list[list[_LocatedPart]] = [[] for _ in manifest.entries]
     payloads = [idx for idx, entry in enumerate(manifest.entries) if entry.nbytes]
     offsets = [manifest.entries[idx].offset for idx in payloads]
@@ -156,7 +142,7 @@ def _by_entry(manifest: Manifest, sent: Iterable[_LocatedPart]) -> list[list[_Lo
 
 
 def _nbytes(part: TensorPart, entry: TensorEntry) -> int:
-    """In the image, in the dtype of the entry."""
+    """Bytes in the image, in the dtype of the entry."""
     return math.prod(part.shape) * ITEMSIZES[entry.dtype]
 
 

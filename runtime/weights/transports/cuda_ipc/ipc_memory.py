@@ -1,12 +1,10 @@
 """Exports GPU memory of one process, and opens it in another.
 
 A rank exports the allocations that contain its tensors, and a process that opens one maps it whole.
-Both keep what they have over syncs: the rank the handles, as long as the allocations exist, and the
-other process the mappings, as long as the rank exports the same memory. Nothing counts readers: the
-sync itself determines when all have read.
-
-Memory of torch's expandable segments has descriptors instead of a handle
-(`umbra.runtime.weights.transports.cuda_ipc.segment_memory`).
+Both keep them over syncs: the rank the handles, as long as the allocations exist, and the other
+process the mappings, as long as the rank exports the same memory. The sync itself, not a count of
+readers, determines when all have read. Memory of torch's expandable segments has descriptors
+instead of a handle (`segment_memory`).
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ class Opener(Protocol):
 
     def open(self, allocation: Allocation) -> Tensor:
         """The whole allocation: uint8 [nbytes], not to be written to. The same tensor each time.
-
-        Raises:
-            WeightSyncError: it cannot be opened here.
-        """
+        Raises WeightSyncError if it cannot be opened here."""
         ...
 
     def device_uuid(self) -> bytes:
@@ -61,12 +56,12 @@ class Opener(Protocol):
         ...
 
     def close(self) -> None:
-        """Keeps none. Idempotent."""
+        """Unmaps all allocations. Idempotent."""
         ...
 
 
 class _Exported(NamedTuple):
-    """A run of memory, and what others open it with."""
+    """A run of memory, and the allocation by which others open it."""
 
     run: MemoryRun
     allocation: Allocation
@@ -79,13 +74,11 @@ class _Exported(NamedTuple):
 
 
 class MemoryExporter:
-    """Exports tensors of this process. Keeps the handles of their allocations for the next time.
+    """Exports tensors of this process. Allocations' handles stay for the next time.
 
-    Owns the deposits of memory in expandable segments, until `release` or the next export of other
-    memory. While there is one, memory that this process frees is not given back to the GPU.
-
-    Args:
-        fd_socket: of the descriptor server of this node, which gets those deposits.
+    Owns the deposits of memory in expandable segments, at the node's descriptor server `fd_socket`,
+    until `release` or the next export of other memory. Until then, memory that this process frees
+    is not given back to the GPU.
     """
 
     def __init__(self, fd_socket: str) -> None:
@@ -99,8 +92,8 @@ class MemoryExporter:
     ) -> Offer:
         """Exports tensors as parts, each with its offset in the image; or returns why it cannot.
 
-        Returns the same object as before if they are where they were. Work queued on their GPUs is
-        done by then. The tensors must keep their memory and contents until the sync is over.
+        Returns the same object as before if they have not moved. Work queued on their GPUs is done
+        by then. The tensors must keep their memory and contents until the sync is over.
         """
         problem = _find_problem([tensor for _, tensor in (*tensors, *replicas)])
         if not problem:
@@ -139,8 +132,8 @@ class MemoryExporter:
         return self._exports
 
     def _still_exist(self) -> bool:
-        """Whether no known memory was freed, and others can open all of it. Other memory may have
-        its address."""
+        """Whether no known memory was freed, maybe for other memory at its address, and others
+        can open it all."""
         find = cuda_driver().buffer_id
         return all(
             known.is_open and all(find(address) == number for address, number in known.run.chunks())
@@ -150,7 +143,6 @@ class MemoryExporter:
     def _export_views(
         self, tensors: Sequence[tuple[int, Tensor]], devices: Sequence[int]
     ) -> list[TensorPart]:
-        """Their parts, in the same order."""
         known, self._known, self._views = self._known, {}, ()
         parts: dict[int, TensorPart] = {}
         try:
@@ -187,7 +179,7 @@ class MemoryExporter:
 
 
 def _find_problem(tensors: Sequence[Tensor]) -> str:
-    """Why tensors are nothing to export, or ""."""
+    """Why the tensors cannot be exported, or ""."""
     for tensor in tensors:
         if not tensor.is_cuda:
             return f"its tensors are in {tensor.device.type} memory, not on a GPU"
@@ -212,10 +204,8 @@ def _part(offset: int, tensor: Tensor, allocation: int, start: int) -> TensorPar
 
 
 class CudaOpener:
-    """Maps each allocation once for torch's current device, whichever GPU holds it.
-
-    A GPU then reads the memory of another one directly, and the process needs no context there.
-    """
+    """Maps each allocation once for torch's current device, whichever GPU holds it. A GPU then
+    reads another one's memory directly, and the process needs no context there."""
 
     def __init__(self) -> None:
         self._device = -1
@@ -270,10 +260,8 @@ def _unmap(allocation: Allocation, pointer: int) -> None:
 
 
 def _memory_at(pointer: int, nbytes: int, device: int) -> Tensor:
-    """Bytes at an address that a GPU can read, as memory of this GPU: uint8 [nbytes].
-
-    torch's public ways (2.11) ask the driver which GPU holds them.
-    """
+    """Bytes at an address that a GPU can read, as memory of this GPU: uint8 [nbytes]. torch's
+    public ways (2.11) ask the driver which GPU holds them."""
     make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
     empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
     return empty.set_(make(pointer, empty.device, nbytes))  # pyright: ignore[reportUnknownMemberType]

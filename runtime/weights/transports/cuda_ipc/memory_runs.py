@@ -1,4 +1,4 @@
-"""Which memory holds tensors, and what of it is exported as one. Torch-free.
+"""Finds the memory that holds tensors, as runs that are exported as one. Torch-free.
 
     tensors          |--a--|   |-----b-----|           |-c-|
     chunks       | 0    | 1    | 2    | 3    | 4    | 5    |
@@ -19,21 +19,18 @@ from umbra.runtime.errors import WeightSyncError
 
 
 class AddressDriver(Protocol):
-    """What this needs of `CudaDriver`."""
-
     def address_range(self, pointer: int) -> tuple[int, int]: ...
     def buffer_id(self, pointer: int) -> int: ...
     def is_chunk(self, pointer: int) -> bool: ...
 
 
 class MemoryRun(NamedTuple):
-    """Equal ones of one process are the same memory.
+    """Equal runs of one process refer to the same memory.
 
     Attributes:
         base: first address.
-        piece_nbytes: of each chunk; of the allocation, if it is one.
+        piece_nbytes: of each chunk, or of the allocation.
         buffer_ids: the driver's numbers, one for each chunk.
-        is_chunked: it consists of chunks.
     """
 
     base: int
@@ -52,11 +49,8 @@ class MemoryRun(NamedTuple):
 
 
 def find_runs(memory: AddressDriver, spans: Iterable[Sequence[int]]) -> list[MemoryRun]:
-    """The runs that hold `spans` of addresses (first address, bytes), by address.
-
-    Raises:
-        WeightSyncError: the driver does not know an address.
-    """
+    """The runs that hold `spans` of addresses (first address, bytes), by address. Raises
+    WeightSyncError if the driver does not know an address."""
     pieces: dict[int, tuple[int, int, bool]] = {}  # by first address: bytes, number, is a chunk
     for first, span_nbytes in spans:
         address = first
@@ -78,11 +72,8 @@ def find_runs(memory: AddressDriver, spans: Iterable[Sequence[int]]) -> list[Mem
 
 
 def locate(runs: Sequence[MemoryRun], pointer: int, nbytes: int) -> tuple[int, int]:
-    """The index of the run that holds `nbytes` from `pointer` on, and the byte there.
-
-    Raises:
-        WeightSyncError: no run holds all of them.
-    """
+    """The index of the run that holds `nbytes` from `pointer` on, and the byte there. Raises
+    WeightSyncError if no run holds all of them."""
     idx = bisect.bisect_right(runs, pointer, key=lambda run: run.base) - 1
     if idx < 0 or pointer + nbytes > runs[idx].base + runs[idx].nbytes:
         raise WeightSyncError(f"a tensor of {nbytes} bytes lies in chunks of different sizes")

@@ -1,12 +1,3 @@
-"""The ranks' memory as one process of an engine has it open, over syncs.
-
-    image ─▶ reads, copies ─▶ leave        once for each version
-    close                                  ranks may have ended, or weights come another way
-
-Memory that the ranks export again in the next sync stays open. What they no longer export is closed
-at the beginning of that sync, before anything new is opened.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,7 +10,15 @@ MakeOpener = Callable[[], Opener]
 
 
 class OpenedMemory:
-    """Owns what is open, until `close`. One thread at a time."""
+    """The ranks' memory as one engine process has it open, over syncs. Owns it. One
+    thread at a time.
+
+        image ─▶ reads, copies ─▶ leave        once for each version
+        close                                  ranks may have ended, or weights come another way
+
+    Memory that the ranks export again in the next sync stays open. All other memory is closed at
+    the beginning of that sync, before anything new is opened.
+    """
 
     def __init__(self, make_opener: MakeOpener = CudaOpener) -> None:
         self._opener = make_opener()
@@ -27,14 +26,9 @@ class OpenedMemory:
         self._image: ExportedImage | None = None
 
     def image(self, manifest: bytes, exports: Sequence[object]) -> ExportedImage:
-        """What the ranks export in a sync; both arguments are in their wire form.
-
-        The same object as before if the same tensors are in the same memory: then everything that
-        was read from it is still where it was.
-
-        Raises:
-            ProtocolError, WeightSyncError: see `ExportedImage`.
-        """
+        """The ranks' exports of a sync; both arguments are in their wire form. The same object
+        as before if the same tensors are in the same memory: then everything read from it is
+        still in place."""
         described = manifest, exports
         if self._image is None or described != self._described:
             self._image = None
@@ -50,6 +44,5 @@ class OpenedMemory:
             self.close()
 
     def close(self) -> None:
-        """Closes all that is open. Idempotent."""
         self._image = None
         self._opener.close()

@@ -1,10 +1,10 @@
 """The GPU memory that a rank exports, in the form that crosses processes. Torch-free.
 
-    rank ──exports──▶ supervisor ──those of all ranks──▶ engine ──▶ its workers
+    rank ──exports──▶ supervisor ──all ranks' exports──▶ engine ──▶ its workers
 
-Plain numbers and bytes: the supervisor checks their bounds and does not interpret them. The exports
-of a rank travel packed, because most syncs repeat those of the last one: whoever gets the same
-bytes again need not read them again.
+Plain numbers and bytes: the supervisor checks their bounds and does not interpret them. A rank's
+exports travel packed, because most syncs repeat the last one's: equal bytes need not be read again.
+`from_wire` raises ProtocolError for anything that `to_wire` could not have made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_SOCKET_PATH_NBYTES: Final = 107
 _MAX_NAME_LEN: Final = 64
 _MAX_CHUNKS: Final = 1 << 20
 _NUM_KEPT: Final = 64
-# Exports that were read and are kept, for the ranks of a node and more than one pool. With fewer, a
+# Exports cached by their bytes, for the ranks of a node and more than one pool. With fewer, a
 # supervisor of many ranks reads them all again in each sync.
 
 
@@ -37,7 +37,7 @@ class ChunksHandle:
 
     Attributes:
         fd_socket: path of the descriptor server at which their descriptors are deposited.
-        name: of the deposit. No two deposits have the same.
+        name: the deposit's, which no other deposit has.
         num_chunks: all of the same size; one descriptor each, in order.
     """
 
@@ -67,15 +67,15 @@ class ChunksHandle:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """GPU memory that another process can open, as a whole. Equal ones are the same memory.
+    """GPU memory that another process can open, as a whole. Equal allocations refer to
+    the same memory.
 
     Attributes:
         device: the GPU's UUID; its index may differ between processes.
         handle: CUDA's handle, valid while the exporter lives and keeps the memory; or that of
             chunks, which share `nbytes` evenly.
-        buffer_id: the driver's number, which no other allocation of the exporter ever gets. Memory
-            that was freed and allocated again may have the same handle. The first chunk's number,
-            if there are chunks.
+        buffer_id: the driver's number, or the first chunk's, which no other allocation of the
+            exporter ever gets; a handle may be reused.
     """
 
     device: bytes
@@ -155,11 +155,11 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class RankExports:
-    """Everything that one rank holds of the published tensors.
+    """All parts of the published tensors on one rank.
 
     Attributes:
         replicas: parts that another rank has among its `parts`.
-        keeps_memory: the rank keeps this memory after the sync, so that engines may keep it open.
+        keeps_memory: whether the rank keeps this memory after the sync, so that engines may too.
     """
 
     allocations: tuple[Allocation, ...]
@@ -180,7 +180,6 @@ class RankExports:
 
     @staticmethod
     def from_wire(raw: object) -> RankExports:
-        """Raises ProtocolError for anything that `to_wire` could not have made."""
         if not isinstance(raw, bytes):
             raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
         return _read_exports(raw)
@@ -213,7 +212,6 @@ def offer_to_wire(offer: Offer) -> dict[str, str] | bytes:
 
 
 def offer_from_wire(raw: object) -> Offer:
-    """Raises ProtocolError if it is neither exports nor a reason."""
     match raw:
         case {"problem": str(problem)} if 0 < len(problem) <= _MAX_PROBLEM_LEN:
             return problem
@@ -222,8 +220,8 @@ def offer_from_wire(raw: object) -> Offer:
 
 
 def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
-    """One allocation of every rank and GPU: an engine tries to open them before it takes part.
-    Replicas are read on the engine's own GPU only, which needs no probe."""
+    """One allocation of every rank and GPU, for engines to open before they take part. Replicas are
+    read on the engine's own GPU only, which needs no probe."""
     first: dict[tuple[int, bytes], Allocation] = {}
     for rank, exported in enumerate(exports):
         for part in exported.parts:

@@ -1,15 +1,15 @@
 """Memory of torch's expandable segments, in the rank and in a process that opens it.
 
-The driver has no handle for such memory, but a descriptor for each of its physical chunks. The
-rank deposits them with the descriptor server of its node, and others receive them there:
+The driver has no handle for such memory, but a descriptor for each of its physical chunks. The rank
+deposits them with the descriptor server of its node, and others receive them there:
 
     rank                        server                        engine
       | -- fds of all chunks -----> | <- request, a portion each -- |
       |    (closed in the rank)     | -- fds ---------------------> |   maps them side by side,
       | -- end of the connection -> |   closes them                 |   closes them
 
-A descriptor keeps the memory, as a mapping does. Memory that the rank has freed is the GPU's again
-when the deposit has ended and all mappings are gone.
+A descriptor keeps the memory, as a mapping does. Freed memory of the rank returns to the GPU when
+the deposit has ended and all mappings are gone.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
 
 _DEPOSIT_TIMEOUT_S: Final = 5.0
 _RECEIVE_TIMEOUT_S: Final = 10.0
-# For all portions of one run. A portion of 253 takes 24 ms to receive and map on an H100.
+# Time for all portions of one run. A portion of 253 takes 24 ms to receive and map on an H100.
 _NUM_DEPOSITED_AT_ONCE: Final = 64
 # Descriptors that a rank has open at a time. With more, the ranks of a node together exceed the
 # common limit of descriptors in flight, 1,024 for a user; with fewer, there are more round trips.
 
 
 class ChunkDriver(Protocol):
-    """What this needs of `CudaDriver`, which describes it."""
-
     def export_chunk(self, pointer: int) -> int: ...
     def reserve(self, nbytes: int) -> int: ...
     def free_addresses(self, first: int, nbytes: int) -> None: ...
@@ -48,13 +46,8 @@ class ChunkDriver(Protocol):
 def deposit_chunks(
     driver: ChunkDriver, run: MemoryRun, fd_socket: str
 ) -> tuple[ChunksHandle, FdDeposit]:
-    """Deposits all chunks of a run under a name that no other deposit has. The caller owns the
-    deposit.
-
-    Raises:
-        ConnectionLost, DeadlineExceeded: the server is not there or does not answer.
-        WeightSyncError: the driver or the server refuses.
-    """
+    """Deposits all chunks of a run under a name that no other deposit has. The caller
+    owns the deposit."""
     handle = ChunksHandle(fd_socket, secrets.token_hex(16), len(run.buffer_ids))
     deposit = FdDeposit(fd_socket, handle.name, _DEPOSIT_TIMEOUT_S)
     try:
@@ -75,11 +68,8 @@ def deposit_chunks(
 
 
 def map_chunks(driver: ChunkDriver, handle: ChunksHandle, nbytes: int, device: int) -> int:
-    """Maps all chunks side by side for GPU `device` to read; returns the first address.
-
-    Raises:
-        WeightSyncError: they cannot be received in time or mapped; nothing is left mapped then.
-    """
+    """Maps all chunks side by side for GPU `device` to read; returns the first address. Raises
+    WeightSyncError if they cannot be received in time or mapped; nothing is left mapped then."""
     base, mapped_nbytes = driver.reserve(nbytes), 0
     try:
         chunk_nbytes = nbytes // handle.num_chunks
@@ -104,6 +94,5 @@ def map_chunks(driver: ChunkDriver, handle: ChunksHandle, nbytes: int, device: i
 
 
 def unmap_chunks(driver: ChunkDriver, base: int, nbytes: int) -> None:
-    """Unmaps what `map_chunks` has mapped; nothing may be reading it."""
     driver.unmap(base, nbytes)
     driver.free_addresses(base, nbytes)

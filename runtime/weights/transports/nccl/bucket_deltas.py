@@ -1,4 +1,4 @@
-"""What changed in a bucket since the last sync: positions and values, as bits.
+"""The changes of a bucket since the last sync: positions and values, as bits.
 
 A delta counts in words of 16 bits, whatever the dtypes of the tensors are. It consists of
 
@@ -27,7 +27,7 @@ _BLOCK_WORDS: Final = 1 << 16
 _END_NBYTES: Final = 4
 _CHANGE_NBYTES: Final = 2 * _WORD_NBYTES
 _LARGEST_SHARE: Final = 0.5
-# Of the bytes of a bucket that its delta may have. Larger ones save little of the network and take
+# Largest share of a bucket's bytes for its delta. Larger ones save little of the network and take
 # longer to be made and applied than the bucket to be copied; smaller ones send more whole buckets.
 
 Runs = Sequence[tuple[int, int]]
@@ -35,12 +35,11 @@ Runs = Sequence[tuple[int, int]]
 
 
 class SentShards:
-    """What a rank sent last, so that it can send what has changed since: one more copy of its
-    shards, in the dtypes in which they travel, on the device into whose memory buckets are read.
+    """A copy of the shards that a rank sent last, as they travel, so that it can send the changes.
 
-    Each sync has a name for what it writes to images, its contents. This object knows the contents
-    that are, byte for byte, what is kept: several if nothing had changed between two syncs, none
-    while a sync is in progress or after one that did not reach its end.
+    Each sync has a name for the contents that it writes to images. This object knows the contents
+    that equal its copy byte for byte: several if nothing had changed between two syncs, none while
+    a sync is in progress or after one that did not reach its end.
     """
 
     def __init__(self) -> None:
@@ -59,16 +58,12 @@ class SentShards:
         self._has_changed = False
 
     def is_base(self, contents: str) -> bool:
-        """Whether the deltas of this sync are those to an image with these contents."""
+        """Whether the deltas of this sync apply to an image with these contents."""
         return contents in self._before
 
     def renew(self, idx: int, memory: Tensor, runs: Runs) -> Tensor | None:
-        """Keeps the runs of a bucket, and returns what has changed in them: uint8 [nbytes]. None if
-        the whole bucket takes little more.
-
-        Args:
-            memory: of the bucket, uint8 [bucket_nbytes].
-        """
+        """Copies the runs of a bucket, whose memory is uint8 [bucket_nbytes]; returns their
+        changes: uint8 [nbytes]. None if the whole bucket takes little more."""
         kept = self._buckets.get(idx)
         if kept is None:
             self._has_changed = True
@@ -94,18 +89,13 @@ class SentShards:
         self._contents = before | {contents}
 
     def clear(self) -> None:
-        """Frees the memory. Idempotent."""
         self._contents = self._before = frozenset()
         self._buckets = {}
 
 
 def encode_delta(memory: Tensor, places: Tensor) -> Tensor:
-    """The delta of a bucket, uint8 [nbytes], on its device.
-
-    Args:
-        memory: of the bucket, uint8 [bucket_nbytes].
-        places: of the changed words in it, int64 [changed], ascending.
-    """
+    """The delta of a bucket, uint8 [nbytes], on its device. `memory` is uint8 [bucket_nbytes],
+    `places` of its changed words int64 [changed], ascending."""
     block_ends = torch.arange(1, _num_blocks(len(memory)) + 1, device=places.device) * _BLOCK_WORDS
     ends = torch.searchsorted(places, block_ends).to(torch.int32)
     in_block = flatten(places).view(torch.int16)[::4]  # the lowest 16 bits
@@ -114,11 +104,8 @@ def encode_delta(memory: Tensor, places: Tensor) -> Tensor:
 
 
 def apply_delta(memory: Tensor, delta: Tensor) -> None:
-    """Overwrites the changed words of a bucket, both on the host.
-
-    Raises:
-        ProtocolError: the delta is not one of such a bucket. Nothing was written.
-    """
+    """Overwrites the changed words of a bucket, both on the host. Raises ProtocolError, with
+    nothing written, if the delta is not one of such a bucket."""
     num_blocks, words = _num_blocks(len(memory)), _words(memory)
     num_changed, rest = divmod(len(delta) - num_blocks * _END_NBYTES, _CHANGE_NBYTES)
     if num_changed < 0 or rest:
@@ -137,13 +124,12 @@ def apply_delta(memory: Tensor, delta: Tensor) -> None:
 
 
 def most_nbytes(bucket_nbytes: int) -> int:
-    """The largest delta of a bucket."""
     return _num_blocks(bucket_nbytes) * _END_NBYTES + int(bucket_nbytes * _LARGEST_SHARE)
 
 
 def _changed_words(memory: Tensor, kept: Tensor, runs: Runs) -> Tensor | None:
-    """The places of words in a bucket that differ from what is kept of its runs, one behind the
-    other; None if a run does not consist of words."""
+    """Places of words in a bucket that differ from the kept runs, one behind the other; None if a
+    run does not consist of words."""
     if any(start % _WORD_NBYTES or stop % _WORD_NBYTES for start, stop in runs):
         return None
     found = [torch.empty(0, dtype=torch.int64, device=memory.device)]

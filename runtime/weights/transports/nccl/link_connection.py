@@ -1,5 +1,3 @@
-"""The TCP connection of a link's two ends."""
-
 from __future__ import annotations
 
 import socket
@@ -13,14 +11,11 @@ _MAX_FRAME_NBYTES: Final = 255  # has to fit one byte
 
 
 class LinkConnection:
-    """Owns the socket. One thread sends and receives; any thread may interrupt it.
+    """The TCP connection of a link's two ends. Owns the socket.
 
-    Attributes:
-        deadline: for all that is sent and received from now on.
-
-    Raises (everywhere):
-        DeadlineExceeded, TimeoutError: the deadline has passed.
-        OSError: the other end is gone, or either end interrupted the connection.
+    One thread sends and receives, until `deadline`; any thread may interrupt it. Calls raise
+    DeadlineExceeded or TimeoutError after the deadline, OSError if the other end is gone, or either
+    end interrupted the connection.
     """
 
     def __init__(self, stream: socket.socket, deadline: float) -> None:
@@ -50,12 +45,12 @@ class LinkConnection:
         return bytes(self._receive_bytes(self._receive_bytes(1)[0]))
 
     def interrupt(self) -> None:
-        """Ends what either end waits for. Idempotent."""
+        """Ends both ends' waits. Idempotent."""
         with self._lock, suppress(OSError):  # it is closed, or the other end was faster
             self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """What was sent still arrives, if everything was received. Idempotent."""
+        """Sent data arrives if the receive buffer is empty. Idempotent."""
         with self._lock:
             self._stream.close()
 

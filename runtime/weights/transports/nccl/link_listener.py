@@ -1,5 +1,3 @@
-"""Where the receivers of other nodes connect to a rank."""
-
 from __future__ import annotations
 
 import selectors
@@ -19,19 +17,19 @@ _MAX_UNNAMED: Final = 512
 # Connections that have not named their link. More: strangers hold descriptors that the process
 # needs. Fewer: many strangers at once displace a link that comes between them.
 _KEY_LIMIT_S: Final = 10.0
-# For a connection to name its link, which it does at once. Longer: strangers hold descriptors.
+# Time for a connection to name its link, which it does at once. Longer: strangers hold descriptors.
 # Shorter: links fail on a busy machine.
 _END_S: Final = 5.0
-# For the listening thread to end, which only has to notice it.
+# Time for the listening thread to end, which only has to notice it.
 
 
 class LinkListener:
-    """Listens at one address of this node while a sync is open. Owns the listening socket, its
+    """Listens for receivers of other nodes while a sync is open. Owns the listening socket, its
     thread, and one thread for each link whose other end has come.
 
     A connection begins with the key of its link, which only the ends of the link get, over umbra's
-    calls. One with any other key is closed. Connections without a key hold no thread, and the
-    oldest of them makes room where there are too many.
+    calls. Any other key closes it. Connections without a key hold no thread, and the oldest makes
+    room where there are too many.
     """
 
     def __init__(self, host: str) -> None:
@@ -44,11 +42,8 @@ class LinkListener:
         self._is_closed = False
 
     def serve(self, links: Mapping[str, SendingLink], deadline: float) -> None:
-        """Runs each link once its other end has come. Connections wait until this is called.
-
-        Args:
-            links: by key.
-        """
+        """Runs each link, by key, once its other end has come. Connections wait until
+        this is called."""
         self._links = {key.encode(): link for key, link in links.items()}
         self._socket.setblocking(False)
         self._thread = threading.Thread(
@@ -141,11 +136,7 @@ class LinkListener:
 
 
 class _Unnamed:
-    """A connection that has not sent its whole key.
-
-    Args:
-        until: when it is given up.
-    """
+    """A connection that has not sent its whole key; closed at `until`."""
 
     def __init__(self, until: float) -> None:
         self.until = until

@@ -1,17 +1,17 @@
-"""Between nodes, the supervisor's part: an image on each node, and where ranks meet its receiver.
-Torch-free.
+"""Between nodes, the supervisor's part: an image on each node, and where ranks meet its
+receiver. Torch-free.
 
     rank 0 ──────────────── fills ───────────────┐
     rank 1, on another node ══ link ══▶ engine a ┴─▶ image of the node ─▶ engine a
                                                                        └▶ engine b
 
-Each node that has engines has one image. Ranks of this node fill it themselves. What other ranks
-hold reaches it through its receiver, which is the first engine of the node that takes part. So
-bytes cross the network once for each node.
+Each node that has engines has one image. Ranks of this node fill it themselves. Other ranks' shards
+reach it through its receiver, the first engine of the node that takes part, so that bytes cross the
+network once for each node.
 
-A rank may send what has changed to a node whose image holds what the rank sent last. The node's
-supervisor knows what the image holds, and the rank what it has sent. Each sync names its contents
-in a way that is not used again, so that the two cannot be confused.
+A rank may send changes to a node whose image holds the shards that the rank sent last. The node's
+supervisor knows the image's contents, and the rank its own. Each sync names its contents by a name
+that is not used again, so that the two cannot be confused.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrde
 
 
 class LinkPlan:
-    """Works between any nodes that reach those of the ranks.
-
-    Args:
-        images: reaches the nodes.
-    """
+    """Works between any nodes that reach the ranks' nodes."""
 
     name: TransportName = "tcp"
     connects = True
@@ -91,9 +87,9 @@ class LinkPlan:
             raise WeightSyncError(f"no image could be made on the nodes {names}")
 
     def _bases(self, order: LayoutOrder, nodes: Sequence[ImageFollower]) -> list[str]:
-        """For each node, the contents of its image that what has changed may be written to; "" for
-        none. An image is not trusted after a sync in which an engine of its node was lost, which
-        may have found wrong checksums."""
+        """For each node, the contents of its image that changes may be written to; "" for none.
+        After a sync in which an engine of its node was lost, an image is not trusted: its checksums
+        may have been wrong."""
         return [
             node.holds
             if order.sends_deltas and node.holds == self._sound.get(node.node_id, "")

@@ -1,7 +1,7 @@
 """The progress of a sync over several nodes, for the supervisor. Torch-free.
 
-ranks            ── SyncProgressed ──▶  what they have read; the answer says who is lost
-images of nodes  ── a stream ────────▶  what has arrived there, and what engines have loaded
+ranks            ── SyncProgressed ──▶    buckets read; the answer says which nodes are lost
+images of nodes  ── a stream ────────▶    buckets arrived there, and loaded by engines
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ class ImageHolder(Protocol):
 
 
 class ImageFollower:
-    """The image of one node, as the supervisor of rank 0's follows it. `run` lives until the node
-    takes no part any more.
+    """The image of one node, as the lead follows it. `run` lives as long as the node takes part.
 
     Args:
-        gone: gets `idx`, the node's index, when that is so.
+        gone: gets `idx`, the node's index, when the node stops taking part.
         engines: numbers of the node's engines in the sync. The first one is its receiver.
         has_receiver: whether there are ranks on other nodes, from which it receives.
 
     Attributes:
-        details: what processes of the node need to map it; empty until then.
-        holds: what is in the image as the sync begins, see `ImageMemory`.
-        has_lost: an engine of the node was lost.
+        details: facts for processes of the node to map it; empty until then.
+        holds: the image's contents as the sync begins, see `ImageMemory`.
         settled: set once it is mapped, or gone.
-        is_gone: the engines of this node cannot get the version in this sync.
+        is_gone: whether the engines of this node cannot get the version in this sync.
     """
 
     def __init__(
@@ -73,21 +71,20 @@ class ImageFollower:
         self._following: asyncio.Task[None] | None = None
 
     async def run(self, images: ImageHolder) -> None:
-        """Holds and follows the image until `end`."""
         async with asyncio.TaskGroup() as tasks:
             self._following = tasks.create_task(self._follow(images))
             if self.is_gone:
                 self._following.cancel()
 
     def end(self) -> None:
-        """Makes everybody stop who waits for the sync on this node. Idempotent."""
+        """Ends all waits for the sync on this node. Idempotent."""
         self._note_gone()
         if self._following is not None:
             self._following.cancel()
 
     def dismiss(self, engine: int) -> None:
-        """Called when this engine is lost. The others of the node cannot continue if it still had
-        to receive for them."""
+        """Called when this engine is lost. The node's others cannot continue if it still
+        had to receive."""
         self.has_lost = True
         if self._receives(engine) and self._filled < self._num_buckets:
             self.end()
@@ -96,8 +93,8 @@ class ImageFollower:
         return self._loaded[self.engines.index(engine)]
 
     def has_work(self, engine: int, num_read: int) -> bool:
-        """Whether an engine has buckets to load, or to receive: of `num_read`, which all ranks have
-        read."""
+        """Whether an engine has buckets to load, or to receive out of the `num_read` that all
+        ranks have read."""
         if self.num_loaded(engine) < self._filled:
             return True
         return self._receives(engine) and self._filled < num_read
@@ -133,12 +130,8 @@ class ImageFollower:
 
 
 class LinkProgress:
-    """Implements `TransferProgress`.
-
-    Args:
-        nodes: the images of all nodes that have engines of the sync.
-        gone: indices of those that are gone.
-    """
+    """Implements `TransferProgress`, by the images of all nodes with engines. `gone` are
+    indices of nodes."""
 
     def __init__(self, num_ranks: int, nodes: Sequence[ImageFollower], gone: Sequence[int]) -> None:
         self.is_aborted = False
@@ -150,12 +143,8 @@ class LinkProgress:
         self._by_engine = {engine: node for node in nodes for engine in node.engines}
 
     def observe(self, report: SyncProgressed) -> dict[str, Any]:
-        """Returns the answer to a rank: {"is_aborted": bool, "gone": [index of a node, ...]}. A
-        rank sends nothing to nodes that are gone.
-
-        Raises:
-            ProtocolError: there is no such rank.
-        """
+        """Answers a rank: {"is_aborted": bool, "gone": [index of a node, ...]}. A rank sends
+        nothing to nodes that are gone. Raises ProtocolError for an unknown rank."""
         if not 0 <= report.rank < len(self._filled):
             raise ProtocolError(f"rank {report.rank} reports to a sync of {len(self._filled)}")
         self._move(report.rank, report.num_filled)

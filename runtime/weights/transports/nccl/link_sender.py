@@ -3,10 +3,8 @@ bucket, and fills the image of its own node.
 
 A bucket's shards are read once, for all nodes, into memory on the GPU if they are there. A node
 whose link is broken or that the supervisor reports as gone is skipped from then on; its receiver
-fails by itself or has been killed.
-
-Nodes whose images hold what the rank sent last get what has changed of a bucket. It is compared
-where the bucket was read to, once for all of them.
+fails by itself or has been killed. Nodes whose images hold the shards that the rank sent last get a
+bucket's changes, compared once for all of them.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ _REPORT_SHARE: Final = 0.05
 
 
 class LinkSender:
-    """Args:
-    supervisor: gets reports of the progress.
-    host: address at which receivers reach this rank while a sync is open; "" for none.
-    """
+    """Receivers reach this rank at `host` while a sync is open, unless that is "". The supervisor
+    gets reports of the progress."""
 
     is_read_by_engines = False
     network_nbytes = 0
@@ -72,7 +68,6 @@ class LinkSender:
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """See `Sender.send`."""
         plan = self._buckets.cut(grant)
         assert self._listener is not None, "the transport was chosen, so this rank listens"
         sync = _Sending(
@@ -85,7 +80,7 @@ class LinkSender:
             self.network_nbytes = sync.network_nbytes
 
     def close(self) -> None:
-        """Ends to listen, unmaps the image of the node and frees what was kept. Idempotent."""
+        """Stops listening, unmaps the image of the node and frees kept shards. Idempotent."""
         self.stop_listening()
         self._image.close()
         self._sent.clear()
@@ -173,8 +168,8 @@ class _Sending:
         self._leave_image()
 
     def _open(self) -> bool:
-        """Opens links to all other nodes but those that were lost while their engines got ready,
-        and the image of this one; returns False if the sync is aborted."""
+        """Opens links to all other nodes that are not lost, and the image of this one;
+        False if aborted."""
         answer, details = self._exchange(), self._grant.details
         key, own, bases = details["key"], details["own_node"], details["bases"]
         nodes = {*range(details["num_nodes"])}.difference(answer["gone"])
@@ -206,8 +201,8 @@ class _Sending:
         return not answer["is_aborted"]
 
     def _bucket_of_image(self, idx: int) -> Tensor | None:
-        """The memory of a bucket in the image of this node; None if the node takes no part any
-        more."""
+        """The memory of a bucket in the image of this node; None if the node no
+        longer takes part."""
         if self._filler is None:
             return None
         memory = self._filler.bucket(idx)
@@ -223,11 +218,7 @@ class _Sending:
 
     def _wait_sent(self, num_buckets: int) -> bool:
         """Waits until this many buckets have been sent to every node whose link works; returns
-        False if the sync is aborted.
-
-        Raises:
-            DeadlineExceeded: the time of the sync is used up.
-        """
+        False if the sync is aborted. Raises DeadlineExceeded."""
         while True:
             self._report_in_time()
             if self._is_aborted:
@@ -253,8 +244,8 @@ class _Sending:
             self._report()
 
     def _report(self) -> bool:
-        """Reports the progress, and skips nodes that are gone; returns False if the sync is
-        aborted."""
+        """Reports the progress, and skips nodes that are gone; returns False if the
+        sync is aborted."""
         answer = self._exchange()
         for node in self._links.keys() & set(answer["gone"]):
             self._links[node].close("the supervisor reports that the node is gone")
@@ -262,7 +253,7 @@ class _Sending:
         return not self._is_aborted
 
     def _exchange(self) -> Mapping[str, Any]:
-        """Reports what was read; returns the answer, see `LinkProgress.observe`."""
+        """Reports the buckets read; returns the answer, see `LinkProgress.observe`."""
         self._supervisor.check()
         self._report_at = time.monotonic() + self._interval_s
         return self._supervisor.sync_progress(

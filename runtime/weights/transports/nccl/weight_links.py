@@ -6,24 +6,20 @@
     rank 1 ═══ receiver of node c
 
 One larger group would break as a whole, and its members would have to agree on the next one while
-the sync is in progress. Links are made for each sync and end with it. So nothing of an aborted sync
-reaches the next one, and nothing has to be rebuilt when an engine is replaced or sleeps.
+the sync is in progress. Links are made for each sync and end with it, so nothing of an aborted sync
+reaches the next one, and nothing has to be rebuilt when an engine is replaced or sleeps. torch's
+process groups are not used: they meet in a store, which asks a name server for the names of its
+clients, and only a timeout ends a wait in gloo.
 
-The receiver connects to the rank (`link_listener`). Torch's process groups are not used: they meet
-in a store, and torch's asks a name server for the names of its clients; and only a timeout ends a
-wait in gloo.
-
-Each end of a link has a thread, which waits until the deadline of the sync at most. The thread that
-owns the sync may close the link at any time: this interrupts the connection, so that whoever waits
-at either end is woken.
+The receiver connects to the rank (`link_listener`). Each end has a thread, which waits until the
+deadline of the sync at most. The thread that owns the sync may close the link at any time, which
+wakes both ends.
 
 A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
 bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
-image of its node, in the rank's name, and answers the last one.
-
-A link that has a base, which is what the image holds, may send what has changed in a bucket instead
-(`bucket_deltas`). There a frame precedes each bucket: the length of its delta, or 0 if its runs
-follow.
+image of its node, in the rank's name, and answers the last one. A link that has a base, the
+contents of the image, may send a bucket's changes instead (`bucket_deltas`): a frame with the
+length of the delta, or 0 if its runs follow, precedes each bucket.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 _LENGTH_NBYTES: Final = 8
 _MEETING_LIMIT_S: Final = 10.0
-# For a receiver to reach its rank. Longer: a rank that cannot be reached holds up the sync.
+# Time for a receiver to reach its rank. Longer: a rank that cannot be reached holds up the sync.
 # Shorter: links fail on a busy machine.
 
 
@@ -93,7 +89,7 @@ class _Link:
 
 
 class _Bucket(NamedTuple):
-    """What is sent of one: its delta, if there is one, else its runs."""
+    """A bucket's payload: its delta if available, else its full data."""
 
     runs: Sequence[Tensor]
     delta: Tensor | None
@@ -106,9 +102,8 @@ class SendingLink(_Link):
         base: contents of the image that deltas are for; "" for one that gets whole buckets.
 
     Attributes:
-        num_sent: buckets whose runs have been sent, and after the last one have arrived; read it
-            under `changed`.
-        sent_nbytes: of buckets, so far.
+        num_sent: buckets whose runs have been sent, and after the last one have arrived; read
+            it under `changed`.
         error: why the link is broken; "" while it works.
     """
 
@@ -131,9 +126,9 @@ class SendingLink(_Link):
         super().__init__()
 
     def put(self, runs: Sequence[Tensor], delta: Tensor | None = None) -> None:
-        """Queues the runs of the next bucket, uint8 [nbytes] each, and its delta from the base,
-        uint8 [nbytes], which a link with a base sends instead. They must not change until they were
-        sent."""
+        """Queues the runs of the next bucket, uint8 [nbytes] each, and its delta from the
+        base, uint8 [nbytes], which a link with a base sends instead. They must not change
+        until they were sent."""
         self._buckets.put(_Bucket(runs, delta if self._base else None))
 
     def close(self, reason: str = "it was closed") -> None:
@@ -174,15 +169,9 @@ class SendingLink(_Link):
 
 
 class ReceivingLink(_Link):
-    """A receiver's end, which fills the image of its node with what one rank holds.
-
-    Args:
-        endpoint: "HOST:PORT" of the rank's `LinkListener`.
-        key: of this link there.
-        progress: of the sync on this node.
-        on_error: called in the link's thread if the link fails.
-        holds: contents of the image.
-    """
+    """A receiver's end, which fills the image of its node, whose contents are `holds`, with one
+    rank's shards. It connects with `key` to the rank's `LinkListener` at `endpoint`, "HOST:PORT".
+    `on_error` is called in the link's thread."""
 
     def __init__(
         self,
@@ -289,11 +278,9 @@ class ReceivingLink(_Link):
 
 
 def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
-    """The first byte of each run of pieces in their bucket, and the byte behind it.
-
-    Gaps are not sent, because they may belong to another rank. Most tensors
-    have a multiple of `ALIGNMENT` bytes and leave none.
-    """
+    """The first byte of each run of pieces in their bucket, and the byte behind it. Gaps are not
+    sent, because they may belong to another rank. Most tensors have a multiple of `ALIGNMENT` bytes
+    and leave none."""
     runs: list[tuple[int, int]] = []
     for piece in pieces:
         start, stop = piece.bucket_start, piece.bucket_start + piece.nbytes

@@ -1,9 +1,9 @@
 """Cuts the flat image into buckets.
 
-Bucket i is the window [i * bucket_nbytes, (i + 1) * bucket_nbytes) of the image: ranks and engines
-count in buckets what they have filled and loaded. An extent is a byte range of the image that one
-process holds in one piece of its own memory: a whole parameter in an engine, a shard in a rank. A
-piece is the part of an extent that falls into one bucket.
+Bucket i is the window [i * bucket_nbytes, (i + 1) * bucket_nbytes) of the image; ranks and engines
+report progress in buckets. An extent is a byte range of the image that one process holds in one
+piece of its own memory: a whole parameter in an engine, a shard in a rank. A piece is the part of
+an extent that falls into one bucket.
 
     image    |--- w0 ---|.|---------------- w1 ----------------|...|- w2 -|
     buckets  [     0     ][     1     ][     2     ][     3     ][     4 ...
@@ -46,8 +46,7 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class BucketGrid:
-    """How an image of `image_nbytes` is cut. There is always at least one bucket, maybe an empty
-    one."""
+    """The cuts of an image of `image_nbytes`: at least one bucket, maybe an empty one."""
 
     image_nbytes: int
     bucket_nbytes: int
@@ -69,12 +68,11 @@ class BucketGrid:
         return PIECE_NBYTES % self.bucket_nbytes == 0
 
     def window(self, idx: int) -> slice:
-        """The bytes of bucket `idx` in the image."""
         start = idx * self.bucket_nbytes
         return slice(start, min(start + self.bucket_nbytes, self.image_nbytes))
 
     def num_reaching(self, end: int) -> int:
-        """The first buckets that hold all image bytes before `end`; their number."""
+        """The number of first buckets that hold all image bytes before `end`."""
         return min(self.num_buckets, -(-end // self.bucket_nbytes))
 
     def cut(self, extents: Sequence[Extent]) -> list[list[BucketPiece]]:

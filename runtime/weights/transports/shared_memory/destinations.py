@@ -1,5 +1,3 @@
-"""The destinations of an image's bytes in an engine: its parameters, matched with a manifest."""
-
 from __future__ import annotations
 
 import bisect
@@ -27,14 +25,9 @@ _VERIFY_THREADS: Final = 4
 
 
 class Destinations:
-    """All parameters of an engine, with the bytes of each bucket that belong to them.
-
-    It holds the parameters' tensors, never their addresses, because they may move between updates.
-    One thread at a time.
-
-    Raises:
-        WeightSyncError: names, shapes or dtypes disagree.
-    """
+    """The parameters of an engine, matched with a manifest, and the bytes of each bucket for them.
+    It holds tensors, never their addresses, because they may move between updates. One thread at a
+    time. Raises WeightSyncError if names, shapes or dtypes disagree."""
 
     def __init__(
         self, manifest: Manifest, parameters: Mapping[str, Tensor], bucket_nbytes: int
@@ -50,11 +43,8 @@ class Destinations:
         return len(self._plan)
 
     def write(self, idx: int, memory: Tensor, *, waits: bool = True) -> int:
-        """Copies bucket `idx` from `memory`, uint8 [bucket_nbytes]; returns the bytes copied.
-
-        Args:
-            waits: until copies to a GPU are done.
-        """
+        """Copies bucket `idx` from `memory`, uint8 [bucket_nbytes]; returns the bytes copied. With
+        `waits`, copies to a GPU are done."""
         nbytes = 0
         for piece in self._plan[idx]:
             self._targets[piece.key].write(piece, memory, waits=waits)
@@ -67,7 +57,7 @@ class Destinations:
         return self._targets[key].write_values(start, values)
 
     def settle(self) -> None:
-        """Call it once all is written: strided parameters get their values."""
+        """Gives strided parameters their values, after the last write."""
         for target in self._targets:
             target.settle()
 
@@ -77,12 +67,9 @@ class Destinations:
             target.drop_staging()
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """Compares regions [image offset, nbytes, checksum or None] with the parameters. Returns a
-        text for each that differs.
-
-        Raises:
-            ProtocolError: a region is not inside one tensor.
-        """
+        """Compares regions [image offset, nbytes, checksum or None] with the parameters;
+        returns a text for each difference. Raises ProtocolError for a region that is not
+        inside one tensor."""
         checks: list[_Check] = []
         contents: dict[_Target, list[Tensor]] = {}
         for target, start, region_nbytes, checksum in self._locate(regions):
@@ -164,11 +151,9 @@ class _Target:
 
 
 def populate(tensors: Iterable[Tensor]) -> None:
-    """Makes the memory of new CPU tensors present, in huge pages if the system allows.
-
-    An engine calls this when it allocates parameters (start, wake). Otherwise the first sync pays
-    for the page faults: 25 times the time of a copy on a virtual machine. Contents are kept.
-    """
+    """Makes the memory of new CPU tensors present, in huge pages if the system allows; contents
+    stay. An engine calls this when it allocates parameters. Otherwise the first sync pays for the
+    page faults: 25 times the time of a copy on a virtual machine."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not t.is_cuda
     }

@@ -1,8 +1,10 @@
-"""Receives descriptors from the server of a node, and leaves some there for others to receive.
+"""Receives descriptors from the server of a node, and deposits some there for others;
+see `fd_server`.
 
-The server keeps a deposit as long as the connection is open, in the depositor or in a child that it
-has forked, so nothing has to be cleaned up when they die. The protocol is in
-`umbra.runtime.weights.transports.shared_memory.fd_server`.
+The server keeps a deposit as long as the connection is open, in the depositor or in a child
+that it has forked, so nothing has to be cleaned up when they die. Calls raise ConnectionLost if
+no server listens or it disconnects, DeadlineExceeded without an answer in time, WeightSyncError
+for a refusal.
 """
 
 from __future__ import annotations
@@ -22,20 +24,13 @@ from umbra.runtime.weights.transports.shared_memory.fd_server import (
 )
 
 _CLOSE_TIMEOUT_S: Final = 5.0
-# A stopped supervisor holds up a rank for so long; with less, a busy one may keep memory that the
+# A stopped supervisor holds up a rank this long; with less, a busy one may keep memory that the
 # rank wants to free.
 
 
 @contextmanager
 def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]:
-    """Requests an offered descriptor from the server at `socket_path`, open within the block.
-    Blocks.
-
-    Raises:
-        ConnectionLost: no server listens there, or it disconnected.
-        DeadlineExceeded: no answer in time.
-        WeightSyncError: the server has no such name or refuses.
-    """
+    """Requests an offered descriptor, open within the block. Blocks."""
     with _received(socket_path, f"get {name}", 1, timeout_s) as (fd,):
         yield fd
 
@@ -44,34 +39,15 @@ def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]
 def received_deposit(
     socket_path: str, name: str, first_idx: int, num_fds: int, timeout_s: float
 ) -> Generator[list[int]]:
-    """Requests `num_fds` descriptors of a deposit, at most `MAX_FDS`; open within the block.
-    Blocks.
-
-    Args:
-        first_idx: of the first one, in the order in which they were deposited.
-
-    Raises:
-        ConnectionLost: no server listens there, or it disconnected.
-        DeadlineExceeded: no answer in time.
-        WeightSyncError: the deposit has ended or is smaller, or this process may not open as many
-            files.
-    """
+    """Requests `num_fds` descriptors of a deposit, at most `MAX_FDS`, from index `first_idx` on;
+    open within the block. Blocks."""
     with _received(socket_path, f"fetch {first_idx} {name}", num_fds, timeout_s) as fds:
         yield fds
 
 
 class FdDeposit:
-    """A deposit under one name. Owns the connection, with which it ends. Calls block.
-
-    Args:
-        socket_path: of the server.
-        name: not in use at the server.
-        timeout_s: for the connection and for each answer.
-
-    Raises:
-        ConnectionLost: no server listens there.
-        DeadlineExceeded: it does not accept in time.
-    """
+    """A deposit under a name not in use at the server. Owns the connection, with which it ends.
+    Calls block, `timeout_s` for the connection and for each answer."""
 
     def __init__(self, socket_path: str, name: str, timeout_s: float) -> None:
         self._path = socket_path
@@ -80,13 +56,8 @@ class FdDeposit:
         self._client = _connect(socket_path, timeout_s)
 
     def add(self, fds: Sequence[int]) -> None:
-        """Passes at most `MAX_FDS` descriptors, which the caller may then close.
-
-        Raises:
-            ConnectionLost: the server has disconnected, or too many descriptors are on their way.
-            DeadlineExceeded: no answer in time.
-            WeightSyncError: the server refuses them, and has closed the whole deposit.
-        """
+        """Passes at most `MAX_FDS` descriptors, which the caller may then close. After a refusal,
+        the server has closed the whole deposit."""
         with _errors_of(self._path, self._timeout_s):
             socket.send_fds(self._client, [f"keep {self._name}".encode()], fds)
             answer = self._client.recv(MAX_PACKET_NBYTES)
@@ -98,7 +69,7 @@ class FdDeposit:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the server still has the connection. One that was started again has not."""
+        """Whether the server still has the connection, which a restarted server has not."""
         try:
             self._client.settimeout(0.0)
             try:
@@ -116,8 +87,8 @@ class FdDeposit:
             self._client.shutdown(socket.SHUT_WR)  # a child that was forked may have it open, too
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Ends the deposit, and waits `timeout_s` for the server to close its descriptors.
-        Idempotent."""
+        """Ends the deposit, and waits `timeout_s` for the server to close its
+        descriptors. Idempotent."""
         self.end()
         with suppress(OSError):
             self._client.settimeout(timeout_s)  # of each answer; there is at most one

@@ -1,4 +1,4 @@
-"""Serves descriptors to the processes of a node, over a Unix socket.
+"""Serves descriptors to the processes of a node (`fd_client`), over a Unix socket.
 
 The supervisor offers descriptors of shared memory, which ranks and engines request by name:
 
@@ -6,8 +6,8 @@ The supervisor offers descriptors of shared memory, which ranks and engines requ
       | -- "get NAME" (1 packet) ----> |   peer's uid must be the server's (SO_PEERCRED)
       | <- "ok" + SCM_RIGHTS fd ------ |   or a text with the reason of a refusal
 
-A rank also deposits descriptors of its own, which engines receive in portions. The connection owns
-them:
+A rank also deposits descriptors of its own, which engines receive in portions. The
+connection owns them:
 
     rank                             server
       | -- "keep NAME" + fds ------> |   once for each portion
@@ -17,8 +17,6 @@ them:
     engine
       | -- "fetch IDX NAME" -------> |   one connection for each portion
       | <- "ok" + fds from IDX on -- |
-
-Clients are in `umbra.runtime.weights.transports.shared_memory.fd_client`.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ _ANSWER_TIMEOUT_S: Final = 5.0
 # A client that connects and sends nothing is dropped after this; longer lets it pin a descriptor.
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
-# Before the server accepts again, when it may open no more files. Clients wait longer with a longer
-# one; with a shorter one, a server whose files are all in use fills its log.
+# Pause before the server accepts again, when it may open no more files. A longer one delays
+# clients; with a shorter one, a server whose files are all in use fills its log.
 _MAX_DEPOSITED_SHARE: Final = 0.5
-# Of the descriptors that the server's process may open. With more, deposits could take those that
-# it needs for connections and logs; with less, large models are refused that would fit.
+# Share of the descriptors that the server's process may open. With more, deposits could take those
+# that it needs for connections and logs; with less, large models are refused that would fit.
 
 
 class Packet(NamedTuple):
@@ -56,8 +54,8 @@ class Packet(NamedTuple):
 
     Attributes:
         text: empty at the end of the connection.
-        fds: that came along; the receiver owns them.
-        is_cut: it was too long, or this process may not open all of its descriptors.
+        fds: descriptors, which the receiver owns.
+        is_cut: whether it was too long, or this process may not open all of its descriptors.
     """
 
     text: bytes
@@ -66,11 +64,9 @@ class Packet(NamedTuple):
 
 
 def receive_packet(peer: socket.socket, max_fds: int) -> Packet:
-    """The next packet, with close-on-exec descriptors. Raises OSError as `socket.recvmsg`.
-
-    In Python 3.11, `socket.recv_fds` ignores its flags: a program that this process starts would
-    have the descriptors, too.
-    """
+    """The next packet, with close-on-exec descriptors. Raises OSError as `socket.recvmsg`. In
+    Python 3.11, `socket.recv_fds` ignores its flags: programs that this process starts would
+    inherit the descriptors."""
     received = array.array("i")
     text, ancillary, flags, _ = peer.recvmsg(
         MAX_PACKET_NBYTES,
@@ -85,14 +81,8 @@ def receive_packet(peer: socket.socket, max_fds: int) -> Packet:
 
 
 class FdServer:
-    """Serves descriptors by name. They may be offered and withdrawn at any time.
-
-    Does not own those that are offered. Owns those that clients deposit, each client's as long as
-    that stays connected.
-
-    Args:
-        socket_path: at which processes of this node reach it.
-    """
+    """Serves descriptors by name, offered and withdrawn at any time. Owns only deposited ones, each
+    as long as its client stays connected."""
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
@@ -101,7 +91,6 @@ class FdServer:
 
     @property
     def num_deposited(self) -> int:
-        """Descriptors that clients have deposited."""
         return sum(map(len, self._deposits.values()))
 
     def offer(self, fds: Mapping[str, int]) -> None:
@@ -153,7 +142,7 @@ class FdServer:
     async def _keep(
         self, client: socket.socket, name: str, packet: Packet, received: list[int]
     ) -> None:
-        """Serves what the client has deposited and still deposits, until it disconnects."""
+        """Serves a client's deposit, to which it may add, until it disconnects."""
         request = packet.text
         try:
             while packet.text:
@@ -169,12 +158,8 @@ class FdServer:
                 del self._deposits[name]
 
     def _find_problem(self, name: str, received: list[int], packet: Packet, request: bytes) -> str:
-        """Why a packet of a deposit is refused, or "".
-
-        Args:
-            received: all descriptors of this client, with those of the packet.
-            request: of the client's first packet.
-        """
+        """Why a packet of a deposit is refused, or "". `received` are all descriptors of this
+        client, `request` is its first packet."""
         if packet.is_cut:
             return "the descriptors did not arrive: the server may not open that many"
         if not name or not packet.fds or packet.text != request:

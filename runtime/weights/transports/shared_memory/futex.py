@@ -37,16 +37,13 @@ _libc.syscall.argtypes = (
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
     """Sleeps while the word is `seen`, at most `timeout_s`; may return early without a reason.
-
-    Other threads of the interpreter run meanwhile. A signal ends the wait, so its handler runs.
-    """
+    Other threads of the interpreter run meanwhile. A signal ends the wait, so its handler runs."""
     seconds = int(timeout_s)
     timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, seen, ctypes.byref(timeout))
 
 
 def wake(address: int) -> None:
-    """Wakes everybody waiting for this word."""
     _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None)
 
 

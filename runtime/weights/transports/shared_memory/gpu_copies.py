@@ -1,5 +1,3 @@
-"""Copies between an image and a GPU: how they are cut, and how others hear that they are done."""
-
 from __future__ import annotations
 
 import itertools
@@ -14,16 +12,13 @@ from umbra.runtime.weights.transports.shared_memory.mapped_image import PIECE_NB
 
 _MOST_UNDER_WAY: Final = 16
 # Buckets whose copies have begun and not ended. Fewer leave the GPU waiting for the next copy; more
-# tell the other side of them no later, but hold that many events.
+# report buckets no later, but hold that many events.
 
 
 class GpuCopies:
-    """The copies of one sync, on the current stream of a GPU. On the CPU, copies are done when they
-    return.
-
-    Args:
-        tell: called with the number of buckets that are done, in order.
-    """
+    """The copies of one sync between an image and a GPU, on its current stream. On the CPU,
+    copies are done when they return. `tell` is called with the number of buckets that are
+    done, in order."""
 
     def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
         self.is_on_gpu = device.type == "cuda"
@@ -32,7 +27,7 @@ class GpuCopies:
         self._under_way: deque[tuple[torch.cuda.Event, int]] = deque()
 
     def mark(self, num_buckets: int) -> None:
-        """Called when all copies of this many buckets have begun; tells of those that are done."""
+        """Called when all copies of this many buckets have begun; reports finished ones."""
         if not self.is_on_gpu:
             self._tell(num_buckets)
             return
@@ -45,8 +40,7 @@ class GpuCopies:
             self._wait_first()
 
     def wait(self) -> None:
-        """Returns when all are done and reported, and copies that began after the last mark are
-        done."""
+        """Returns when all copies are done and reported, even those after the last mark."""
         while self._under_way:
             self._wait_first()
         if self.is_on_gpu:
@@ -59,8 +53,7 @@ class GpuCopies:
 
 
 def common_device(tensors: Iterable[Tensor]) -> torch.device:
-    """The GPU that has all these tensors, or the CPU: then copies to and from it are done when they
-    return."""
+    """The GPU that has all these tensors, or the CPU: then copies are done when they return."""
     devices = {tensor.device for tensor in tensors}
     only = next(iter(devices), torch.device("cpu"))
     return only if len(devices) == 1 else torch.device("cpu")
@@ -69,11 +62,9 @@ def common_device(tensors: Iterable[Tensor]) -> torch.device:
 def cut_at_pieces(
     values: Tensor, target: Tensor, piece_nbytes: int = PIECE_NBYTES
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cuts a copy from a view of an image so that no part crosses the edge of a locked piece: the
-    driver may refuse a copy from pages that were not locked together.
-
-    Views with gaps stay whole, because torch copies them to other memory first.
-    """
+    """Cuts a copy from a view of an image at the edges of locked pieces: the driver may refuse a
+    copy from pages that were not locked together. Views with gaps stay whole, because torch copies
+    them to other memory first."""
     if not values.is_contiguous():  # torch copies a transposed view to a transposed one in place
         dims = sorted(range(values.ndim), key=lambda dim: -int(values.stride(dim)))
         values, target = values.permute(dims), target.permute(dims)

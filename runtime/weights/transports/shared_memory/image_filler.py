@@ -1,5 +1,3 @@
-"""A rank's side of the image in shared memory, for one sync."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,7 +14,8 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 
 class ImageFiller:
-    """Owns the mapping of the control block, but not the image."""
+    """A rank's side of the image in shared memory, for one sync. Owns the mapping of the control
+    block, but not the image."""
 
     def __init__(
         self, rank: int, image: MappedImage, grid: BucketGrid, progress: SyncProgress
@@ -36,11 +35,8 @@ class ImageFiller:
         kept: KeptImage,
         deadline: float,
     ) -> Self | None:
-        """None if the sync was aborted, so that its memory is no longer offered.
-
-        Args:
-            details: fd_socket, image and progress.
-        """
+        """None if the sync was aborted, so that its memory is no longer offered. `details` has
+        fd_socket, image and progress."""
         left_s = remaining_s(deadline)
         try:
             image = kept.receive(details, left_s)
@@ -52,11 +48,8 @@ class ImageFiller:
         return None if progress is None else cls(rank, image, grid, progress)
 
     def bucket(self, idx: int, *, for_gpu: bool = False) -> Tensor | None:
-        """The memory of bucket `idx`: uint8 [nbytes]. None if the sync is aborted.
-
-        Args:
-            for_gpu: a GPU copies to it.
-        """
+        """The memory of bucket `idx`: uint8 [nbytes], `for_gpu` to copy to. None if the
+        sync is aborted."""
         if self._progress.is_aborted:
             return None
         window = self._grid.window(idx)
@@ -64,7 +57,6 @@ class ImageFiller:
         return buffer_bytes(self._image.memory)[window]
 
     def set_filled(self, num_buckets: int) -> None:
-        """Notes that the rank has written this many buckets."""
         self._progress.set_filled(self._rank, num_buckets)
 
     def close(self) -> None:

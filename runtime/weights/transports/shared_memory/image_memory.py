@@ -1,5 +1,3 @@
-"""The shared memory of a pool's syncs on one node: the image, and a control block for each sync."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,18 +18,14 @@ _SLICE_NBYTES: Final = 64 << 20
 
 
 class ImageMemory:
-    """Owned by a process that outlives ranks and engines: the supervisor of the node.
+    """The shared memory of a pool's syncs on one node: the image, and a control block for each
+    sync. Owned by the node's supervisor, which outlives ranks and engines.
 
-    The image stays from one sync to the next, so that nobody has to map it again. It is freed if
-    the next one has another size, and after a sync that was not filled to the end: somebody may
-    still be writing. Ranks allocate its pages as they fill it. Names are never reused, because
-    others keep mapped what they have.
-
-    It knows what the image holds: the `contents` of the last sync that filled it to the end, a name
-    that the sync chose, or "".
-
-    Args:
-        fd_server: offers the descriptors.
+    The image stays from one sync to the next, so that no process has to map it again. It is freed
+    if the next one has another size, and after a sync that was not filled to the end, because some
+    process may still be writing. Ranks allocate its pages as they fill it. Names are never reused,
+    because processes stay mapped to old images. The image's contents have the name that the last
+    sync to fill it chose, or "".
     """
 
     def __init__(self, pool: str, fd_server: FdServer) -> None:
@@ -47,15 +41,12 @@ class ImageMemory:
     async def opened(
         self, grid: BucketGrid, num_ranks: int, num_engines: int, contents: str = ""
     ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
-        """The image and a control block for one sync, offered inside the block; first what ranks
-        and engines need to map them, and in "holds" what the image holds. Waits for the end of the
-        last sync.
+        """The image and a control block for one sync, offered inside the block. Waits for the
+        last sync's end.
 
-        Args:
-            contents: what the image holds once the sync has filled it.
-
-        Raises:
-            WeightSyncError: the system has no memory or descriptors for it.
+        Yields facts for ranks and engines to map both, with the image's contents in "holds", and
+        the progress. `contents` names those of the image once the sync has filled it. Raises
+        WeightSyncError if the system has no memory or descriptors for it.
         """
         async with self._turn:
             await self._make(max(grid.image_nbytes, 1))  # nothing cannot be mapped
@@ -74,12 +65,9 @@ class ImageMemory:
     def progress(
         self, num_ranks: int, num_engines: int
     ) -> Generator[tuple[dict[str, Any], SyncProgress]]:
-        """A control block for one sync, offered inside the block; first what ranks and engines need
-        to map it.
-
-        Raises:
-            WeightSyncError: the system has no memory or descriptors for it.
-        """
+        """A control block for one sync, offered inside the block, behind facts for ranks
+        and engines to map it. Raises WeightSyncError if the system has no memory or
+        descriptors for it."""
         name = f"{self._pool}-{secrets.token_hex(4)}-progress"
         fd, progress = SyncProgress.create(name, num_ranks, num_engines)
         self._fd_server.offer({name: fd})
@@ -101,9 +89,9 @@ class ImageMemory:
         self._fd_server.offer({name: self._fd})
 
     async def free(self) -> None:
-        """Frees the image, although processes may still have it mapped, in slices: a large one
-        takes seconds. What is left if it is cancelled is free once nobody has it mapped.
-        Idempotent."""
+        """Frees the image, although processes may still have it mapped, in slices: a large
+        one takes seconds. If it is cancelled, the rest is free once no process has it
+        mapped. Idempotent."""
         if self._fd < 0:
             return
         fd, nbytes = self._fd, self._nbytes
@@ -117,7 +105,7 @@ class ImageMemory:
             os.close(fd)
 
     def close(self) -> None:
-        """Lets go of the image, which is freed once nobody has it mapped. Idempotent."""
+        """Closes the image, which is freed once no process has it mapped. Idempotent."""
         if self._fd >= 0:
             self._fd_server.withdraw([self._name])
             os.close(self._fd)

@@ -1,5 +1,3 @@
-"""Shared memory, the supervisor's part: one image, which works on any node. Torch-free."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
@@ -19,7 +17,8 @@ from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMem
 
 
 class ImagePlan:
-    """Args: memory: holds the image; the pool's coordinator owns it."""
+    """Shared memory, the supervisor's part: one image, which works on any node. Torch-free. The
+    pool's coordinator owns `memory`."""
 
     name: TransportName = "memfd"
     connects = False

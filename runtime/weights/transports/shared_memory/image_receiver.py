@@ -1,5 +1,3 @@
-"""Shared memory, an engine's part: copies the image into its parameters, bucket by bucket."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,11 +11,8 @@ from umbra.runtime.weights.transports.shared_memory.image_source import ImageSou
 
 
 class ImageReceiver:
-    """One version being loaded. Owns the source.
-
-    Args:
-        device: of the parameters, if they are on one GPU.
-    """
+    """Shared memory, an engine's part: copies one version from the image into its parameters,
+    bucket by bucket. Owns the source. `device` has the parameters, if they are on one GPU."""
 
     def __init__(
         self, destinations: Destinations, source: ImageSource, device: torch.device

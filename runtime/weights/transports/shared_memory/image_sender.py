@@ -20,7 +20,7 @@ from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImag
 
 
 class ImageSender:
-    """Keeps the image mapped until `close`."""
+    """The image stays mapped until `close`."""
 
     is_read_by_engines = False
     network_nbytes = 0
@@ -31,7 +31,6 @@ class ImageSender:
         self._buckets = ShardBuckets(shards)
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Fills all buckets; see `Sender.send`."""
         plan, rank = self._buckets.cut(grant), self._shards.rank
         nbytes = self._shards.manifest.nbytes
         filler = ImageFiller.open(rank, grant.details, grant, nbytes, self._image, deadline)

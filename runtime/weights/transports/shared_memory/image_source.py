@@ -1,6 +1,3 @@
-"""The image of one sync as an engine's process gets it. Torch-free, unless the engine receives for
-its node."""
-
 from __future__ import annotations
 
 import mmap
@@ -18,16 +15,13 @@ if TYPE_CHECKING:
 
 
 class ImageSource:
-    """Owns this engine's side of the control block, and the links if it receives for its node.
+    """The image of one sync as an engine's process gets it. Torch-free, unless the engine receives
+    for its node. Owns the control block's mapping, and the links if it receives.
 
     Args:
         kept: holds the mapping of the image.
-        image_nbytes: of the manifest.
         wire: the arguments of prepare_update.
         timeout_s: limit for the supervisor to pass the memory.
-
-    Raises:
-        ConnectionLost, DeadlineExceeded, WeightSyncError: the supervisor does not pass it.
     """
 
     def __init__(
@@ -43,7 +37,7 @@ class ImageSource:
         self._receiver: NodeReceiver | None = None
         if "receives" not in wire:
             return
-        # It imports torch, which some engines otherwise do without.
+        # Imports torch, which some engines otherwise do without.
         from umbra.runtime.weights.transports.nccl import node_receiver
 
         try:
@@ -59,14 +53,9 @@ class ImageSource:
         return self.image.memory
 
     def buckets(self, *, for_gpu: bool = False) -> Iterator[tuple[int, slice]]:
-        """Yields every bucket once all ranks have filled it: its index and its bytes in the image.
-
-        Args:
-            for_gpu: a GPU copies from it.
-
-        Raises:
-            WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
-        """
+        """Yields every bucket's index and bytes in the image, `for_gpu` to copy from, once all
+        ranks have filled it. Raises WeightSyncError if the sync was aborted, its time is over, or
+        `stop` was called."""
         with self.receiving():
             for idx in self._end_of_sync.buckets(self._grid.num_buckets):
                 window = self._grid.window(idx)
@@ -74,18 +63,13 @@ class ImageSource:
                 yield idx, window
 
     def set_loaded(self, num_buckets: int) -> None:
-        """Notes that this many buckets were loaded."""
         self._end_of_sync.set_loaded(num_buckets)
 
     @contextmanager
     def receiving(self) -> Generator[None]:
-        """Begins to fill the image with what ranks of other nodes hold, if this engine receives for
-        its node. Fails inside the block, if that fails: then all who wait for the image in this
-        engine stop.
-
-        Raises:
-            WeightSyncError: why nothing more is received, in place of what was raised inside.
-        """
+        """Receives other nodes' shards inside the block, if this engine is its node's receiver. If
+        that fails, all waits for the image in this engine stop, and a WeightSyncError with the
+        reason replaces their errors."""
         if self._receiver is not None:
             self._receiver.start()
         try:
@@ -100,8 +84,8 @@ class ImageSource:
         self._end_of_sync.stop()
 
     def close(self) -> None:
-        """Leaves the sync. When it returns, this engine writes nothing to the image any more.
-        Idempotent."""
+        """Leaves the sync. When it returns, this engine writes nothing to the image any
+        more. Idempotent."""
         if self._receiver is not None:
             self._receiver.close()
         self._end_of_sync.close()

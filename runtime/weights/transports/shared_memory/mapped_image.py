@@ -1,5 +1,3 @@
-"""The image of a node's weights as one process has it mapped. Torch-free."""
-
 from __future__ import annotations
 
 import threading
@@ -20,14 +18,8 @@ PIECE_NBYTES: Final = 32 << 20
 
 
 class MappedImage:
-    """Owns the mapping, which is shared and writable.
-
-    Args:
-        fd: of the image. It is not kept.
-
-    Attributes:
-        memory: the whole image. Views keep it mapped: drop them before `close`.
-    """
+    """The image of a node's weights in this process. Torch-free. Owns the mapping, which is shared
+    and writable, but not `fd`. Views keep `memory` mapped: drop them before `close`."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.memory = map_memory(fd, nbytes)
@@ -36,15 +28,12 @@ class MappedImage:
         self._turn = threading.Lock()  # links fill the image that their engine reads
 
     def make_present(self, window: slice, *, for_gpu: bool = False) -> None:
-        """Allocates and maps the pages of these bytes: faults take several times as long. From any
-        thread.
+        """Allocates and maps the pages of these bytes: faults take several times as long.
+        From any thread.
 
-        Args:
-            for_gpu: the pages are also locked. A copy to or from a GPU must not cross the edge of a
-                piece of PIECE_NBYTES, because each is locked by itself.
-
-        Raises:
-            WeightSyncError: there is no memory.
+        With `for_gpu`, the pages are also locked. A copy to or from a GPU must not cross the edge
+        of a piece of PIECE_NBYTES, because each is locked by itself. Raises WeightSyncError if
+        there is no memory.
         """
         pieces = range(window.start // PIECE_NBYTES, -(-window.stop // PIECE_NBYTES))
         with self._turn:
@@ -68,7 +57,7 @@ class MappedImage:
 
     def _lock(self, start: int, nbytes: int) -> None:
         if self._locks is None:
-            # It imports torch, which some engines otherwise do without.
+            # Imports torch, which some engines otherwise do without.
             from umbra.runtime.weights.transports.shared_memory.page_locks import PageLocks
 
             self._locks = PageLocks(self.memory)
@@ -82,23 +71,16 @@ class MappedImage:
 
 
 class KeptImage:
-    """The image that this process had mapped for the last sync. It stays mapped until the owner
-    offers another one: then nothing has to be mapped again. One thread at a time.
-    """
+    """The image that this process had mapped for the last sync. It stays mapped until its owner
+    offers another one. One thread at a time."""
 
     def __init__(self) -> None:
         self._name = ""
         self._image: MappedImage | None = None
 
     def receive(self, wire: Mapping[str, Any], timeout_s: float) -> MappedImage:
-        """The image that the supervisor offers, owned by this object.
-
-        Args:
-            wire: "fd_socket", and the "name" and "nbytes" of the "image". Names are never reused.
-
-        Raises:
-            ConnectionLost, DeadlineExceeded, WeightSyncError.
-        """
+        """The image that the supervisor offers, owned by this object. `wire` has "fd_socket", and
+        the "name" and "nbytes" of the "image". Names are never reused."""
         name, nbytes = wire["image"]["name"], wire["image"]["nbytes"]
         if self._image is None or name != self._name:
             self.close()
@@ -107,7 +89,6 @@ class KeptImage:
         return self._image
 
     def close(self) -> None:
-        """Unmaps it. Idempotent."""
         image, self._image = self._image, None
         if image is not None:
             image.close()

@@ -1,9 +1,8 @@
 """Shared memory without a name: memfds.
 
-The supervisor creates the memory and serves its descriptors
-(`umbra.runtime.weights.transports.shared_memory.fd_server`); ranks and engines request one by name
-and map it. The memory has no entry in a file system, so it is freed when the last process closes it
-or dies.
+The supervisor creates the memory and serves its descriptors (`fd_server`); ranks and engines
+request one by name and map it. The memory has no entry in a file system, so it is freed when the
+last process closes it or dies.
 """
 
 from __future__ import annotations
@@ -17,18 +16,12 @@ from umbra.runtime.errors import WeightSyncError
 
 
 def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
-    """Creates a memfd of `nbytes`, close-on-exec, sealed so that nobody can change its size.
+    """Creates a memfd of `nbytes`, close-on-exec, sealed so that no peer can change its size:
+    truncation would kill every process that has it mapped (SIGBUS). The caller owns the descriptor.
 
-    Without seals, a peer that truncates it would kill every process that has it mapped (SIGBUS).
-    The caller owns the descriptor.
-
-    Args:
-        is_allocated: the memory is allocated now, because memory that is missing at its first use
-            would also kill. That blocks: 160 ms for 64 MiB that a virtual machine has never used.
-            False: whoever writes to it allocates it (`populate_mapping`).
-
-    Raises:
-        WeightSyncError: the system has no memory or descriptor for it.
+    With `is_allocated`, the memory is allocated now, because missing memory at its first use would
+    also kill. This blocks: 160 ms for 64 MiB that a virtual machine has never used. Otherwise its
+    writers allocate it (`populate_mapping`). Raises WeightSyncError without memory or descriptor.
     """
     fd = -1
     try:
@@ -48,11 +41,8 @@ def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
 
 
 def map_memory(fd: int, nbytes: int) -> mmap.mmap:
-    """The first `nbytes` of a memfd, shared and writable.
-
-    Raises:
-        WeightSyncError: it is smaller, or the process has no address space or descriptor for it.
-    """
+    """The first `nbytes` of a memfd, shared and writable. Raises WeightSyncError if it is smaller,
+    or cannot be mapped."""
     size_nbytes = os.fstat(fd).st_size
     if size_nbytes < nbytes:
         raise WeightSyncError(f"shared memory has {size_nbytes} bytes, expected {nbytes} or more")
@@ -63,6 +53,6 @@ def map_memory(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Idempotent. If something still has a view, such as a traceback, it is unmapped with that."""
+    """Idempotent. Memory with a view, such as a traceback's, is unmapped with the view."""
     with suppress(BufferError):
         memory.close()

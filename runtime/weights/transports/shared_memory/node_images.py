@@ -1,9 +1,9 @@
-"""The images of weights that a node holds for syncs between nodes, one for each pool.
+"""The images of weights that a node holds for syncs between nodes, one for each pool. Torch-free.
 
-    coordinator ── hold_image ──▶ supervisor of a node      how far a sync is comes back
+    coordinator ── hold_image ──▶ supervisor of a node      the sync's progress comes back
 
-They belong to the node's supervisor, which lives longer than any of the engines that use them: it
-makes those that wait stop, whoever of them was killed or is stopped. Torch-free.
+They belong to the node's supervisor, which outlives the engines that use them and ends their waits,
+whichever of them was killed or is stopped.
 """
 
 from __future__ import annotations
@@ -19,19 +19,15 @@ from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMem
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 _LOOK_INTERVAL_S: Final = 0.25
-# Time between two looks at a control block, which tells nobody on an event loop that it has
-# changed. A shorter one costs the supervisor of rank 0's node a message from each node; with a
-# longer one, engines that stand still are noticed later.
+# Interval of looks at a control block, whose changes notify no event loop. A shorter one costs the
+# supervisor of rank 0's node a message from each node; with a longer one, engines that stand still
+# are noticed later.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOrder:
-    """The image of a pool, for one sync.
-
-    Attributes:
-        num_engines: of this node.
-        contents: see `ImageMemory.opened`.
-    """
+    """The image of a pool, for one sync, with `num_engines` of this node; `contents` as in
+    `ImageMemory.opened`."""
 
     pool: str
     image_nbytes: int
@@ -46,27 +42,18 @@ class ImageOrder:
 
 
 class NodeImages:
-    """Owned by the supervisor.
-
-    Args:
-        fd_server: offers the descriptors to processes of this node.
-    """
-
     def __init__(self, fd_server: FdServer) -> None:
         self._fd_server = fd_server
         self._memories: dict[str, ImageMemory] = {}
 
     async def hold(self, order: ImageOrder) -> AsyncGenerator[dict[str, Any], None]:
-        """Offers an image and a control block as long as this generator lives. Its end makes
-        everybody stop who waits for the sync.
+        """Offers an image and a control block as long as this generator lives. Its end ends all
+        waits for the sync.
 
         Yields:
-            First what processes of this node need to map both, and what the image holds. Then,
-            whenever it has changed,
-            {"filled": buckets that every rank has filled, "loaded": [buckets of each engine, ...]}.
-
-        Raises:
-            WeightSyncError: the system has no memory or descriptors for it.
+            First facts for processes of this node to map both, with the image's contents. Then,
+                after every change, {"filled": buckets that every rank has filled, "loaded":
+                [buckets of each engine, ...]}.
         """
         made = ImageMemory(order.pool, self._fd_server)
         memory = self._memories.setdefault(order.pool, made)
@@ -80,7 +67,6 @@ class NodeImages:
                 progress.abort()
 
     def close(self) -> None:
-        """Frees all images. Idempotent."""
         for memory in self._memories.values():
             memory.close()
 

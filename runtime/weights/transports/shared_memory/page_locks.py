@@ -1,6 +1,3 @@
-"""Locks the pages of an image, so that a GPU copies to and from them while this process does
-something else, and at full speed."""
-
 from __future__ import annotations
 
 import logging
@@ -18,13 +15,11 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: for every GPU of the process
 
 
 class PageLocks:
-    """The locked pieces of one mapping. Owned by the `MappedImage`, which unlocks before it unmaps.
+    """The locked pages of one mapping, in pieces, so that a GPU copies at full speed and
+    asynchronously. Owned by the `MappedImage`, which unlocks before it unmaps.
 
     If a piece cannot be locked, none stays locked, because no copy may be from memory that is
     partly locked. Copies then take longer.
-
-    Args:
-        memory: the mapping.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -33,7 +28,6 @@ class PageLocks:
         self._may_lock = True
 
     def lock(self, start: int, nbytes: int) -> None:
-        """Locks a piece that begins at `start`, unless it is."""
         if not self._may_lock or start in self._locked:
             return
         cuda: Any = torch.cuda

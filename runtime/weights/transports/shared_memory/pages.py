@@ -22,15 +22,12 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def populate_mapping(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """Makes pages of a shared mapping present, and allocates those that nobody has written to yet.
-    Contents are kept, even while others write.
+    """Makes pages of a shared mapping present, allocating new ones. Contents are kept, even
+    while others write.
 
     Reading is enough, because pages of shared memory are mapped writable at once: 2 ms for 32 MiB
-    that exist already, where populating for writing takes 7 ms.
-
-    Raises:
-        OSError: there is no memory. Without this call, the first use of a page would end the
-            process (SIGBUS).
+    that exist already, where populating for writing takes 7 ms. Raises OSError if there is no
+    memory; without this call, the first use of a page would end the process (SIGBUS).
     """
     try:
         memory.madvise(_MADV_POPULATE_READ, start, nbytes)
@@ -42,10 +39,8 @@ def populate_mapping(memory: mmap.mmap, start: int, nbytes: int) -> None:
 
 
 def populate_range(address: int, nbytes: int) -> None:
-    """Makes the whole pages within private memory present, as huge pages where allowed.
-
-    Best effort: if the kernel declines, the pages come at first use.
-    """
+    """Makes the whole pages within private memory present, as huge pages where allowed. Best
+    effort: if the kernel declines, the pages come at first use."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:
@@ -54,11 +49,9 @@ def populate_range(address: int, nbytes: int) -> None:
 
 
 def free_pages(fd: int, start: int, nbytes: int) -> None:
-    """Gives pages of a memfd back to the system, even those that processes have mapped: they read
-    zeros from then on. Takes 0.2 s for each GiB.
-
-    Best effort: if the kernel declines, they are free once nobody has them mapped.
-    """
+    """Gives pages of a memfd back to the system, even mapped ones, which read zeros from then on.
+    Takes 0.2 s for each GiB. Best effort: if the kernel declines, they are free once no process
+    has them mapped."""
     _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, nbytes)
 
 

@@ -7,14 +7,13 @@ written by one process only:
     word                written by      means
     abort               supervisor      1: the sync was aborted
     filled[rank]        that rank       buckets it has filled, in the name of a rank of another
-                                        node the receiver of this one
-    loaded[engine]      that engine     buckets it has loaded, or all that are there while it waits
-                                        for the rest of a tensor: ranks are late, not the engine
+                                      node the receiver of this one
+    loaded[engine]    that engine     buckets loaded; while it waits for ranks, the buckets
+                                      available, so that the watchdog spares it
     stopped[engine]     that engine     1: its workers, which are other processes, stop waiting
 
-Engines wait for ranks, and nobody waits for an engine here: nothing is filled twice in a sync.
-
-Each sync has a new control block, so a process that is late from an earlier sync disturbs nobody.
+Engines wait for ranks, but no rank waits for an engine here: nothing is filled twice in a sync.
+Each sync has a new control block, so a process that is late from an earlier sync disturbs none.
 Every wait consists of short ones: a missed wake costs one of these. Torch-free.
 """
 
@@ -35,8 +34,8 @@ _WORD_NBYTES: Final = 4
 _STRIDE: Final = 16  # words: each one has a cache line of its own
 _LONGEST_WAIT_S: Final = 0.05
 _SPIN_S: Final = 0.001
-# A wait begins with this much polling, during which others run: a thread that only sleeps is woken
-# on the core of its waker, and then the two copy in turn instead of at once.
+# A wait begins with this much polling, which lets other threads run: a thread that only sleeps is
+# woken on the core of its waker, and then the two copy in turn instead of at once.
 
 
 def _nothing() -> None:
@@ -44,11 +43,8 @@ def _nothing() -> None:
 
 
 class SyncProgress:
-    """One mapped control block. Owns the mapping; `close` disconnects it from the others.
-
-    Args:
-        fd: a memfd of `nbytes_needed`, all zero at first. It is not kept.
-    """
+    """One mapped control block, from a memfd of `nbytes_needed`, all zero at first. Owns the
+    mapping, not `fd`."""
 
     def __init__(self, fd: int, num_ranks: int, num_engines: int) -> None:
         self._num_ranks = num_ranks
@@ -62,10 +58,7 @@ class SyncProgress:
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int) -> tuple[int, Self]:
         """Creates a control block: returns its descriptor, which the caller owns, and the mapping.
-
-        Raises:
-            WeightSyncError: the system has no memory or descriptors for it.
-        """
+        Raises WeightSyncError if the system has no memory or descriptors for it."""
         fd = create_memory(name, cls.nbytes_needed(num_ranks, num_engines))
         try:
             return fd, cls(fd, num_ranks, num_engines)
@@ -75,12 +68,8 @@ class SyncProgress:
 
     @classmethod
     def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
-        """Maps the one that the supervisor offers; `wire` is its {"name", "num_ranks",
-        "num_engines"}.
-
-        Raises:
-            ConnectionLost, DeadlineExceeded, WeightSyncError: see `received_fd`.
-        """
+        """Maps the block that the supervisor offers; `wire` is its {"name", "num_ranks",
+        "num_engines"}. Raises as `received_fd`."""
         with received_fd(socket_path, wire["name"], timeout_s) as fd:
             return cls(fd, wire["num_ranks"], wire["num_engines"])
 
@@ -88,7 +77,7 @@ class SyncProgress:
     def receive_open(
         cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float
     ) -> Self | None:
-        """Like `receive`; None if it is no longer offered, because the sync was aborted."""
+        """`receive`; None if the block is no longer offered, because the sync was aborted."""
         try:
             return cls.receive(socket_path, wire, timeout_s)
         except WeightSyncError:
@@ -99,39 +88,31 @@ class SyncProgress:
         return (1 + num_ranks + 2 * num_engines) * _STRIDE * _WORD_NBYTES
 
     def close(self) -> None:
-        """Unmaps it. Idempotent. Later writes reach nobody, and others' writes are not seen any
-        more: a waiting thread waits until its deadline, or until `while_waiting` ends it.
-        """
+        """Unmaps the block. Idempotent. Other processes' writes are no longer seen: a waiting
+        thread waits until its deadline, or until `while_waiting` ends it."""
         self._words = type(self._words)(*self._words)
         unmap(self._mapping)
-
-    # -- ranks and engines ---------------------------------------------------------------
 
     @property
     def is_aborted(self) -> bool:
         return self._words[0] != 0
 
     def set_filled(self, rank: int, num_buckets: int) -> None:
-        """Notes that the rank has filled this many buckets; everyone sees their contents."""
+        """The buckets' contents are visible to every process that sees the number."""
         self._publish(self._filled(rank), num_buckets)
 
     def set_loaded(self, engine: int, num_buckets: int) -> None:
-        """Notes that the engine has loaded this many buckets, or has no use for them without the
-        next one."""
+        """The engine has loaded this many buckets, or cannot use them without the next one."""
         self._words[self._loaded(engine)] = num_buckets
 
     def wait_filled(
         self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
     ) -> bool:
-        """Waits until every rank has filled this many buckets; returns False if the sync is
-        aborted.
+        """Waits until every rank has filled this many buckets; returns False if the
+        sync is aborted.
 
-        Args:
-            deadline: on the clock of `time.monotonic`.
-            while_waiting: called about every 50 ms without progress; may raise.
-
-        Raises:
-            DeadlineExceeded: the deadline has passed.
+        `deadline` is on the clock of `time.monotonic`, and raises DeadlineExceeded. `while_waiting`
+        is called about every 50 ms without progress; may raise.
         """
         for rank in range(self._num_ranks):
             word = self._filled(rank)
@@ -140,7 +121,7 @@ class SyncProgress:
         return True
 
     def see_filled(self) -> int:
-        """Buckets that every rank has filled; their contents are seen."""
+        """Buckets that every rank has filled, with visible contents."""
         num_filled = min(self.num_filled())
         futex.order(self._address(0))
         return num_filled
@@ -152,33 +133,26 @@ class SyncProgress:
     def is_stopped(self, engine: int) -> bool:
         return self._words[self._stopped(engine)] != 0
 
-    # -- the supervisor ------------------------------------------------------------------
-
     def abort(self) -> None:
-        """Aborts the sync: every wait ends."""
         self._words[0] = 1
         for rank in range(self._num_ranks):
             futex.wake(self._address(self._filled(rank)))
 
     def dismiss(self, engine: int) -> None:
-        """Nobody waits for an engine here."""
+        """Does nothing: no process waits for an engine here."""
 
     def num_filled(self) -> list[int]:
-        """Buckets filled by each rank."""
         return [self._words[self._filled(rank)] for rank in range(self._num_ranks)]
 
     def num_loaded(self, engine: int) -> int:
         return self._words[self._loaded(engine)]
 
     def has_work(self, engine: int) -> bool:
-        """Whether the engine has buckets to load."""
         return self.num_loaded(engine) < min(self.num_filled())
 
     def is_cut_off(self, engine: int) -> bool:
-        """Never: nobody receives for others."""
+        """Never: no engine receives for others."""
         return False
-
-    # -- words ---------------------------------------------------------------------------
 
     def _filled(self, rank: int) -> int:
         return (1 + rank) * _STRIDE
@@ -228,10 +202,10 @@ class EngineEnd:
     """One engine's side of the control block. Blocks in `buckets`. Owns the mapping until `close`.
 
     Args:
-        wire: the arguments of prepare_update: "fd_socket", and "progress" with the control block's
-            name and sizes, the "engine" number of this engine and "timeout_s", the seconds that the
-            sync may still take.
-        counts: whether it reports what is loaded; one of an engine's workers does.
+        wire: the arguments of prepare_update: "fd_socket", and "progress" with the control
+            block's name and sizes, the "engine" number of this engine and "timeout_s", the seconds
+            left for the sync.
+        counts: whether it reports loaded buckets; one of an engine's workers does.
     """
 
     def __init__(self, wire: Mapping[str, Any], timeout_s: float, *, counts: bool = True) -> None:
@@ -247,11 +221,8 @@ class EngineEnd:
         self.num_loaded = 0
 
     def buckets(self, num_buckets: int) -> Iterator[int]:
-        """Yields every bucket once all ranks have filled it.
-
-        Raises:
-            WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
-        """
+        """Yields every bucket once all ranks have filled it. Raises WeightSyncError if the sync was
+        aborted, its time is over, or `stop` was called."""
         if self.num_loaded:
             raise WeightSyncError("the buckets of this update were loaded before")
         for idx in range(num_buckets):
@@ -277,12 +248,10 @@ class EngineEnd:
         self._num_filled = self._progress.see_filled()
 
     def set_loaded(self, num_buckets: int) -> None:
-        """Notes that this many were loaded."""
         self.num_loaded = num_buckets
         self._publish(num_buckets)
 
     def check_not_aborted(self) -> None:
-        """Raises WeightSyncError if the sync was aborted."""
         if self._progress.is_aborted:
             raise WeightSyncError("the sync was aborted before the model was loaded")
 
@@ -301,7 +270,7 @@ class EngineEnd:
             raise WeightSyncError("the engine is being stopped")
 
     def _note_waiting(self) -> None:
-        """Says that the engine has nothing to do with what is there, if it waits for more."""
+        """Reports that the engine waits for more than the available buckets, if so."""
         num_filled = self._progress.see_filled()
         if num_filled < self._awaited:
             self._publish(num_filled)
