@@ -7,9 +7,9 @@ written by one process only:
     word                written by      means
     abort               supervisor      1: the sync was aborted
     filled[rank]        that rank       buckets it has filled, in the name of a rank of another
-                                      node the receiver of this one
-    loaded[engine]    that engine     buckets loaded; while it waits for ranks, the buckets
-                                      available, so that the watchdog spares it
+                                        node the receiver of this one
+    loaded[engine]      that engine     buckets loaded; while it waits for ranks, the buckets
+                                        available, so that the watchdog spares it
     stopped[engine]     that engine     1: its workers, which are other processes, stop waiting
 
 Engines wait for ranks, but no rank waits for an engine here: nothing is filled twice in a sync.
