@@ -99,8 +99,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def check_free_space(path: Path, needed_nbytes: int) -> None:
-    """Raises OSError (ENOSPC) if `path` cannot fit on its file system. Other limits, such as a
-    quota, only show while writing."""
+    """Raises OSError (ENOSPC) if `path` cannot fit; other limits, such as quotas, show later."""
     stats = os.statvfs(_existing(path))
     if stats.f_blocks and _free_nbytes(stats) < needed_nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -146,7 +145,6 @@ def _describe_free(path: Path) -> list[str]:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest existing folder of `path`."""
     target = path.absolute().resolve()
     return next(folder for folder in (target, *target.parents) if folder.exists())
 

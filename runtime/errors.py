@@ -82,8 +82,6 @@ class ActorDied(ActorError):
 
 
 class RemoteError(UmbraError):
-    """The callee raised."""
-
     def __init__(self, remote_type: str, remote_message: str, remote_traceback: str) -> None:
         self.remote_type = remote_type  # qualified, such as `builtins.ValueError`
         self.remote_message = remote_message  # its `str()`

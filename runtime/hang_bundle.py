@@ -72,7 +72,6 @@ class NodeReport:
         self._ranks = ranks
 
     async def make(self) -> Files:
-        """The report's files by name."""
         roots = {f"rank {rank.rank}": rank.pid for rank in self._ranks.all()}
         roots |= {"supervisor": os.getpid(), "guardian": os.getppid()}
         refs = {"supervisor": self._node.supervisor}
@@ -183,7 +182,6 @@ def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 async def _report_nodes(own: NodeReport, links: JobLinks) -> dict[str, Files]:
-    """The reports of all nodes, by the nodes' names."""
     mine, others = await asyncio.gather(
         own.make(), links.ask_elsewhere("report_node", _NODE_LIMIT_S)
     )

@@ -22,8 +22,6 @@ _IN_UMBRA: Final = "/umbra/runtime/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenNode:
-    """The report of one node."""
-
     name: str  # as people know it; "" if the job has no other
     processes: Sequence[SeenProcess]  # none if it did not answer
     calls: Mapping[str, Mapping[str, Any]]  # by process, from `pending_calls`; else "problem"

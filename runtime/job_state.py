@@ -18,8 +18,6 @@ from umbra.runtime.durations import format_duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """A rank."""
-
     rank: int
     pid: int
     is_stopped: bool = False  # whether a signal has stopped it (SIGSTOP)
@@ -53,8 +51,6 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """An engine of a pool."""
-
     name: str
     node_id: str  # its node; "" while it has no process that answers
     pid: int  # of its last process
@@ -70,8 +66,6 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """A pool of engines."""
-
     name: str
     mode: str
     version: int | None  # the last one that was published to it; None before the first
@@ -84,8 +78,6 @@ class PoolStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStatus:
-    """The work of the rollout manager."""
-
     name: str
     call: str = ""  # the ranks' call in progress, such as "next_batch for step 12"; "" if none
     waiting_ranks: tuple[int, ...] = ()  # ranks that wait for it, or for the ledger
@@ -108,8 +100,6 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The state of a job."""
-
     job: str  # its name, which no other job has
     time: float  # when it was read, in seconds since 1970
     phase: str  # who waits on whom, as a sentence
@@ -120,7 +110,6 @@ class JobState:
 
     @property
     def engines(self) -> list[tuple[str, EngineStatus]]:
-        """All engines with the names of their pools."""
         return [(pool.name, engine) for pool in self.pools for engine in pool.engines]
 
     @property
@@ -150,7 +139,7 @@ class JobState:
 def describe_phase(
     ranks: Sequence[int], pools: Sequence[PoolStatus], rollouts: RolloutStatus | None
 ) -> str:
-    """Who waits on whom, as a sentence. `ranks` are all ranks of the job."""
+    """A sentence about who waits on whom. `ranks` are all ranks of the job."""
     for pool in pools:
         if pool.sync_version is not None:
             what = f"weights of version {pool.sync_version} to pool {pool.name}"

@@ -9,8 +9,6 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPanel:
-    """Metrics that share an axis."""
-
     title: str
     series: Mapping[str, str]  # labels by metric
     is_step_time: bool = False  # parts of `time/step_s`, stacked with its rest

@@ -69,8 +69,6 @@ _END_LIMIT_S: Final = 2 * _GRACE_S + 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundJob:
-    """A job that machines can join."""
-
     name: str  # for people
     host: str  # of the supervisor of rank 0's node
     port: int  # of the same

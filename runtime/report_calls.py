@@ -89,7 +89,6 @@ class MetricsHost:
         return self._endpoint.url
 
     async def close(self) -> None:
-        """Idempotent."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             await endpoint.close()

@@ -162,7 +162,6 @@ DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 def files_of(paths: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
-    """The files of a setting that has one, several or none."""
     if paths is None:
         return ()
     return paths if isinstance(paths, tuple) else (paths,)
@@ -170,7 +169,6 @@ def files_of(paths: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
 
 @functools.cache
 def annotations_of(kind: type) -> dict[str, Any]:
-    """The annotations of its fields, with their bounds."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -204,7 +202,7 @@ _CREDENTIAL: Final = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNO
 
 
 def shown_settings(value: Any) -> Any:
-    """As `to_wire`, for people and files: values of variables and of credentials are masked."""
+    """Like `to_wire`, for people and files: values of variables and of credentials are masked."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = annotations_of(cast("Any", value).__class__)
         return {name: _shown(getattr(value, name), hint) for name, hint in hints.items()}

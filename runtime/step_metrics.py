@@ -34,7 +34,6 @@ def last_steps(run_dir: Path) -> list[Row]:
 
 
 def recorded_setting(run_dir: Path, section: str, name: str) -> Any:
-    """A setting of the last start; None if it is unknown."""
     try:
         return json.loads((run_dir / "settings.json").read_bytes())["settings"][section][name]
     except (OSError, ValueError, KeyError, TypeError):
@@ -51,5 +50,4 @@ def recorded_choices(run_dir: Path) -> Mapping[str, Any]:
 
 
 def total_steps(run_dir: Path) -> int:
-    """`train.steps` of the last start; 0 if it is unknown."""
     return recorded_setting(run_dir, "train", "steps") or 0

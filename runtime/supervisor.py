@@ -341,7 +341,6 @@ class Supervisor:
             self._events.add(kind, who, text)
 
     def _on_rank_event(self, event: dict[str, Any]) -> None:
-        """The job is lost, or a stop signal reached it."""
         self._links.tell(event)
         if event["kind"] == "failed":
             self.record(event["message"], "failed", "job")
@@ -389,11 +388,9 @@ class Supervisor:
     async def join_job(
         self, nodes: list[dict[str, Any]], node: int, epoch: int, timeout_s: float
     ) -> None:
-        """Called by local rank 0: links the supervisors of all nodes (`JobNode`s, by rank).
-
-        Engines of the last epoch are at rest on all nodes before rank 0 learns that the nodes have
-        met: a member joins the lead when its own are. Raises DeadlineExceeded if another
-        supervisor is missing.
+        """Called by local rank 0: links the supervisors of all nodes (`JobNode`s, by rank). Engines
+        of the last epoch are at rest on all nodes before rank 0 learns that the nodes have met: a
+        member joins the lead when its own are. Raises DeadlineExceeded if a supervisor is missing.
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
         self._end.begin_epoch()

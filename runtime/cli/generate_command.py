@@ -20,7 +20,6 @@ _SILENCE_S: Final = 600.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the text as it comes."""
     if arguments.config or arguments.engine:
         raise ConfigError("--url uses a running server: leave out CONFIG and --engine")
     with closing(_answer(arguments.url, _request(arguments))) as texts:

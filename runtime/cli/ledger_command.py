@@ -110,7 +110,7 @@ def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
 
 
 def find_sample(index: LedgerIndex, sample_id: str) -> SampleRow:
-    """ConfigError, with a hint, if there is none."""
+    """Raises ConfigError, with a hint, if there is none."""
     found = index.find(sample_id)
     if found is None:
         similar = index.similar(sample_id)

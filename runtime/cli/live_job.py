@@ -54,7 +54,6 @@ def is_reachable(address: SupervisorAddress) -> bool:
 async def ask_supervisor(
     address: SupervisorAddress, method: str, *args: object, timeout_s: float = _ANSWER_LIMIT_S
 ) -> Any:
-    """Calls a supervisor on this host."""
     ref = supervisor_ref(address.node_id, Path(address.socket_dir))
     async with Client(address.node_id) as client:
         return await client.handle(ref).call(method, *args, timeout_s=timeout_s)

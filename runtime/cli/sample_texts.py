@@ -48,7 +48,6 @@ def read_texts(
 
 
 def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
-    """The tokenizer of a run's model, or of the directory `model`."""
     path = tokenizer_path(run_dir)
     if model is None and not path.exists():
         raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")

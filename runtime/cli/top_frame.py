@@ -32,8 +32,6 @@ _PARTS: Final = ("rollout", "train", "sync", "sleep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """The content of a frame."""
-
     name: str  # of the run
     state: JobState | None  # None if no job runs
     run_dir: str = "RUN_DIR"  # as the person wrote it
@@ -44,13 +42,8 @@ class RunSnapshot:
 
 
 def frame(view: RunSnapshot, now: float, *, width: int, height: int | None = None) -> list[str]:
-    """The lines of a frame.
-
-    Args:
-        now: seconds since 1970.
-        width: longer lines are cut off.
-        height: of the screen. Engines that would not fit are summed up; None shows all.
-    """
+    """The lines of a frame at `now`, in seconds since 1970, cut off at `width`. Engines that would
+    not fit into `height` are summed up; None shows all."""
     lines = [*_progress_lines(view, now), ""]
     if view.state is None:
         lines.append(view.problem or "no job of this run is running on this machine")
@@ -130,7 +123,6 @@ def _state_lines(state: JobState, height: int | None) -> list[str]:
 
 
 def _rank_rows(state: JobState) -> list[list[str]]:
-    """One row for all ranks that wait for the same."""
     waiting: defaultdict[tuple[str, bool], list[RankStatus]] = defaultdict(list)
     for rank in state.ranks:
         waiting[rank.waits_for, rank.is_stopped].append(rank)
@@ -169,7 +161,6 @@ _ENGINE_HEADINGS: Final = [
 
 
 def _by_interest(engines: Iterable[tuple[str, EngineStatus]]) -> list[tuple[str, EngineStatus]]:
-    """Serving engines last."""
     return sorted(engines, key=lambda item: item[1].state == "SERVING")
 
 

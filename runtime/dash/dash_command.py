@@ -14,7 +14,6 @@ from umbra.runtime.process.forked_signals import handle_signals
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; returns 0."""
     run_dir = Path(arguments.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")

@@ -32,7 +32,6 @@ class SampleIndex:
             self._texts = _PromptTexts(self._run_dir)
 
     def refresh(self) -> None:
-        """Reads the bytes written since."""
         managers = managers_of(self._run_dir)  # a run has one
         inode = (self._run_dir / "ledger").stat().st_ino if managers else 0
         if inode != self._folder_inode:

@@ -13,7 +13,6 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, holds: bool) -> None:
-        """Takes the condition's present value."""
         if not holds and self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -32,8 +32,6 @@ _FIELDS: Final = {"id", "prompt", "tokens", "row"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt."""
-
     prompt_id: str  # unique in its file
     text: str  # the text that was tokenized
     tokens: NDArray[np.int32]  # [P] int32
@@ -45,7 +43,6 @@ class Prompt:
 
 
 def to_row(packed: bytes) -> dict[str, Any]:
-    """The row of `Prompt.to_score`."""
     row: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
     return row
 

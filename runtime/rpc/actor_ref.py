@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorRef:
-    """Address of one incarnation of a named actor: a plain value that can be stored,
-    compared and sent.
-
+    """Address of one incarnation of a named actor: a plain value, to be stored, compared and sent.
     Every call carries `incarnation`, so a message meant for an actor that has since been restarted
-    is refused, never delivered to its successor.
-    """
+    is refused, never delivered to its successor."""
 
     name: str  # unique within the node
     incarnation: int  # how many times the actor has been started on this node, from 1

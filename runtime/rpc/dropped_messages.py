@@ -44,7 +44,6 @@ class DroppedMessages:
         self._timer = self._call_later(REPORT_INTERVAL_S, self._on_interval)
 
     def close(self) -> None:
-        """Logs the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._report()

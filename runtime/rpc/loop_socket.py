@@ -69,7 +69,6 @@ class LoopSocket:
 
     @property
     def raw(self) -> zmq.Socket[bytes]:
-        """The ZMQ socket, for bind, connect and options."""
         return self._socket
 
     def prepare_for(self, endpoint: str) -> None:
@@ -94,7 +93,7 @@ class LoopSocket:
         self._loop.call_soon(self._drain)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Sends in order, once a peer is connected. EHOSTUNREACH if a ROUTER's peer is gone."""
+        """Sends in order, once a peer is connected. Raises EHOSTUNREACH without a ROUTER's peer."""
         if self._closed:
             return
         if self._unsent:

@@ -49,7 +49,6 @@ class LoopThread:
 
     @property
     def failure(self) -> JobFailed | None:
-        """Why the job is lost, if it is."""
         return self._failure
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, even_if_failed: bool = False) -> T:

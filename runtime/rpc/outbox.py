@@ -27,7 +27,8 @@ class Outbox:
         self._flush_scheduled = False
 
     def put(self, envelope: tuple[Any, ...]) -> None:
-        """Queues one envelope. TypeError, ValueError, OverflowError: a value has no wire form."""
+        """Queues one envelope. Raises TypeError, ValueError or OverflowError for a value
+        without wire form."""
         header, frames = self._encoder.encode(envelope)
         if frames or len(header) >= _FLUSH_NBYTES:
             # Sent alone, so that a batch stays far below the receiver's limit for one header.

@@ -18,8 +18,6 @@ _MAX_LABEL_LEN: Final = 300
 
 
 def describing_calls(client: Client, server: Callable[[], ActorServer]) -> Mapping[str, Any]:
-    """The built-in method of a server that reports on this process."""
-
     def describe() -> dict[str, Any]:
         calls = sorted(client.pending_calls() + server().running_calls(), reverse=True)
         return {

@@ -127,11 +127,9 @@ class Handle:
         """Calls `method` and waits for its outcome.
 
         At most once, unless the actor declares the method idempotent: then it is retried on the
-        next incarnation, or over a reconnect, within the same deadline.
-
-        Raises:
-            RemoteError, DeadlineExceeded, ConnectionLost, ActorNotFound, MailboxClosed.
-            TypeError, ValueError, OverflowError: an argument has no wire form.
+        next incarnation, or over a reconnect, within the same deadline. Raises RemoteError,
+        DeadlineExceeded, ConnectionLost, ActorNotFound or MailboxClosed, and TypeError, ValueError
+        or OverflowError for an argument without wire form.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -46,7 +46,6 @@ def _normal(message: object, number: int) -> dict[str, Any]:
 
 
 def _text(content: object, name: str) -> str:
-    """A content, or list of parts, as one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -39,7 +39,6 @@ def vocab_size(model_path: Path) -> int:
 
 
 def default_context_len(model_path: Path) -> int:
-    """The model's limit in tokens, at most 4096."""
     limit = read_model_config(model_path).get("max_position_embeddings")
     return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN
 

@@ -210,12 +210,10 @@ class ModelTokenizer:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """The text of a conversation up to the beginning of the assistant's answer.
-
-        `variables` are those of the chat template. A final message of the assistant is the
-        beginning of the answer with `continue_final_message`, and refused otherwise. Raises
-        DataError if there is no chat template, or it refuses the messages.
-        """
+        """The text of a conversation up to the beginning of the assistant's answer. Its
+        final message may be the assistant's, and then begins the answer, only with
+        `continue_final_message`. Raises DataError if there is no chat template, or it
+        refuses the messages."""
         if not self.state.chat_template:
             raise DataError(
                 f"{self.state.model_path}: the tokenizer has no chat template, so it cannot render "
@@ -262,8 +260,6 @@ class ModelTokenizer:
 
 
 class _RustBackend:
-    """A tokenizer of the library `tokenizers`."""
-
     def __init__(self, state: TokenizerState) -> None:
         try:
             from tokenizers import Tokenizer
@@ -289,8 +285,6 @@ class _RustBackend:
 
 
 class _PythonBackend:
-    """A tokenizer that transformers or the model directory has in Python."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 

@@ -25,8 +25,6 @@ system hangs; a shorter one loses events of a burst."""
 
 
 class TraceEvent(NamedTuple):
-    """One span, instant or gauge of a trace file."""
-
     kind: str  # X span, b span that overlaps others of its track, i instant, C numbers
     start_ns: int  # by CLOCK_MONOTONIC, which all processes of a machine share
     duration_ns: int
@@ -47,19 +45,13 @@ _current: list[Recording] = []
 
 
 def set_recording(recording: Recording | None) -> None:
-    """Begins or ends recording in this process. Called by the writer."""
     _current[:] = [] if recording is None else [recording]
 
 
 class span:
-    """Measures the block, and records it under `name`; `seconds` has the duration at its end.
-
-    Args:
-        track: row within the process; "" for its main one. Spans of a track nest,
-            unless they overlap.
-        overlaps: whether it runs at the same time as others of its name.
-        args: shown with the span; short values.
-    """
+    """Measures the block, and records it under `name`; `seconds` has the duration at its end. Spans
+    of a `track`, a row within the process, nest, unless `overlaps` says that they run at the same
+    time. `args` are short values, shown with the span."""
 
     __slots__ = ("_args", "_name", "_overlaps", "_start_ns", "_track", "seconds")
 

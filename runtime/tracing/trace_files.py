@@ -70,9 +70,9 @@ class TraceFiles:
                         yield source, TraceEvent(kind, begin_ns + offset_ns, *others)
 
     def find_steps(self, first: int, last: int) -> Window:
-        """The time from the beginning of a step to the beginning of the one after `last`. If the
-        run was resumed from a checkpoint, or replaced, its newest steps count. ConfigError if the
-        trace does not have these steps."""
+        """The time from the beginning of a step to the beginning of the one after `last`. The
+        newest steps count if the run was resumed or replaced. Raises ConfigError if the trace
+        lacks these steps."""
         steps = [event for _, event in self.events(process=LEAD) if event.name == "step"]
         steps.sort(key=lambda event: event.start_ns)
         kept: dict[int, TraceEvent] = {}
@@ -115,7 +115,6 @@ def _events(lines: list[bytes]) -> Iterator[list[Any]]:
 
 
 def _parse(line: bytes) -> Any:
-    """None for a line that a kill tore."""
     try:
         return json.loads(line)
     except ValueError:

@@ -72,14 +72,12 @@ class AgentSessions:
         self.num_diverged = 0
 
     def remember(self, trajectory: Trajectory, records: Mapping[str, Any]) -> None:
-        """Takes the ledger's records of this trajectory's loop."""
         history = self._histories[trajectory] = LoopHistory.of_records(records)
         # A restored checkpoint may have taken back the tokens of some turns.
         kept = [turn for turn in history.turns if turn.stop <= trajectory.completion_len]
         self._forget_turns(trajectory, history, len(kept))
 
     def open(self, trajectory: Trajectory, group: Group, sampling: SamplingOptions) -> int:
-        """Begins a run of the loop; returns its session's id."""
         self._end_run(trajectory)
         if trajectory.completion_len:
             trajectory.cut()
@@ -226,7 +224,6 @@ class AgentSessions:
         return trajectory.completion_len
 
     def _forget_turns(self, trajectory: Trajectory, history: LoopHistory, num_kept: int) -> None:
-        """Drops the records of later turns, in the ledger too."""
         if num_kept == len(history.turns):
             return
         del history.turns[num_kept:]

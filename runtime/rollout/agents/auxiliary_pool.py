@@ -177,8 +177,7 @@ class AuxiliaryPool:
 
         Args:
             chat_template_kwargs: variables of the template, besides the pool's own.
-            continue_final_message: continues the assistant's final message, which is
-                refused otherwise.
+            continue_final_message: continues the assistant's final message instead of refusing it.
         """
         variables = {**self._config.chat_template_kwargs, **(chat_template_kwargs or {})}
         # The first call imports transformers, which takes a second.

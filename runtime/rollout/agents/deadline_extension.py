@@ -44,7 +44,7 @@ class ExtendableDeadline:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Excludes the block's time, after `start()`. Of several pauses, the last to end counts."""
+        """Excludes the block's time, after `start()`. The last of several pauses ends them all."""
         loop = asyncio.get_running_loop()
         if not self._num_pauses and self._can_move:
             self._remaining_s = (self._timeout.when() or loop.time()) - loop.time()

@@ -41,7 +41,6 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         return None if task is None else self._calls.get(task)
 
     def failed_call(self, error: BaseException) -> Call | None:
-        """The call of the task that raised it."""
         for task, call in list(self._calls.items()):
             if task.done() and not task.cancelled() and task.exception() is error:
                 return call

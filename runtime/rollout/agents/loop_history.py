@@ -44,11 +44,9 @@ class LoopHistory:
         return history
 
     def next_turn_key(self) -> str:
-        """The next turn's key in the ledger."""
         self.num_turn_records += 1
         return f"{_TURN_KEY}{self.num_turn_records}"
 
 
 def once_key(key: str) -> str:
-    """The ledger's key for a value of `ctx.once(key)`."""
     return _ONCE_KEY + key

@@ -145,7 +145,6 @@ class RewardFunction:
         facts: Mapping[str, Sequence[Any]],
         samples: str,
     ) -> dict[str, Any]:
-        """The facts and the data set's columns that the function takes, each as a list."""
         given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
         present = set[str]().union(*rows) - given
         if both := present & facts.keys() & self._accepted:

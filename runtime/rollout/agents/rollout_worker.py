@@ -149,12 +149,9 @@ class RolloutWorker:
         return scores._asdict()
 
     async def run_agent(self, item: dict[str, Any], timeout_s: float) -> float | None:
-        """Runs the agent loop for one trajectory; returns the reward it gives, if any.
-
-        Args:
-            item: map {"sample_id", "prompt", "tokens": int32 prompt, "row", "session": the
-                manager's id of this run, "manager": its name}.
-        """
+        """Runs the agent loop for one trajectory; returns the reward it gives, if any. `item` maps
+        "sample_id", "prompt", "tokens" (int32 prompt), "row", "session" (the manager's id of this
+        run) and "manager" (its name)."""
         if self._agent is None:
             raise ConfigError("rollouts are configured as agent loops, but rollout.agent is empty")
         manager = await self._manager(item["manager"])

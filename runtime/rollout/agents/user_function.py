@@ -21,7 +21,7 @@ _LIBRARIES: Final = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "pla
 
 
 def load_function(target: str, setting: str) -> Callable[..., Any]:
-    """Imports `module:function`. ConfigError names `setting` and the cause."""
+    """Imports `module:function`. Raises ConfigError with `setting` and the cause."""
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"{setting} {target!r} must be written module:function")
@@ -74,7 +74,6 @@ def check_call(
 
 
 def _location_of(function: Callable[..., Any]) -> str:
-    """`FILE:LINE: ` of a function written in Python, else ""."""
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
 

@@ -38,10 +38,8 @@ class UserThread:
 
     Asynchronous code shares an event loop. Synchronous functions run one at a time, since user code
     is seldom thread-safe, on `main_thread` if it is free, because Python lets only the main thread
-    set alarms, as verifiers do. The loop gets the main thread where no functions run.
-
-    At exit, tasks are cancelled; a thread that hangs in user code is abandoned until
-    the process ends.
+    set alarms, as verifiers do. The loop gets the main thread where no functions run. At exit,
+    tasks are cancelled; a thread that hangs in user code is abandoned until the process ends.
     """
 
     def __init__(self, name: str) -> None:

@@ -128,7 +128,6 @@ class WorkerPool:
                 tasks.create_task(self._assign(method, queue, tasks))
 
     async def _keep(self, worker: _Worker) -> None:
-        """Returns when the worker is gone for good."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 quarantine = tasks.create_task(self._serve_quarantine(worker))
@@ -312,7 +311,6 @@ class _Worker:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is up and has no quarantine."""
         return self.handle is not None and not self.quarantine
 
     def begin_job(self, method: str) -> None:
@@ -329,13 +327,11 @@ class _Worker:
         self._on_change(self)
 
     async def next_in_quarantine(self) -> WorkerJob:
-        """The first job in quarantine, once there is one and nothing else runs here."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.quarantine and not self.num_running)
         return self.quarantine[0]
 
     async def connected(self) -> Handle:
-        """A handle to the live incarnation, once there is one."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.handle is not None)
         assert self.handle is not None

@@ -59,7 +59,6 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
 def _group_columns(
     groups: Sequence[Group], owners: Sequence[int], indices: Sequence[int]
 ) -> dict[str, Any]:
-    """Columns of the samples at `indices` of the groups `owners`."""
     used, positions = np.unique(np.asarray(owners, np.int64), return_inverse=True)
     whole = [groups[int(owner)].rewards for owner in used]
     offsets = np.zeros(len(whole) + 1, np.int32)

@@ -24,15 +24,11 @@ _SPLIT_RATIO: Final = 1.25
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's share."""
-
     samples: list[int]  # indices of its samples in the global batch, ascending
     micro_batches: list[list[int]]  # M lists of positions in `samples`; empty: padding
 
 
 class _Piece(NamedTuple):
-    """Samples that stay together."""
-
     cost: int
     samples: list[int]
 

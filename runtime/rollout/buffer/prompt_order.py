@@ -42,7 +42,6 @@ class PromptOrder:
 
 
 def trajectory_seed(seed: int, epoch: int, prompt_idx: int, sample_idx: int) -> int:
-    """The sampling seed of one trajectory, 63 bit."""
     return _hash64("trajectory", seed, epoch, prompt_idx, sample_idx) >> 1
 
 

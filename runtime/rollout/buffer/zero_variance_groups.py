@@ -42,7 +42,6 @@ class ZeroVarianceGroups:
         self._streak = 0
 
     def batch_taken(self) -> None:
-        """Counts later groups for the next batch."""
         self._num_for_batch = 0
 
     def dropped(self, group: Group, num_ready: int) -> None:

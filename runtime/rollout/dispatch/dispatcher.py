@@ -55,8 +55,6 @@ class RequestCarrier(Protocol):
 
 
 class TokenRecorder(Protocol):
-    """Receives what happens to trajectories."""
-
     def started(self, sample: Trajectory) -> None: ...
 
     def cut(self, sample: Trajectory) -> None: ...
@@ -81,8 +79,7 @@ class Dispatcher:
     """Assigns turns to engines and applies the tokens that they return.
 
     Args:
-        on_failure: called with an error that no other engine would heal, for a turn
-            without `on_error`.
+        on_failure: called for a turn without `on_error`, with an error that no engine would heal.
         recorder: receives the tokens of recorded trajectories (`uid` not -1).
         on_work: called whenever `has_work` may have changed.
 
@@ -216,7 +213,6 @@ class Dispatcher:
         return bool(self._waiting) or any(self._inflight.values())
 
     def pump(self) -> None:
-        """Assigns waiting turns to engines while these have capacity."""
         self._assign_waiting()
         self._on_work(self.has_work)
 
@@ -426,7 +422,6 @@ class Dispatcher:
         (turn.on_error or self._on_failure)(error)
 
     def _end_attempt(self, engine: EngineId, turn: Turn) -> None:
-        """The trajectory keeps the tokens of the attempt."""
         held = self._inflight[engine]
         del held[turn.request_id]
         if not held:

@@ -58,7 +58,6 @@ class Fleet:
 
     @property
     def pending(self) -> list[EngineId]:
-        """Engines that wait for weights."""
         return list(self._by_state[EngineState.PENDING_WEIGHTS].values())
 
     @property

@@ -120,7 +120,6 @@ class Generator:
         seed: int | None = None,
         lora: str = "",
     ) -> GeneratedPiece:
-        """The whole generation in one piece; see `stream`."""
         pieces = list[GeneratedPiece]()
         whole = self.stream(
             tokens,
@@ -145,23 +144,20 @@ class Generator:
         seed: int | None = None,
         lora: str = "",
     ) -> AsyncGenerator[GeneratedPiece, None]:
-        """Continues `tokens`; pieces come as engines report them.
+        """Continues `tokens` [T]; pieces come as engines report them.
 
         A caller that closes the stream or is cancelled withdraws its request.
 
         Args:
-            tokens: [T] the prompt.
             max_new_tokens: None for as many as the context allows.
             temperature: 0 is greedy.
             stop_token_ids: the generation ends after any of these and includes it.
-            seed: the same seed gives the same tokens, as far as the engine's arithmetic
-                does; None draws one.
+            seed: gives the same tokens, as far as the engine's arithmetic does; None draws one.
             lora: name of the pool's adapter to generate with; "" for the model as it is.
 
         Raises:
             ValueError: an argument is out of range, or the prompt fills the context.
-            RequestRefused: no engine could ever serve this: a token is outside the model's
-                vocabulary, or the pool does not have the adapter.
+            RequestRefused: a token is outside the vocabulary, or the pool lacks the adapter.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
         generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed, lora)
@@ -280,7 +276,6 @@ class _Generation:
         self._changed.set()
 
     async def take(self) -> GeneratedPiece:
-        """The new pieces as one, once there are any."""
         await self._changed.wait()
         self._changed.clear()
         pieces, self._pieces = self._pieces, []

@@ -109,13 +109,11 @@ class Router:
         return [(self._engines[row], float(excess[row])) for row in np.flatnonzero(excess > 0)]
 
     def charge(self, engine: EngineId, cost: int) -> None:
-        """Counts a request that was given to the engine."""
         row = self._rows[engine]
         self._load[row] += cost
         self._inflight[row] += 1
 
     def progress(self, engine: EngineId, num_tokens: int) -> None:
-        """Counts tokens that the engine produced."""
         row = self._rows.get(engine)
         if row is not None:
             self._load[row] -= num_tokens

@@ -114,7 +114,6 @@ class TokenPages:
         self._num_free += len(pages)
 
     def _chain(self, cursor: int) -> list[int]:
-        """The page numbers of a sequence, first to last."""
         pages: list[int] = []
         page = (cursor - 1) >> _SHIFT
         while page:

@@ -41,7 +41,6 @@ class Runs(NamedTuple):
     logprobs: NDArray[np.float32]  # [N]
 
     def recorded(self) -> Runs:
-        """The runs of trajectories that have a uid."""
         is_recorded = self.uids >= 0
         if is_recorded.all():
             return self
@@ -126,7 +125,6 @@ class TokenStore:
         return self._pages.read(self._cursors.item(row))
 
     def segments(self, row: int) -> list[Segment]:
-        """The attempt's tokens as runs of equal version."""
         earlier = self._earlier.get(row, [])
         start, stop = self._starts.item(row), self._lengths.item(row)
         if start == stop:

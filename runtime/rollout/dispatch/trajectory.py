@@ -117,7 +117,6 @@ class Trajectory:
 
     @property
     def num_unsettled(self) -> int:
-        """Tokens of the attempt in progress."""
         return 0 if self._store is None else self._store.length(self._row) - len(self._tokens)
 
     @property
@@ -228,7 +227,6 @@ class Trajectory:
         self.state = TrajectoryState.PARTIAL
 
     def segments(self) -> list[Segment]:
-        """The completion as runs of equal version, in order."""
         if self._store is None:
             return list(self._segments)
         return _joined(self._segments, self._store.segments(self._row))

@@ -71,7 +71,6 @@ class Turn:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the attempt in progress has produced a token."""
         return self.trajectory.num_unsettled > 0
 
     def cost(self) -> int:
@@ -79,7 +78,6 @@ class Turn:
         return len(self.trajectory) + self.num_tokens_left()
 
     def request(self) -> dict[str, Any]:
-        """The engine protocol's request for the remaining tokens."""
         request: dict[str, Any] = {
             "id": self.request_id,
             "tokens": self.trajectory.context(),

@@ -46,8 +46,6 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFacts:
-    """Facts of a part, in the first frame."""
-
     format: int = _FORMAT
     begin: int  # size of all earlier parts
     nbytes: int  # how much of the part was read

@@ -61,8 +61,6 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """The samples were given to engines."""
-
     uids: Uids
 
 
@@ -243,8 +241,6 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Events that belong together, and the time at which they were written."""
-
     time_s: float
     events: tuple[Event, ...]
 
@@ -268,7 +264,6 @@ def encode_event(event: Event) -> bytes:
 
 
 def _too_large(event: Event) -> tuple[str, str]:
-    """The event in words, and the remedy."""
     match event:
         case PromptGiven():
             what = f"a prompt of {len(event.tokens)} tokens"
@@ -281,7 +276,6 @@ def _too_large(event: Event) -> tuple[str, str]:
 
 
 def encode_batches(time_s: float, events: Iterable[Event]) -> list[bytes]:
-    """Encodes events, in order, as few batches as their size limit allows."""
     batches: list[list[bytes]] = [[]]
     nbytes = 0
     for data in map(encode_event, events):
@@ -328,8 +322,6 @@ def restores_in(payload: bytes | memoryview) -> list[int]:
 
 
 class _Ints:
-    """A column of integers or floats of one dtype."""
-
     def __init__(self, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
 

@@ -120,7 +120,6 @@ class History:
 
     @property
     def end(self) -> Position:
-        """The position after the last good frame."""
         if not self.parts:
             return BEGIN
         return Position(*self.parts[-1][1:])
@@ -138,12 +137,10 @@ class History:
         return History(self.folder, (*parts[:-1], parts[-1]._replace(stop=position.offset)))
 
     def nbytes_after(self, position: Position) -> int:
-        """Size of the history after a position that it covers."""
         later = [part for part in self.parts if (part.incarnation, part.part) >= position[:2]]
         return sum(part.stop for part in later) - position.offset
 
     def header_at(self, position: Position) -> Header:
-        """The header of the file that has a position."""
         return header_of(self.folder / part_name(*position[:2]))
 
     def restores(self, start: Position = BEGIN) -> list[tuple[Position, int]]:
@@ -209,7 +206,6 @@ def part_name(incarnation: int, part: int) -> str:
 
 
 def files_of(folder: Path) -> dict[int, dict[int, Path]]:
-    """The paths of a folder's ledger files, by incarnation and part."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := _NAME.fullmatch(path.name):

@@ -73,7 +73,6 @@ class LedgerIndex:
         self._kept_part = (-1, KeptSamples({}, {}))  # the part that was read last, by number
 
     def refresh(self) -> None:
-        """Reads the bytes written since."""
         history = extend_history(self._history) or read_history(self._folder)
         complete = history.parts[:-1]
         number, nbytes = self._read_to
@@ -102,7 +101,6 @@ class LedgerIndex:
 
     @property
     def table(self) -> SampleTable:
-        """The table at the end of the ledger."""
         return self._table
 
     @property
@@ -147,7 +145,6 @@ class LedgerIndex:
         return sorted(found, key=lambda row: row.uid)
 
     def similar(self, sample_id: str, limit: int = 3) -> list[str]:
-        """Sample ids that the user may have meant."""
         group_id, _, _ = sample_id.rpartition("/")
         siblings = [*self.group(group_id), *self.group(sample_id)]
         if siblings:
@@ -162,7 +159,6 @@ class LedgerIndex:
         return [f"{name}/0" for name in close]
 
     def of_step(self, step: int) -> list[SampleRow]:
-        """The samples that were leased for this step, the newest first."""
         found = [row for row in self.table.rows() if row.step == step]
         for number, part in enumerate(self._parts):
             if part.facts.steps and part.facts.steps[0] <= step <= part.facts.steps[1]:
@@ -193,8 +189,8 @@ class LedgerIndex:
     def extremes(
         self, limit: int, *, best: bool, step: int | None = None
     ) -> tuple[list[SampleRow], int]:
-        """Like `newest`, for samples with the highest rewards, or the lowest. Of equal rewards,
-        different prompts come first, and of these the newest."""
+        """Like `newest`, for samples with the highest rewards, or the lowest. With equal
+        rewards, different prompts come first, and the newest among them."""
         sign = -1.0 if best else 1.0
         if step is not None:
             rows = [row for row in self.of_step(step) if row.reward is not None]
@@ -277,7 +273,6 @@ class LedgerIndex:
         return at < self._begins[self._num_removed]
 
     def _read_part(self, number: int, *, is_complete: bool) -> None:
-        """Reads one more part: its index, and the log beyond it."""
         log, begin = self._history.parts[number], self._begins[number]
         is_removed = number < self._num_removed
         if number not in self._lives and log.stop and not is_removed:
@@ -405,7 +400,6 @@ class LedgerIndex:
             yield from reversed(self._valid_rows(number))
 
     def _batches(self, begin: int, end: int) -> Iterator[Batch]:
-        """The batches from one byte of all parts to another."""
         for entry in self._history.entries(self._position(begin), self._position(end)):
             yield entry.batch
 

@@ -38,7 +38,7 @@ from umbra.runtime.rollout.ledger.ledger_history import (
 _PART_NBYTES: Final = 32 * 1024 * 1024
 """Size at which a new part begins. Larger costs memory when read; smaller makes many files."""
 _LEVEL: Final = 4
-"""Of zlib. Lower takes 15 % less time for 10 % more bytes; higher twice the time for 3 % less."""
+"""zlib: lower takes 15 % less time for 10 % more bytes; higher twice the time for 3 % less."""
 _MAX_TAKERS: Final = 16  # managers that may take over at the same moment
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE: Final = "; it was removed, or its file system is no longer mounted"

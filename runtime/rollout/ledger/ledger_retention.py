@@ -41,7 +41,6 @@ def digest_of(tokens: list[int]) -> bytes:
 
 
 def write_kept(log: Path, kept: KeptSamples) -> None:
-    """Writes the remains of the part `log`, and syncs them."""
     wire = [
         kept.digests,
         {

@@ -138,7 +138,6 @@ def first_needed(history: History, checkpoints: Collection[int] | None) -> Posit
 
 
 def snapshots_of(history: History) -> list[Snapshot]:
-    """The snapshots that the history covers, newest first."""
     found = [snapshot for snapshot in _all_in(history.folder) if history.covers(snapshot.position)]
     return sorted(found, reverse=True)
 

@@ -220,7 +220,6 @@ class LedgerState:
         return state
 
     def check_integrity(self) -> None:
-        """Asserts that counts and accounts agree."""
         held = Counter(sample.state for sample in self._samples.values())
         assert sum(self.counts.values()) == self.next_uid
         assert sum(self.drop_reasons.values()) == self.counts[SampleState.DROPPED]
@@ -288,7 +287,6 @@ class LedgerState:
         self.totals.given_tokens += num_given
 
     def _distribute(self) -> None:
-        """Gives the samples their pending runs."""
         for uid, version, tokens, logprobs in self._runs.take():
             sample = self._samples.get(uid)
             if sample is None:

@@ -138,7 +138,6 @@ class LedgerWriter:
 
     @property
     def queued_nbytes(self) -> int:
-        """Bytes that were appended and are not durable yet."""
         return self._queued_nbytes
 
     @property

@@ -224,7 +224,6 @@ class Recorder:
         self._append_run(sample, start, int(sample.versions[start]))
 
     def reset(self, sample: Trajectory, reason: str) -> None:
-        """The sample lost all its tokens."""
         sample.is_recorded_running = False
         if sample.uid != NOT_RECORDED:
             self._write(Reset(sample.uid, reason))

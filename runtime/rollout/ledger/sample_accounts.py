@@ -142,7 +142,6 @@ class SampleAccount:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether all tokens are kept."""
         return len(self._tokens) >= self.num_tokens
 
     @property
@@ -177,7 +176,6 @@ class SampleAccount:
         self.count(len(tokens), version)
 
     def count(self, num_tokens: int, version: int) -> None:
-        """Adds a run whose tokens are not kept."""
         if not self._run_versions or self._run_versions[-1] != version:
             self._run_starts.append(self.num_tokens)
             self._run_versions.append(version)
@@ -197,7 +195,7 @@ class SampleAccount:
         return self.num_tokens
 
     def to_wire(self) -> list[Any]:
-        """As plain data; uid and group are known from the order."""
+        """Plain data; uid and group are known from the order."""
         values = [getattr(self, name) for name in _STORED]
         prompt = None if self.prompt is None else self.prompt.tobytes()
         return [*values, str(self.state), prompt, self.tokens.tobytes(), self.logprobs.tobytes()]
@@ -254,7 +252,7 @@ class GroupAccount:
         return all(sample.state in _DONE for sample in self.samples)
 
     def to_wire(self) -> list[Any]:
-        """As plain data, without its samples."""
+        """Plain data, without its samples."""
         return [getattr(self, name) for name in _OF_GROUP] + [self.seeds.tolist()]
 
     @classmethod

@@ -87,7 +87,6 @@ class SampleRow:
         return f"{self.group.group_id}/{self.uid - self.group.first_uid}"
 
     def runs(self) -> list[Segment]:
-        """The completion as runs of one version."""
         stops = [*(start for start, _ in self.segments[1:]), self.num_tokens]
         return [
             Segment(start, stop, version)
@@ -125,7 +124,6 @@ _COLUMNS: Final = tuple(column.name for column in fields(SampleRow))[1:]
 
 
 def rows_to_wire(rows: Iterable[SampleRow]) -> list[Any]:
-    """Rows as plain data, by columns."""
     held = list(rows)
     groups = {row.group.first_uid: row.group for row in held}
     of_group = [row.group.first_uid for row in held]
@@ -180,7 +178,7 @@ class SampleTable:
         yield from self.ended.values()
 
     def to_wire(self) -> list[Any]:
-        """As plain data, without the rows that ended."""
+        """Plain data, without the rows that ended."""
         self.flush()
         versions = [np.diff(list(column), prepend=0).tolist() for column in
                     (self.versions, self.versions.values())]  # fmt: skip

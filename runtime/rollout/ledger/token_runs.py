@@ -62,7 +62,7 @@ class TokenRuns:
             self._lengths[uid - self._base] = num_tokens
 
     def add(self, event: Tokens, versions: Collection[int]) -> bool:
-        """Keeps the runs if each may follow its sample's tokens, and no sample occurs twice."""
+        """Takes the runs if each may follow its sample's tokens, and no sample occurs twice."""
         slots = event.uids - self._base
         if not len(slots):
             return True
@@ -85,7 +85,7 @@ class TokenRuns:
         return bool((self._marks[slots] == numbers).all())
 
     def put(self, event: Tokens) -> None:
-        """Keeps runs that were checked; those of one sample are in order."""
+        """Takes runs that were checked; those of one sample are in order."""
         self._lengths[event.uids - self._base] = event.starts + _lengths(event)
         self._events.append(event)
         self.num_tokens += len(event.tokens)

@@ -117,7 +117,6 @@ class BatchRendezvous:
         }
 
     async def join(self, rank: int, call: CollectiveCall) -> dict[str, Any]:
-        """A rank's answer; see `RolloutManager.next_batch` and `evaluate`."""
         if self.failure is not None:
             raise self.failure
         lost = await self._lost_answer(rank, call)

@@ -52,7 +52,6 @@ class Evaluation:
             self._runner.start(group, self._sampling, self._on_scored, self._on_failed)
 
     def abandon(self) -> None:
-        """Stops the evaluation and discards its results."""
         for group in self.groups:
             self._runner.abandon(group)
 

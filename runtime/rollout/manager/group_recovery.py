@@ -15,15 +15,9 @@ from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAcc
 
 @dataclass(slots=True)
 class Recovered:
-    """The state that a manager resumes with; groups by index in the prompt order, ascending.
-
-    Attributes:
-        open: groups that are not scored yet.
-        ready: groups that are scored and not leased.
-        leases: leased groups by optimizer step.
-        next_idx: None if nothing was ever admitted.
-        num_admitted, num_trained, dropped: groups, over the whole history.
-    """
+    """The state that a manager resumes with; groups by index in the prompt order, ascending. Groups
+    in `open` are not scored, those in `ready` not leased; `leases` are by optimizer step.
+    `next_idx` is None if nothing was ever admitted; the counts cover the whole history."""
 
     open: dict[int, Group] = field(default_factory=dict[int, Group])
     ready: dict[int, Group] = field(default_factory=dict[int, Group])

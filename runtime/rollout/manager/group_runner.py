@@ -101,12 +101,9 @@ class GroupRunner:
     def start(
         self, group: Group, sampling: SamplingOptions, on_scored: OnScored, on_failed: OnFailed
     ) -> None:
-        """Gives a group to engines or agent loops, which take it as they have capacity.
-
-        Trajectories that are finished, or have rewards, keep them, so a group can be resumed.
-        Exactly one of the callbacks is called, once, maybe before this returns, unless
-        `abandon` comes first.
-        """
+        """Gives a group to engines or agent loops, which take it as they have capacity. Finished
+        trajectories and rewards stay, so a group can be resumed. Exactly one of the callbacks is
+        called, once, maybe before this returns, unless `abandon` comes first."""
         run = self._runs[group] = _Run(
             group, sampling, self._config.settings.agent_retries, on_scored, on_failed
         )

@@ -33,8 +33,7 @@ class RankRendezvous:
         rank 0  wait(0, next_batch 3) ......................... give -> answer 0
         rank 1          wait(1, next_batch 3)  (is_full) ...... give -> answer 1
 
-    `timeout_s` limits how long a rank may be missing; meanwhile `on_lacking` is called
-    every `_LACKING_S`.
+    A rank may be missing for `timeout_s`; meanwhile `on_lacking` is called every `_LACKING_S`.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class RankRendezvous:
         return frozenset(self._slots)
 
     def waiting_ages_s(self) -> list[tuple[int, float]]:
-        """The ranks that are waiting, each with the seconds since it came."""
         now = asyncio.get_running_loop().time()
         return [(rank, now - self._arrived_at[rank]) for rank in sorted(self._slots)]
 

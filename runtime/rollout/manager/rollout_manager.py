@@ -215,12 +215,10 @@ class RolloutManager:
 
     @idempotent
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
-        """Generates and scores every held-out prompt; collective like `next_batch`.
-
-        Returns {"kind": "sync_wanted", ...}, or {"kind": "eval", "tokens", "gen_s",
-        "completion_len_mean", "truncated_share", "samples", ...} with the scores of
-        `evaluation_scores` and a few of the worst and the best samples.
-        """
+        """Generates and scores every held-out prompt; collective like `next_batch`. Returns
+        {"kind": "sync_wanted", ...}, or {"kind": "eval", "tokens", "gen_s",
+        "completion_len_mean", "truncated_share", "samples", ...} with `evaluation_scores` and a
+        few of the worst and the best samples."""
         return await self._join(rank, CollectiveCall("evaluate", step, temperature))
 
     async def _join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
@@ -288,7 +286,6 @@ class RolloutManager:
         max_new_tokens: int | None = None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """Generates once for an agent loop; see `AgentSessions.generate`."""
         if self._rendezvous.failure is not None:
             raise self._rendezvous.failure
         return await self._sessions.generate(session, tokens, max_new_tokens, lora)
@@ -307,7 +304,6 @@ class RolloutManager:
 
     @idempotent
     def stats(self) -> dict[str, Any]:
-        """The work in progress, for progress lines."""
         return {
             **self._rendezvous.progress(),
             "training": self._flow.progress(),

@@ -42,14 +42,8 @@ class GroupSource(Protocol):
 
 
 class TrainingFlow:
-    """Supplies engines with training groups and delivers whole batches of them.
-
-    Args:
-        take_metrics: returns metrics of the engines since the last batch.
-        num_generated: returns how many tokens engines have generated so far.
-        on_change: called when a batch may have become ready.
-        on_failure: called with an error that ends the job.
-    """
+    """Supplies engines with training groups and delivers whole batches of them. `on_change` is
+    called when a batch may have become ready, `on_failure` with an error that ends the job."""
 
     def __init__(
         self,
@@ -126,10 +120,9 @@ class TrainingFlow:
     def admit(self) -> None:
         """Starts as many groups as the staleness bound and the ledger's queue allow.
 
-        If the disk is slower than the engines, admission waits for it and resumes by itself.
-        Open groups are not held up, so the ledger's queue may exceed its bound by their tokens
-        and their agent loops' values. Errors go to `on_failure`, because there may be no
-        caller to catch them.
+        If the disk is slower than the engines, admission waits for it and resumes by itself. Open
+        groups are not held up, so their tokens and values may take the ledger's queue beyond its
+        bound. Errors go to `on_failure`, because there may be no caller to catch them.
         """
         if self._step < 0:
             return  # no step is known yet
@@ -156,7 +149,6 @@ class TrainingFlow:
             self._start(order_idx, group)
 
     def restore(self, recovered: Recovered) -> None:
-        """Replaces all groups by the ledger's."""
         for group in self._open.values():
             self._runner.abandon(group)
         begun = {idx: group for idx, group in recovered.open.items() if group.has_tokens}
