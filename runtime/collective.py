@@ -28,7 +28,7 @@ from umbra.runtime.weights.sync_calls import (
 ServeSync = Callable[[int], None]
 
 _LEDGER_TIMEOUT_S: Final = 90.0
-"""Longer than the manager waits for the disk, and than its restart takes."""
+"""Covers the manager's wait for the disk, and its restart."""
 _PROGRESS_TIMEOUT_S: Final = 1.0
 """The manager answers from memory. Nobody needs an old count."""
 

@@ -38,15 +38,15 @@ from umbra.runtime.settings import from_wire
 logger = logging.getLogger(__name__)
 
 _BUNDLE_LIMIT_S: Final = 18.0
-"""For a bundle to be written, as long as the ranks wait for it."""
+"""Deadline of a bundle: the ranks wait for it."""
 _SAME_HANG_S: Final = 60.0
 """Deadlines that are missed within this time share a bundle. Longer: a second hang gets none.
 Shorter: each late rank writes its own."""
 _CALLS_LIMIT_S: Final = 3.0
-"""For an actor to describe its calls. A blocked one does not, and its stacks show why."""
+"""Deadline of an actor's calls. A blocked one does not answer, and its stacks show why."""
 _NODE_LIMIT_S: Final = 6.0
-"""For the report of another node: longer than `_CALLS_LIMIT_S`, and shorter than the silence after
-which a node counts as lost, when the job may end."""
+"""Deadline of another node's report: longer than `_CALLS_LIMIT_S`, and shorter than the silence of
+a lost node, after which the job may end."""
 _NUM_LINES: Final = 8
 """Calls of an actor in the summary, the oldest first. The other files have all."""
 _NUM_VERDICTS: Final = 5

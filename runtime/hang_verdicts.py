@@ -17,7 +17,7 @@ _USER_THREADS: Final = ("MainThread", "user-code-functions", "user-code-loop")
 _SOON_S: Final = 1.0
 """Calls of user code that are younger explain nothing."""
 _IN_UMBRA: Final = "/umbra/runtime/"
-"""In the frame of a rank's main thread while it waits in a call of umbra."""
+"""Path of the frame in which a rank's main thread waits for umbra."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,12 +58,12 @@ from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 _JOB: Final = "node"
-"""In the name of the socket directory; the job's own name is not known at an address."""
+"""Stands in the socket directory's name for the job's, which an address does not tell."""
 _LOOK_INTERVAL_S: Final = 0.5
 _CONNECT_LIMIT_S: Final = 5.0
 _JOIN_LIMIT_S: Final = 60.0
 _GRACE_S: Final = 5.0
-"""From this machine's leaving to SIGKILL of its remaining processes."""
+"""Time from this machine's leaving to SIGKILL of its remaining processes."""
 _END_LIMIT_S: Final = 2 * _GRACE_S + 5.0
 
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from umbra.runtime.pools.pool_engine import PoolEngine
 
 _ANSWER_LIMIT_S: Final = 1.0
-"""For each process that is asked. A longer limit delays the whole answer by one that is blocked; a
-shorter one reports processes of a busy machine as silent."""
+"""Deadline of each process. Longer delays the whole answer by one that is blocked; shorter reports
+processes of a busy machine as silent."""
 
 
 class StateCollector:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _TAIL_NBYTES: Final = 256 << 10
-"""Most that is read: about fifty steps. The whole file of a long run would take seconds."""
+"""Size of about fifty steps. The whole file of a long run would take seconds."""
 
 Row = Mapping[str, float]
 

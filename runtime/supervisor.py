@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How much later than its broken connections a process's death may be noticed. A longer wait delays
-# every report of a rank; a shorter one names the wrong process on a busy machine.
+# The news of a process's death may come this late after its broken connections. Longer delays every
+# report of a rank; shorter names the wrong process on a busy machine.
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0

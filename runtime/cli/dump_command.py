@@ -29,7 +29,7 @@ from umbra.runtime.hang_bundle import bundle_path, read_summary, write_bundle
 from umbra.runtime.process.descendants import process_stat
 
 _BUNDLE_LIMIT_S: Final = 30.0
-"""From the request to the file, which a network file system may show late."""
+"""Deadline of the bundle's file, which a network file system may show late."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from umbra.runtime.supervisor_host import supervisor_ref
 T = TypeVar("T")
 
 _ANSWER_LIMIT_S: Final = 5.0
-"""For the whole state. Processes that do not answer take a second of it."""
+"""Deadline of the whole state. Processes that do not answer take a second of it."""
 
 
 async def job_state(run_dir: Path) -> JobState | None:

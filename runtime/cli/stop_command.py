@@ -33,11 +33,11 @@ from umbra.runtime.errors import (
 from umbra.runtime.settings import to_wire
 
 _END_LIMIT_S: Final = 120.0
-"""From the end of the grace time to the end of the job, which writes results and ends processes.
-Longer delays the report of a job that hangs; shorter reports one that only ends slowly."""
+"""Time after the grace time for the job to write results and end its processes. Longer delays
+the report of a job that hangs; shorter reports one that only ends slowly."""
 _CALL_LIMIT_S: Final = 10.0
 _TAKEN_WITHIN_S: Final = 120.0
-"""For the supervisor to see a request file, which network file systems may show a minute later."""
+"""Time until the supervisor sees a request file; network file systems may take a minute."""
 _LOOK_INTERVAL_S: Final = 0.25
 NOT_SAVED_STATUS: Final = 3
 """Exit status of `umbra stop` and `umbra preempt` if the job's step in progress was cut."""

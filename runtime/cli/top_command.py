@@ -18,7 +18,7 @@ from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.step_metrics import last_steps, total_steps
 
 _INTERVAL_S: Final = 1.0
-"""Between two frames. Shorter ones cost the job's processes time and can hardly be read."""
+"""Interval of frames. Shorter costs the job's processes time and can hardly be read."""
 _WIDTH: Final = 200
 """Line length without a terminal."""
 

@@ -33,14 +33,14 @@ from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]
-# Between two requests for a lost actor's new address: shorter burns CPU while the supervisor has
+# Interval of requests for a lost actor's new address: shorter burns CPU while the supervisor has
 # not noticed the death yet, longer adds to the recovery.
 _RESOLVE_INTERVAL_S: Final = 0.02
 _MAX_TIMEOUT_S: Final = 1e9
-# For the last cancellations to be sent. Longer delays the end of a process whose peer is stopped.
+# Time to send the last cancellations. Longer delays the end of a process whose peer is stopped.
 _CLOSE_LINGER_MS: Final = 100
-# Of one client; a connection takes three (one to its actor, and the two ends of its
-# monitor). libzmq's default of 1,023 ends at 341 connections. 65,535 is its limit, which
+# Sockets of one client; a connection takes three (one to its actor, and the two ends
+# of its monitor). libzmq's default of 1,023 ends at 341 connections. 65,535 is its limit, which
 # costs a process 0.8 MB.
 _MAX_SOCKETS: Final = 65_535
 

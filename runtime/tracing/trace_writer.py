@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 MAX_FILE_NBYTES: Final = 16 << 20
 """Size of each of a process's two files. Larger keeps more steps; smaller fills the disk less."""
 _INTERVAL_S: Final = 1.0
-"""From one write to the next. Longer: a killed process loses more. Shorter: idle processes wake."""
+"""Interval of writes. Longer: a killed process loses more. Shorter: idle processes wake."""
 _JOIN_LIMIT_S: Final = 2.0
-"""For the last write. Longer: a file system that hangs delays the end of the process."""
+"""Deadline of the last write. Longer: a file system that hangs delays the end of the process."""
 _LINE_LEN: Final = 1000
 """Events of a line. More hold the interpreter for over a millisecond; few take twice the time."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")

@@ -1,5 +1,3 @@
-"""Distinguishes user code that always blocks its process from code that blocks for some prompts."""
-
 from __future__ import annotations
 
 from typing import Final

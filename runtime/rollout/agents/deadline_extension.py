@@ -1,5 +1,3 @@
-"""A deadline that stands still while the caller waits for somebody else."""
-
 from __future__ import annotations
 
 import asyncio

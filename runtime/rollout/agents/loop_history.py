@@ -29,7 +29,7 @@ class LoopHistory:
 
     @classmethod
     def of_records(cls, records: Mapping[str, Any]) -> Self:
-        """From the ledger's records, with turns whose tokens a restored checkpoint took back."""
+        """Reads the ledger's records, also of turns that a restored checkpoint took back."""
         history = cls()
         for key, value in records.items():
             if key.startswith(_ONCE_KEY):

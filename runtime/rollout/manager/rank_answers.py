@@ -1,5 +1,3 @@
-"""The answers to the ranks' collective calls: batches and evaluations, one answer per rank."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
