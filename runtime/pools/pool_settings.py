@@ -68,8 +68,9 @@ class EnginePoolSettings(Settings):
     Attributes:
         engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
             give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
-            makes it fail on purpose, see docs/troubleshoot.md), or the "module:Class" of another. "auto"
-            is, on a GPU, the first of "vllm" and "sglang" that is installed, else "embedded".
+            makes it fail on purpose, see docs/troubleshoot.md), or the "module:Class" of another.
+            "auto" is, on a GPU, the first of "vllm" and "sglang" that is installed, else
+            "embedded".
         count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
             is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
             several pools. `[pool]` may have 0: its engines are then on machines that only generate
