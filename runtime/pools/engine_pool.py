@@ -37,7 +37,7 @@ _SLICED_SLEEP_LEVEL: Final[SleepLevel] = 1
 
 
 class EnginePool:
-    """Engines with one model and one mode, moved through their lifecycle together. On the
+    """Engines with one model and one mode, moved through their lifecycle together on the
     supervisor's loop.
 
     An operation asks all engines at once. An engine that fails or is late is killed and replaced
@@ -94,7 +94,6 @@ class EnginePool:
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
     def add(self, actor: ActorProcess) -> None:
-        """Adds an actor as an engine; its process may not be ready yet."""
         self.next_idx = max(self.next_idx, engine_idx(actor.spec.name) + 1)
         self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
@@ -103,13 +102,12 @@ class EnginePool:
             self.on_actor_change(actor)
 
     def add_follower(self, engine: str, actor: ActorProcess) -> None:
-        """Adds an actor as a part of an engine on another node. Its end kills the engine, which
-        ends its parts by itself."""
+        """Adds a part of an engine on another node. Its end kills the engine, which
+        ends its parts."""
         self._followers.append(actor)
         self._leaders[actor.spec.name] = self.engines[engine]
 
     def find_engine(self, actor: str) -> PoolEngine | None:
-        """The engine of this pool which the actor is, or is a part of."""
         return self.engines.get(actor) or self._leaders.get(actor)
 
     async def close(self) -> None:
@@ -165,8 +163,8 @@ class EnginePool:
             self._leaders[name].kill(f"its follower {name} has ended, whose log has the reason")
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the state of every engine, then each change (`PoolEngine.describe`). Raises
-        ConnectionLost for a watcher that is too slow."""
+        """Yields every engine's state, then each change. Raises ConnectionLost for
+        a slow watcher."""
         changes: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_MAX_UNREAD_CHANGES)
         self._watchers.add(changes)
         try:
@@ -321,7 +319,6 @@ class EnginePool:
         timeout_s: float,
         hurry: asyncio.Event | None = None,
     ) -> None:
-        """Waits until the predicate holds for every engine, the time is over, or `hurry` is set."""
         hurry = hurry or asyncio.Event()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -362,8 +359,7 @@ class EnginePool:
         await self._finish_moves()
 
     def _move(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
-        """Runs to its end even if the caller is gone, because a half-finished wake is
-        no valid state."""
+        """Runs to its end even if the caller is gone: a half-finished wake is no valid state."""
         move = self._tasks.create_task(self._settle(engine, request))
         self._moves.add(move)
         move.add_done_callback(self._moves.discard)

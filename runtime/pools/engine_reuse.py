@@ -20,8 +20,7 @@ from umbra.runtime.cluster.placement import engine_idx, engine_name
 from umbra.runtime.settings import to_wire
 
 _VARYING_ARGUMENTS: Final = frozenset({"num_threads"})
-"""Depend on the number of engines in the job. With another number an engine is only
-faster or slower."""
+"""Depend on the number of engines in the job; another number makes an engine faster or slower."""
 
 WarmSpecs = Mapping[int, Sequence[ActorSpec]]
 """Engines of the last epoch that still run, by node."""
@@ -30,9 +29,8 @@ WarmSpecs = Mapping[int, Sequence[ActorSpec]]
 def reuse_engines(
     pool: str, planned: Sequence[ActorSpec], nodes: Sequence[int], warm: WarmSpecs
 ) -> tuple[list[ActorSpec], dict[int, list[str]]]:
-    """Returns the engines of the pool, and by node the names of warm ones that it does not
-    use. `planned` and `nodes` are the engines as if none ran. Other pools' warm engines
-    are left alone."""
+    """Returns the pool's engines, and by node the names of warm ones that it does not use.
+    `planned` and `nodes` are the engines as if none ran."""
     left = {
         node: {spec.name: spec for spec in specs if _pool_of(spec.name) == pool}
         for node, specs in warm.items()

@@ -57,7 +57,6 @@ class JobPools:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
-        """Pools may be created within the block, and `close` ends their tasks."""
         socket_path = str(self._node.socket_dir / FD_SOCKET)
         async with serve_fds(socket_path) as self._fd_server, asyncio.TaskGroup() as self._tasks:
             try:
@@ -102,7 +101,6 @@ class JobPools:
         return [] if self._loaded is None else self._loaded.all()
 
     def check_may_stop(self, actor: str) -> None:
-        """Raises ConfigError if the actor is an engine of a pool, which keeps it running."""
         for pool in self.all():
             if pool.find_engine(actor) is not None:
                 raise ConfigError(
@@ -111,7 +109,6 @@ class JobPools:
                 )
 
     def check_may_restart(self, actor: str) -> None:
-        """Raises ConfigError if the actor is only a part of an engine."""
         for pool in self.all():
             engine = pool.find_engine(actor)
             if engine is not None and engine.name != actor:
@@ -140,7 +137,6 @@ class JobPools:
             self._actors.forget(actor)
 
     async def _dissolve(self) -> None:
-        """Ends the pools, if this node had them, and leaves their engines running everywhere."""
         pools, self._loaded = self._loaded, None
         if pools is not None:
             await pools.dissolve()
@@ -168,8 +164,7 @@ class JobPools:
         self._note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
     def on_generator_change(self, node: int, actor: RemoteActor) -> None:
-        """Called after each change of an actor there. The node leaves if its
-        engine cannot start."""
+        """The node leaves if its engine cannot start."""
         if actor.state not in (ActorState.STOPPED, ActorState.FAILED):
             return
         for pool in self.all():

@@ -34,17 +34,10 @@ StartEngine = Callable[[ActorSpec, int, asyncio.Event], ActorProcess]
 
 
 class NodePools:
-    """Creates pools, finds them by name, and time-slices pools that share memory. Owned by
-    the supervisor.
-
-    Its calls take the wire's plain values.
-
-    Args:
-        start: starts an engine's actor on the node of that index, once the event is set.
-        tasks: lives as long as the supervisor; `close` ends the tasks made here.
-        warm: the engines that pools of the last epoch have left, by node.
-        end_warm: ends a node's, by their names, and waits for their ends.
-    """
+    """Creates pools, finds them by name, and time-slices pools that share memory. Owned by the
+    supervisor. Calls take the wire's plain values. `start` starts an engine on the node of that
+    index once its event is set; `warm` and `end_warm` are for engines that the last epoch's
+    pools have left."""
 
     def __init__(
         self,
@@ -137,13 +130,11 @@ class NodePools:
                 self._extend(pool, idx, node)
 
     def check_node(self, node: JobNode) -> None:
-        """Raises ConfigError if a pool cannot use the node."""
         for pool in self._pools_of_trainer():
             pool.spec.engine_specs_on(node.gpus, first_idx=0)
 
     def add_node(self, idx: int, node: JobNode) -> list[str]:
-        """Starts engines on a node for all pools, even later ones, with the trainer's weights.
-        Returns names."""
+        """Starts engines on a node for all pools with the trainer's weights, even later ones."""
         self._generators[idx] = node
         return [name for pool in self._pools_of_trainer() for name in self._extend(pool, idx, node)]
 
@@ -161,7 +152,6 @@ class NodePools:
         return [spec.name for spec in specs]
 
     async def _start_engines(self, pool: EnginePool) -> None:
-        """Starts all engines or, if one cannot start, none."""
         try:
             nodes = pool.spec.nodes
             specs, unused = reuse_engines(
@@ -208,8 +198,7 @@ class NodePools:
             slicing.report(name, has_work)
 
     async def invalidate(self) -> None:
-        """Called when the trainer that made the weights was restarted, and the pools'
-        callers ended."""
+        """Called when the trainer that made the weights was restarted."""
         for name, pool in list(self._pools.items()):
             if pool.spec.load_weights:
                 continue

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class PoolCalls:
-    """The supervisor's calls about pools, for ranks, dispatchers and other
-    supervisors. Owned by it."""
+    """The supervisor's calls about pools, for ranks, dispatchers and other supervisors."""
 
     def __init__(self, pools: JobPools, links: JobLinks) -> None:
         self._pools = pools
@@ -28,7 +27,6 @@ class PoolCalls:
         await self._pools.current.create(spec)
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the states of a pool's engines: all of them, then every change."""
         async for event in self._pools.current[name].watch():
             yield event
 
@@ -79,8 +77,7 @@ class PoolCalls:
         self._pools.current.sync_abort(call)
 
     async def admit(self, node: dict[str, Any]) -> dict[str, int]:
-        """Called by a supervisor that only generates; returns {"node": its index, "epoch"}. Raises
-        ConfigError if the job cannot use that node."""
+        """Called by a supervisor that only generates; returns {"node": its index, "epoch"}."""
         idx = await self._pools.admit_generator(from_wire(JobNode, node))
         return {"node": idx, "epoch": self._links.epoch}
 
@@ -96,7 +93,6 @@ class PoolCalls:
                 yield state
 
     async def end_warm(self, epoch: int, names: list[str]) -> None:
-        """Called by the lead: ends engines that no pool uses, and returns when their
-        processes have ended."""
+        """Called by the lead; returns when the engines' processes have ended."""
         await self._links.check_epoch(epoch)
         await self._pools.end_own_warm(names)

@@ -81,7 +81,6 @@ class PoolEngine:
 
     @property
     def node_id(self) -> str:
-        """Its node while it has a process that answers, else ""."""
         return "" if self._handle is None else self._handle.ref.node_id
 
     @property
@@ -134,7 +133,6 @@ class PoolEngine:
             self.apply(Died())
 
     def apply(self, event: Event) -> None:
-        """Raises IllegalTransition if the state does not allow the event."""
         before = self.state
         self.lifecycle = self.lifecycle.apply(event)
         if self.state != before:
@@ -178,7 +176,6 @@ class PoolEngine:
         logger.debug("%s#%d has freed its memory", self.name, self.incarnation)
 
     async def wake(self, tags: Iterable[Tag], timeout_s: float) -> None:
-        """Wakes the parts in `tags` that are asleep."""
         asleep = frozenset(tags) - self.lifecycle.awake
         if not asleep:
             return
@@ -235,7 +232,7 @@ class PoolEngine:
 
     @asynccontextmanager
     async def _allocating(self, tags: Set[Tag]) -> AsyncGenerator[None]:
-        """Reports whether the engine got memory for sleeping `tags`. One that ends now may
+        """Reports whether sleeping `tags` got memory. An engine that ends now may
         have lacked it."""
         if tags <= self.lifecycle.awake:
             yield
@@ -250,7 +247,6 @@ class PoolEngine:
             self.actor.woke()
 
     async def _request(self, method: str, *args: object, timeout_s: float) -> Any:
-        """A request that is in the trace: requests come one after the other."""
         with span(method, self.name, incarnation=self.incarnation):
             return await self._call(method, *args, timeout_s=timeout_s)
 

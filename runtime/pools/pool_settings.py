@@ -1,5 +1,3 @@
-"""Settings of pools of engines, as a user chooses them."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

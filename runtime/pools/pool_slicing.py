@@ -89,8 +89,7 @@ class PoolSlicing:
 
     @asynccontextmanager
     async def sync_begins(self, timeout_s: float) -> AsyncGenerator[None]:
-        """Inside the block a rank begins a sync; the host then keeps the memory until
-        it is settled."""
+        """Inside the block a rank begins a sync; then the host has the memory until its end."""
         self._num_syncs += 1
         try:
             async with self._claimed(timeout_s):

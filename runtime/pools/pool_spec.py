@@ -1,5 +1,3 @@
-"""How a pool of engines is started, and which settings go together."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -119,7 +117,6 @@ class PoolSpec(Settings):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The node of each engine."""
         return self.engine_nodes or (0,) * self.count
 
     @property
@@ -141,16 +138,8 @@ class PoolSpec(Settings):
         ]
 
     def engine_specs_on(self, gpus: Sequence[str], *, first_idx: int) -> list[ActorSpec]:
-        """Actors of further engines on a node that only generates: as many as its GPUs hold, or one
-        on the CPU.
-
-        Args:
-            gpus: of that node.
-            first_idx: number of the first of these engines.
-
-        Raises:
-            ConfigError: the pool cannot have engines there.
-        """
+        """Actors of further engines on a node that only generates, as many as its GPUs hold, or one
+        on the CPU. Raises ConfigError if the pool cannot have engines there."""
         if self.transport not in ("auto", "tcp"):
             raise ConfigError(
                 f"pool {self.name!r}: its weights travel by {self.transport!r}, which reaches no "

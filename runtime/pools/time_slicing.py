@@ -33,8 +33,7 @@ class SlicingRules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The pool that must have the memory, and when to decide again if nothing happens
-    (None: never)."""
+    """The pool that must have the memory, and when to decide again if nothing happens."""
 
     holder: str
     look_again_at: float | None = None

@@ -48,7 +48,6 @@ class WarmEngines:
         return self.may_keep(actor) if self.nodes_may_change else actor.spec.role == "engine"
 
     def outlives_lead(self, actor: SupervisedActor) -> bool:
-        """Whether it outlives the remote supervisor that runs it."""
         return self.nodes_may_change and self.may_keep(actor)
 
     async def keep(self, actors: Iterable[SupervisedActor]) -> None:
@@ -74,18 +73,15 @@ class WarmEngines:
             await actor.ended.wait()
 
     def specs(self) -> list[ActorSpec]:
-        """The engines that no pool has taken over."""
         return [actor.spec for actor in self._engines.values()]
 
     def take(self, name: str, may_start: asyncio.Event) -> SupervisedActor | None:
-        """The engine of that name, for a pool; it starts only with `may_start`."""
         actor = self._engines.pop(name, None)
         if actor is not None:
             actor.wait_for(may_start)
         return actor
 
     def end(self, names: Iterable[str]) -> list[SupervisedActor]:
-        """Stops engines that no pool uses, and returns them."""
         unused = [self._engines.pop(name) for name in names if name in self._engines]
         for actor in unused:
             actor.stop()

@@ -42,14 +42,9 @@ class ShardBlock:
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """A part of a copy that comes from one block.
-
-    Attributes:
-        block: index among the tensor's blocks.
-        starts: of the first element, in the block: [d].
-        steps: (dim of the block, step) for each of the piece's dims.
-        target: in the memory that the copy writes.
-    """
+    """A part of a copy that comes from one block: the index of its block, its first element
+    there, [d], and (dim of the block, step) for each of its dims. `target` is in the memory that
+    the copy writes."""
 
     block: int
     starts: tuple[int, ...]
@@ -143,7 +138,6 @@ def _axes_of(
 
 
 def _held(block: ShardBlock, origin: Sequence[int], axes: Sequence[_Axis]) -> _Box | None:
-    """The part of the copy that the block has; None for nothing."""
     walked = {axis.dim for axis in axes}
     for dim, (start, size) in enumerate(zip(block.starts, block.sizes, strict=True)):
         if dim not in walked and not start <= origin[dim] < start + size:

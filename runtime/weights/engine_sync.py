@@ -86,14 +86,8 @@ class SyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSync:
-    """The coordinator's part of a sync, once the layout is known.
-
-    Attributes:
-        engines: by their numbers.
-        layout: the transport's. With cuda_ipc, `num_buckets` counts tensors, which are
-            loaded one by one.
-        connects: see `TransportPlan`.
-    """
+    """The coordinator's part of a sync, once the layout is known. With cuda_ipc, the layout's
+    `num_buckets` counts tensors, which are loaded one by one."""
 
     engines: Mapping[int, SyncEngine]
     transport: TransportName
@@ -107,7 +101,6 @@ class OpenedSync:
         return self.layout.progress
 
     def describe(self, engine: int, timeout_s: float) -> dict[str, Any]:
-        """The buckets of prepare_update."""
         details = self.layout.engine_details[engine]
         return {
             "transport": self.transport,
@@ -174,12 +167,10 @@ class EngineSync:
         self._drain_was_ended = False
 
     def request(self, action: Action) -> None:
-        """Queues a request; `Close` ends `run`."""
         self._requests.put_nowait(action)
 
     def abort(self) -> None:
-        """Shortens the request in progress, because the sync was aborted; the revert follows. A
-        drain ends at once."""
+        """Shortens the request in progress, because the sync was aborted; a drain ends at once."""
         self._was_aborted.set()
         self._drain_was_ended = self._is_draining
         left_s = 0.0 if self._is_draining else _ABORTED_LIMIT_S
@@ -284,8 +275,8 @@ class EngineSync:
 
     @contextmanager
     def _watching(self, timeout: asyncio.Timeout, *, wakes: bool) -> Generator[None]:
-        """Resets a load's timeout whenever it makes progress; sets none while it waits for others.
-        With `wakes`, the engine first takes memory for its weights."""
+        """Resets a load's timeout at each progress; sets none while it waits for others. With
+        `wakes`, the engine first takes memory for its weights."""
         loop, num_buckets = asyncio.get_running_loop(), self._opened.layout.num_buckets
         progress, num_seen = self._opened.progress, 0
         timer: asyncio.TimerHandle | None = None
@@ -321,7 +312,6 @@ class EngineSync:
         return progress.is_cut_off(self.number) and not progress.is_aborted
 
     def _leave(self) -> None:
-        """Leaves the sync, which continues without this engine."""
         reason = f"the engine that received for node {self._engine.node_id} was lost"
         is_touched = self._engine.lifecycle.state == EngineState.UPDATING
         self._feed(EngineCutOff(self._engine.name, reason, is_touched))
@@ -349,7 +339,6 @@ class EngineSync:
             )
 
     def _timeout_s(self) -> float:
-        """Limit for an engine, short enough that the others do not fail with it."""
         if self._transaction.phase >= Phase.COMMITTING:
             return _SETTLE_TIMEOUT_S
         return self._lease.left_s * _ENGINE_SHARE

@@ -57,13 +57,7 @@ ITEMSIZES: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor in the image.
-
-    Attributes:
-        shape: global shape; () for a 0-d tensor, any 0 for an empty one.
-        offset: first byte in the image, a multiple of `ALIGNMENT`.
-        nbytes: payload bytes, without the padding that follows.
-    """
+    """One tensor in the image. `shape` is global, and `nbytes` has no padding."""
 
     name: str
     dtype: str
@@ -121,7 +115,6 @@ class Manifest:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of all tensors, without padding, as a complete sync delivers them."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property

@@ -44,7 +44,6 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 @torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of `tensor` on this rank, detached; shares memory with it."""
     # A DTensor's own `detach` takes ten times as long.
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 

@@ -55,13 +55,8 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncBegin(_Call):
-    """A rank joins the sync of one version.
-
-    Attributes:
-        manifest: the wire form of a `Manifest`, from rank 0; the coordinator reads it.
-        offer: the GPU memory that the rank exports.
-        link_endpoint: "HOST:PORT" at which receivers of other nodes reach the rank; "" for none.
-    """
+    """A rank joins the sync of one version. Rank 0 sends the `manifest`, in its wire form;
+    receivers of other nodes reach the rank at `link_endpoint`, "HOST:PORT", or not at all."""
 
     pool: str
     version: int
@@ -214,13 +209,8 @@ SyncCall = SyncBegin | SyncProgressed | SyncFilled | SyncEnd | SyncAbort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGrant:
-    """The facts that a rank needs to hand over its tensors.
-
-    Attributes:
-        num_buckets: with cuda_ipc the number of tensors.
-        has_checksums: whether the ranks compute checksums.
-        details: of the transport, from its plan's `Layout`.
-    """
+    """The facts that a rank needs to hand over its tensors. `num_buckets` counts tensors with
+    cuda_ipc; `details` are the transport's, from its `Layout`."""
 
     sync_id: str
     transport: str
@@ -297,7 +287,6 @@ class SyncReport:
                 raise ProtocolError(f"not the supervisor's report of a sync: {brief(raw)}")
 
     def joined(self, later: SyncReport) -> SyncReport:
-        """Adds the report of the sync that reached the remaining engines."""
         return SyncReport(
             version=self.version,
             transport=later.transport,

@@ -185,8 +185,7 @@ class SyncCoordinator:
         return opened.progress.observe(call)
 
     async def sync_filled(self, call: SyncFilled) -> None:
-        """Returns once every rank has written its part of every bucket, and every
-        engine has loaded."""
+        """Returns once every rank has filled every bucket, and every engine has loaded."""
         async with asyncio.timeout(call.left_s):
             await self._find(call.sync_id).fill(
                 RankFilled(
@@ -221,8 +220,7 @@ class SyncCoordinator:
     async def open_sync(
         self, version: int, action: Open, plan: TransportPlan, timeout_s: float
     ) -> AsyncGenerator[OpenedSync]:
-        """Opens a sync for the engines that can take part and lack `version`. Raises
-        WeightSyncError if the system has no memory or descriptors for it."""
+        """Opens a sync for the engines that can take part and lack `version`."""
         manifest, chosen = action.manifest, self._choose_engines(version, plan)
         most_nbytes = max(align(manifest.nbytes), ALIGNMENT)
         bucket_nbytes = min(align(self._settings.bucket_nbytes), most_nbytes)
@@ -276,7 +274,6 @@ class SyncCoordinator:
         return [engine.name for engine in able if engine.lifecycle.version not in (None, version)]
 
     def on_discarded(self, engine: str, incarnation: int) -> None:
-        """Excludes that incarnation of an engine from all later syncs."""
         self._discarded[engine] = incarnation
 
     def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
@@ -296,7 +293,6 @@ class SyncCoordinator:
         return any(self._verified.get(e.name) != e.incarnation for e in engines)
 
     def _num_earlier(self, version: int) -> int:
-        """Committed versions before this one."""
         return self._num_versions - (version == self.version)
 
     def _able_engines(self) -> list[SyncEngine]:

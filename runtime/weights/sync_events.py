@@ -14,8 +14,7 @@ from umbra.runtime.weights.transports.base import RankOffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJoined:
-    """A rank called sync_begin. Rank 0 sends the layout; each offers memory and addresses
-    to transports."""
+    """A rank called sync_begin. Rank 0 sends the layout; each makes its offer to transports."""
 
     rank: int
     world_size: int
@@ -26,8 +25,8 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The answer to `Open`: these engines take part. With `connects`, ranks may begin only when all
-    engines are prepared."""
+    """The answer to `Open`: these engines take part. With `connects`, ranks wait
+    for all of them."""
 
     engines: Sequence[str]
     connects: bool = False
@@ -75,8 +74,6 @@ class EngineVerified:
 
 @dataclass(frozen=True, slots=True)
 class EngineCommitted:
-    """The engine serves the new version."""
-
     engine: str
 
 
@@ -95,8 +92,7 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class EngineCutOff:
-    """The engine cannot get the version in this sync, because its node's receiver was lost. It
-    has not failed."""
+    """The engine, which has not failed, cannot get the version: its node's receiver was lost."""
 
     engine: str
     reason: str
@@ -112,8 +108,6 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExpired:
-    """`progress` describes the progress of each participant, for the message."""
-
     lease_s: float
     progress: str
 
@@ -181,8 +175,6 @@ class CommitVersion:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Wake the KV cache, and serve the new version."""
-
     engine: str
 
 
@@ -204,20 +196,19 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class FailRanks:
-    """Every call of every rank, pending or later, raises `WeightSyncError(reason)`. Filling
-    and loading end."""
+    """Every call of every rank, pending or later, raises `WeightSyncError(reason)`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Let sync_end return."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Nothing remains to be done."""
+    pass
 
 
 Action = (

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 class SyncHost(Protocol):
-    """The interface that a run needs from its coordinator."""
-
     @property
     def pool(self) -> str: ...
     @property
@@ -196,7 +194,6 @@ class SyncRun:
                 assert_never(action)
 
     async def _open(self, action: Open) -> None:
-        """Runs until it is cancelled, at the end of the sync."""
         try:
             plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
             opening = self._host.open_sync(self.version, action, plan, self._lease.left_s / 2)

@@ -115,7 +115,6 @@ class SyncTransaction:
         return list(self._engines)
 
     def observe(self, event: Event) -> list[Action]:
-        """Processes one event; returns the actions to carry out now, in order."""
         if self.phase == Phase.CLOSED:
             return []
         match event:
@@ -203,7 +202,6 @@ class SyncTransaction:
         return self._abort(gap) if gap else self._advance()
 
     def _differs(self, region: Region) -> bool:
-        """Whether another rank has the region with another checksum."""
         offset, nbytes, checksum = region
         return self._checksums.setdefault((offset, nbytes), checksum) != checksum
 

@@ -48,8 +48,7 @@ class TransportChooser:
         )
 
     def _log(self, name: TransportName, problems: Sequence[Problem]) -> None:
-        """Logs the choice, and the problems of faster transports, if it differs
-        from the last one."""
+        """Logs a choice that differs from the last one, with the problems of faster transports."""
         reason = _reasons(problems) if problems else "all ranks and engines can"
         if self._setting == name:
             reason = "pool.transport sets it"

@@ -180,8 +180,7 @@ class WeightPublisher:
             raise
 
     def close(self) -> None:
-        """Unmaps the image and ends exports that keep GPU memory, which a later `publish` makes
-        again. Idempotent."""
+        """Unmaps the image and ends exports, which a later `publish` makes again. Idempotent."""
         for sender in self._senders.values():
             sender.close()
 

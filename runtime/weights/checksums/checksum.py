@@ -43,8 +43,8 @@ def checksum_of(data: Tensor) -> int:
 
 
 def checksums_of(parts: Sequence[CastValues], num_threads: int = 1) -> list[int]:
-    """The checksum of each part; waits for a GPU once. `num_threads` sum parts on the CPU, without
-    the interpreter lock."""
+    """The checksum of each part; waits for a GPU once. `num_threads` threads sum
+    parts on the CPU."""
     by_device: dict[torch.device, list[int]] = {}
     for idx, part in enumerate(parts):
         by_device.setdefault(part.values.device, []).append(idx)

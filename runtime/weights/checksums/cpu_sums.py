@@ -28,8 +28,7 @@ from umbra.runtime.weights.checksums.coefficients import (
 _ROW_NBYTES: Final = 4 * ROW_WORDS
 _CHUNK_ROWS: Final = 128
 _CHUNK_NBYTES: Final = _CHUNK_ROWS * _ROW_NBYTES
-# Summed at once: a chunk and its shifted copy stay in a core's cache. Smaller chunks pay more for
-# calls of numpy.
+# A chunk and its shifted copy stay in a core's cache. Smaller chunks call numpy more often.
 _NUM_KEPT: Final = 4096
 # Coefficients of rows, cached by chunk: enough for 4 GiB, in 8 MiB.
 
@@ -37,7 +36,7 @@ _Words = NDArray[np.uint64]
 
 
 def sum_on_cpu(data: Tensor) -> int:
-    """The checksum of `data`, uint8 [N], contiguous; as a signed number of 64 bits. Releases the
+    """The checksum of `data`, uint8 [N], contiguous, as signed 64 bits. Releases the
     interpreter lock."""
     array: NDArray[np.uint8] = data.numpy()
     total = len(array)

@@ -42,8 +42,8 @@ _CHUNK_ROWS: Final = 4096
 
 
 def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
-    """The checksums of parts, each the bytes of a tensor cast to a dtype: [parts] int64, on their
-    GPU, which may still compute them."""
+    """The checksums of parts, bytes cast to a dtype: [parts] int64, which their GPU may
+    still compute."""
     device = parts[0][0].device
     with torch.cuda.device(device):
         add_sums = add_by_kernel if _can_run_kernel(device) else add_by_torch
@@ -141,7 +141,6 @@ def _can_run_kernel(device: torch.device) -> bool:
 
 
 def _can_cast(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel casts the values, which saves a pass and memory for the result."""
     return (
         values.dtype == torch.float32
         and dtype == torch.bfloat16

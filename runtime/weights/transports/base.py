@@ -23,8 +23,8 @@ TransportName = Literal["memfd", "cuda_ipc", "tcp"]
 
 
 class ProbedEngine(Protocol):
-    """An engine that can check whether it can read the ranks' exports; `probe_import`
-    returns why not."""
+    """An engine that can probe the ranks' exports; `probe_import` returns why it
+    cannot read them."""
 
     @property
     def name(self) -> str: ...
@@ -54,15 +54,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOrder:
-    """Inputs of a sync's layout.
-
-    Attributes:
-        offers: of all ranks.
-        engines: participants; their indices are their numbers in the sync.
-        keeps_sent: whether ranks may keep sent bytes, so that a later sync can send changes.
-        sends_deltas: whether this sync may send changes.
-        timeout_s: limit for other nodes' answers.
-    """
+    """Inputs of a sync's layout. Engines' indices are their numbers in the sync. Ranks may keep
+    sent bytes (`keeps_sent`) so that a later sync can send their changes (`sends_deltas`)."""
 
     manifest: Manifest
     bucket_nbytes: int
@@ -97,9 +90,7 @@ class TransferProgress(Protocol):
     @property
     def is_aborted(self) -> bool: ...
 
-    def num_filled(self) -> list[int]:
-        """Buckets that each rank has filled."""
-        ...
+    def num_filled(self) -> list[int]: ...
 
     def num_loaded(self, engine: int) -> int: ...
 
@@ -108,8 +99,7 @@ class TransferProgress(Protocol):
         ...
 
     def is_cut_off(self, engine: int) -> bool:
-        """Whether the sync continues without this engine, because its node's receiver was lost. Its
-        load fails soon."""
+        """Whether the sync continues without this engine, because its node's receiver was lost."""
         ...
 
     def abort(self) -> None:
@@ -117,8 +107,7 @@ class TransferProgress(Protocol):
         ...
 
     def dismiss(self, engine: int) -> None:
-        """Called when this engine is lost: nobody waits for it, or for buckets that it
-        was to receive."""
+        """Called when this engine is lost: nobody waits for it any more."""
         ...
 
 
@@ -144,28 +133,20 @@ class TransportPlan(Protocol):
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        """Why it cannot be used now with the offers of all ranks and these engines;
-        None if it can."""
+        """Why it cannot be used now; None if it can."""
         ...
 
-    def can_reach(self, engine: ProbedEngine) -> bool:
-        """Whether this incarnation of an engine can take part."""
-        ...
+    def can_reach(self, engine: ProbedEngine) -> bool: ...
 
     def lay_out(self, order: LayoutOrder) -> AbstractAsyncContextManager[Layout]:
-        """The layout of one sync, until the end of the block. Raises WeightSyncError if the system
-        has no memory or descriptors for it."""
+        """The layout of one sync, until the end of the block. Raises WeightSyncError
+        without memory."""
         ...
 
 
 class Sender(Protocol):
-    """A rank's part. Its publisher owns it, over all syncs.
-
-    Attributes:
-        is_read_by_engines: whether engines read the tensors until all have loaded;
-            else `send` does.
-        network_nbytes: sent to other nodes by the last `send`.
-    """
+    """A rank's part, owned by its publisher over all syncs. Engines read the tensors until all have
+    loaded if `is_read_by_engines`, else `send` does. `network_nbytes` counts the last `send`."""
 
     is_read_by_engines: bool
     network_nbytes: int
@@ -185,8 +166,7 @@ class Receiver(Protocol):
     """An engine's part in one sync. Calls block, from one thread except `stop`."""
 
     def load(self) -> int:
-        """Fills the engine's parameters and returns the bytes. Raises
-        WeightSyncError if aborted."""
+        """Fills the engine's parameters; returns the bytes. Raises WeightSyncError if aborted."""
         ...
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:

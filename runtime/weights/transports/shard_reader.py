@@ -51,8 +51,6 @@ class RankShards:
 
 
 class ShardBuckets:
-    """The pieces of every bucket that one rank fills."""
-
     def __init__(self, shards: RankShards) -> None:
         self._shards = shards
         self._last: tuple[int, list[list[BucketPiece]]] | None = None  # for buckets of this size
@@ -104,7 +102,6 @@ class ShardReader:
         ]
 
     def read_checksums(self) -> list[int]:
-        """The checksums of all shards, in the dtypes in which they travel."""
         extents, sources = self._shards.extents, self._shards.sources
         return checksums_of(
             [CastValues(self._flat_shard(e.key), sources[e.key].wire_dtype) for e in extents]

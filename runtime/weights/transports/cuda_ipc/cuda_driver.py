@@ -51,7 +51,6 @@ class CudaDriver:
         self._call("cuInit", 0)
 
     def device_uuids(self) -> list[bytes]:
-        """UUIDs of the GPUs that this process may use, by index."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return [self._device_uuid(idx) for idx in range(count.value)]
@@ -113,8 +112,8 @@ class CudaDriver:
         return True
 
     def export_chunk(self, pointer: int) -> int:
-        """A descriptor of the chunk that contains `pointer`; the caller closes it. The memory stays
-        as long as the descriptor, even after the exporter has freed it."""
+        """A descriptor of the chunk, which keeps its memory even after the
+        exporter has freed it."""
         handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
         self._call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
         try:
@@ -136,12 +135,10 @@ class CudaDriver:
         return first.value
 
     def free_addresses(self, first: int, nbytes: int) -> None:
-        """Frees a whole reservation, to which nothing may be mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(first), ctypes.c_size_t(nbytes))
 
     def map_chunk(self, address: int, nbytes: int, fd: int) -> None:
-        """Maps a whole chunk of another process to reserved addresses. The mapping keeps the memory
-        until `unmap`, even if the descriptor is closed."""
+        """Maps another process's chunk to reserved addresses. The mapping keeps the memory."""
         handle = ctypes.c_uint64()
         self._call(
             "cuMemImportFromShareableHandle",

@@ -86,7 +86,6 @@ class ExportPlan:
     async def _probe(
         self, exports: Sequence[RankExports], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> str:
-        """Why the first failing engine cannot open the ranks' memory, or ""."""
         allocations = probe_allocations(exports)
         async with asyncio.TaskGroup() as tasks:
             asked = [

@@ -20,16 +20,9 @@ the same GPUs, or returns why it cannot."""
 
 
 class ExportSender:
-    """CUDA IPC, a rank's part: exports its tensors, which stay in memory until the
-    engines have loaded.
-
-    Args:
-        replicas: other ranks' shards that this rank has, too.
-        release: ends holds on exported memory that the rank may free; `export` then
-            exports it again.
-        keeps_memory: whether the tensors stay until the next sync, so that engines may
-            keep them open.
-    """
+    """CUDA IPC, a rank's part: exports its tensors, and `replicas` of other ranks' shards, which
+    stay in memory until the engines have loaded, or until the next sync with `keeps_memory`.
+    `release` ends holds on exported memory that the rank may free."""
 
     is_read_by_engines = True
     network_nbytes = 0
@@ -63,8 +56,8 @@ class ExportSender:
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Reports that all tensors are ready, as they have been since the offer, and with
-        checksums the replicas."""
+        """Reports that all tensors are ready, as since the offer; with checksums,
+        also the replicas."""
         shards = self._shards
         num_entries = len(shards.manifest.entries)
         if num_entries != grant.num_buckets:
@@ -92,8 +85,7 @@ class ExportSender:
             progress.close()
 
     def leave(self) -> None:
-        """Called when the tensors are no longer read, before the rank may free their
-        memory. Idempotent."""
+        """Called when the tensors are no longer read, before their memory is freed. Idempotent."""
         if not self._keeps_memory:
             self._release()
 

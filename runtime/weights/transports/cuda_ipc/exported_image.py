@@ -37,16 +37,9 @@ class Values(NamedTuple):
 
 
 class ExportedImage:
-    """Versions as the ranks hold them, all in the same memory. `OpenedMemory` makes it.
-
-    Args:
-        exports: of all ranks, by rank, in their wire form.
-        opener: opens memory when it is read.
-
-    Raises:
-        ProtocolError: the exports are malformed.
-        WeightSyncError: they are not, byte for byte, the tensors of the manifest.
-    """
+    """Versions as the ranks hold them, all in the same memory, from all ranks' exports in their
+    wire form. Raises ProtocolError for malformed exports, WeightSyncError if they do not make
+    up the manifest."""
 
     def __init__(self, manifest: Manifest, exports: Sequence[object], opener: Opener) -> None:
         ranks = [RankExports.from_wire(raw) for raw in exports]
@@ -93,8 +86,8 @@ class ExportedImage:
         return data.as_strided(part.shape, part.strides)
 
     def blocks(self, idx: int) -> list[ShardBlock]:
-        """The parts of entry `idx` as blocks of it, which do not overlap. Empty if a part is no
-        block, because its rank holds the rows in another shape."""
+        """The parts of entry `idx` as disjoint blocks; empty if a part has the rows in
+        another shape."""
         entry = self.manifest.entries[idx]
         found = [_block(entry, part) for part, _ in self._parts[idx]]
         return [block for block in found if block is not None] if None not in found else []
@@ -109,7 +102,6 @@ class ExportedImage:
         return whole
 
     def regions(self, idx: int) -> list[tuple[int, int]]:
-        """Image offset and bytes of every part of entry `idx`."""
         return self._regions[idx]
 
 
@@ -142,12 +134,10 @@ def _by_entry(manifest: Manifest, sent: Iterable[_LocatedPart]) -> list[list[_Lo
 
 
 def _nbytes(part: TensorPart, entry: TensorEntry) -> int:
-    """Bytes in the image, in the dtype of the entry."""
     return math.prod(part.shape) * ITEMSIZES[entry.dtype]
 
 
 def _block(entry: TensorEntry, part: TensorPart) -> ShardBlock | None:
-    """The rows of an entry that a part holds."""
     if part.shape[1:] != entry.shape[1:] or len(part.shape) != len(entry.shape):
         return None
     row_nbytes = math.prod(entry.shape[1:]) * ITEMSIZES[entry.dtype]

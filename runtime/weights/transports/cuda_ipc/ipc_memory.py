@@ -43,9 +43,7 @@ class Opener(Protocol):
         Raises WeightSyncError if it cannot be opened here."""
         ...
 
-    def device_uuid(self) -> bytes:
-        """The UUID of the GPU that reads."""
-        ...
+    def device_uuid(self) -> bytes: ...
 
     def settle(self) -> None:
         """Returns when the copies that this thread has begun are done."""
@@ -61,8 +59,6 @@ class Opener(Protocol):
 
 
 class _Exported(NamedTuple):
-    """A run of memory, and the allocation by which others open it."""
-
     run: MemoryRun
     allocation: Allocation
     deposit: FdDeposit | None
@@ -132,8 +128,8 @@ class MemoryExporter:
         return self._exports
 
     def _still_exist(self) -> bool:
-        """Whether no known memory was freed, maybe for other memory at its address, and others
-        can open it all."""
+        """Whether all known memory still exists, not other memory at its address, and
+        can be opened."""
         find = cuda_driver().buffer_id
         return all(
             known.is_open and all(find(address) == number for address, number in known.run.chunks())
@@ -193,7 +189,6 @@ def _end_deposits(exported: Iterable[_Exported]) -> None:
 
 
 def _span_nbytes(tensor: Tensor) -> int:
-    """Bytes from its first to its last."""
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize
 
@@ -246,7 +241,6 @@ class CudaOpener:
 
 
 def _map(allocation: Allocation, device: int) -> int:
-    """Maps an allocation for a GPU of this process; returns its address."""
     if isinstance(allocation.handle, ChunksHandle):
         return map_chunks(cuda_driver(), allocation.handle, allocation.nbytes, device)
     return cuda_driver().open(allocation.handle)

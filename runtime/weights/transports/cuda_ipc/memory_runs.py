@@ -25,13 +25,8 @@ class AddressDriver(Protocol):
 
 
 class MemoryRun(NamedTuple):
-    """Equal runs of one process refer to the same memory.
-
-    Attributes:
-        base: first address.
-        piece_nbytes: of each chunk, or of the allocation.
-        buffer_ids: the driver's numbers, one for each chunk.
-    """
+    """Equal runs of one process refer to the same memory. A piece is a chunk, or the whole
+    allocation; the driver numbers each in `buffer_ids`."""
 
     base: int
     piece_nbytes: int
@@ -43,7 +38,6 @@ class MemoryRun(NamedTuple):
         return self.piece_nbytes * len(self.buffer_ids)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """The first address of each chunk, with its number."""
         for idx, number in enumerate(self.buffer_ids):
             yield self.base + idx * self.piece_nbytes, number
 

@@ -33,13 +33,9 @@ _NUM_KEPT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunksHandle:
-    """Physical chunks of torch's expandable segments, adjacent in the exporter's address space.
-
-    Attributes:
-        fd_socket: path of the descriptor server at which their descriptors are deposited.
-        name: the deposit's, which no other deposit has.
-        num_chunks: all of the same size; one descriptor each, in order.
-    """
+    """Physical chunks of torch's expandable segments, of one size, adjacent in the
+    exporter's address space. Their descriptors are deposited in order, under a name that no
+    other deposit has."""
 
     fd_socket: str
     name: str
@@ -155,12 +151,8 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class RankExports:
-    """All parts of the published tensors on one rank.
-
-    Attributes:
-        replicas: parts that another rank has among its `parts`.
-        keeps_memory: whether the rank keeps this memory after the sync, so that engines may too.
-    """
+    """All parts of the published tensors on one rank. `replicas` are among another rank's `parts`.
+    With `keeps_memory`, engines may keep this memory open after the sync."""
 
     allocations: tuple[Allocation, ...]
     parts: tuple[TensorPart, ...]

@@ -46,8 +46,7 @@ class ChunkDriver(Protocol):
 def deposit_chunks(
     driver: ChunkDriver, run: MemoryRun, fd_socket: str
 ) -> tuple[ChunksHandle, FdDeposit]:
-    """Deposits all chunks of a run under a name that no other deposit has. The caller
-    owns the deposit."""
+    """Deposits all chunks of a run under a new name. The caller owns the deposit."""
     handle = ChunksHandle(fd_socket, secrets.token_hex(16), len(run.buffer_ids))
     deposit = FdDeposit(fd_socket, handle.name, _DEPOSIT_TIMEOUT_S)
     try:

@@ -84,7 +84,6 @@ class SentShards:
         return encode_delta(memory, places)
 
     def finish(self, contents: str) -> None:
-        """Ends a sync in which all buckets were renewed."""
         before = frozenset[str]() if self._has_changed else self._before
         self._contents = before | {contents}
 

@@ -42,8 +42,7 @@ class LinkListener:
         self._is_closed = False
 
     def serve(self, links: Mapping[str, SendingLink], deadline: float) -> None:
-        """Runs each link, by key, once its other end has come. Connections wait until
-        this is called."""
+        """Runs each link, by key, once its other end has come."""
         self._links = {key.encode(): link for key, link in links.items()}
         self._socket.setblocking(False)
         self._thread = threading.Thread(
@@ -77,7 +76,6 @@ class LinkListener:
                     return
 
     def _accept(self, selector: selectors.BaseSelector, deadline: float) -> bool:
-        """Returns whether there can be further connections."""
         try:
             stream, _ = self._socket.accept()
         except BlockingIOError:  # the other end was gone before

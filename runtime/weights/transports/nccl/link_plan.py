@@ -42,8 +42,6 @@ from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrde
 
 
 class LinkPlan:
-    """Works between any nodes that reach the ranks' nodes."""
-
     name: TransportName = "tcp"
     connects = True
 

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 class ImageHolder(Protocol):
-    """Reaches the `NodeImages` of every node of the job, by node id."""
-
     def hold(
         self, node_id: str, order: ImageOrder
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
@@ -83,8 +81,7 @@ class ImageFollower:
             self._following.cancel()
 
     def dismiss(self, engine: int) -> None:
-        """Called when this engine is lost. The node's others cannot continue if it still
-        had to receive."""
+        """Called when this engine is lost. Others cannot continue if it still had to receive."""
         self.has_lost = True
         if self._receives(engine) and self._filled < self._num_buckets:
             self.end()
@@ -93,8 +90,8 @@ class ImageFollower:
         return self._loaded[self.engines.index(engine)]
 
     def has_work(self, engine: int, num_read: int) -> bool:
-        """Whether an engine has buckets to load, or to receive out of the `num_read` that all
-        ranks have read."""
+        """Whether an engine has buckets to load, or to receive of the `num_read`
+        read by all ranks."""
         if self.num_loaded(engine) < self._filled:
             return True
         return self._receives(engine) and self._filled < num_read
@@ -130,8 +127,7 @@ class ImageFollower:
 
 
 class LinkProgress:
-    """Implements `TransferProgress`, by the images of all nodes with engines. `gone` are
-    indices of nodes."""
+    """Implements `TransferProgress` by the nodes' images. `gone` are indices of nodes."""
 
     def __init__(self, num_ranks: int, nodes: Sequence[ImageFollower], gone: Sequence[int]) -> None:
         self.is_aborted = False

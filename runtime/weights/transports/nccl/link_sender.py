@@ -43,8 +43,7 @@ _REPORT_SHARE: Final = 0.05
 
 
 class LinkSender:
-    """Receivers reach this rank at `host` while a sync is open, unless that is "". The supervisor
-    gets reports of the progress."""
+    """Receivers reach this rank at `host` while a sync is open, unless that is ""."""
 
     is_read_by_engines = False
     network_nbytes = 0
@@ -168,8 +167,7 @@ class _Sending:
         self._leave_image()
 
     def _open(self) -> bool:
-        """Opens links to all other nodes that are not lost, and the image of this one;
-        False if aborted."""
+        """Opens links to all nodes that are not lost, and the own image; False if aborted."""
         answer, details = self._exchange(), self._grant.details
         key, own, bases = details["key"], details["own_node"], details["bases"]
         nodes = {*range(details["num_nodes"])}.difference(answer["gone"])
@@ -201,8 +199,7 @@ class _Sending:
         return not answer["is_aborted"]
 
     def _bucket_of_image(self, idx: int) -> Tensor | None:
-        """The memory of a bucket in the image of this node; None if the node no
-        longer takes part."""
+        """A bucket's memory in the image of this node; None if the node no longer takes part."""
         if self._filler is None:
             return None
         memory = self._filler.bucket(idx)
@@ -217,8 +214,7 @@ class _Sending:
             self._filler = None
 
     def _wait_sent(self, num_buckets: int) -> bool:
-        """Waits until this many buckets have been sent to every node whose link works; returns
-        False if the sync is aborted. Raises DeadlineExceeded."""
+        """Waits until every working link has sent this many buckets; False if aborted."""
         while True:
             self._report_in_time()
             if self._is_aborted:
@@ -244,8 +240,7 @@ class _Sending:
             self._report()
 
     def _report(self) -> bool:
-        """Reports the progress, and skips nodes that are gone; returns False if the
-        sync is aborted."""
+        """Reports the progress, and skips nodes that are gone; False if aborted."""
         answer = self._exchange()
         for node in self._links.keys() & set(answer["gone"]):
             self._links[node].close("the supervisor reports that the node is gone")

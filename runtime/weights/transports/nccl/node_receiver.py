@@ -12,15 +12,9 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 
 class NodeReceiver:
-    """Between nodes, an engine's part: fills the image of its node for the ranks of other nodes.
-
-    It receives from `start` until `close`. Owns the links and their mapping of the control block.
-
-    Args:
-        wire: the arguments of prepare_update; "receives" has the links.
-        timeout_s: limit for the supervisor to pass the control block.
-        on_error: called in the thread of a link that has failed; `error` is why.
-    """
+    """Between nodes, an engine's part: fills the image of its node for the ranks of other nodes,
+    from `start` until `close`. Owns the links and their mapping of the control block. `on_error` is
+    called in the thread of a link that has failed; `error` is why."""
 
     def __init__(
         self,

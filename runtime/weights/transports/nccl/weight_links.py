@@ -200,8 +200,8 @@ class ReceivingLink(_Link):
         threading.Thread(target=self._open, args=args, name="weight-link", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the link, unless everything has arrived. When it returns, nothing is written to the
-        image any more. Idempotent."""
+        """Ends the link, unless all has arrived. Then nothing more is written to the
+        image. Idempotent."""
         self._break()
         with self._writing:
             pass
@@ -243,7 +243,6 @@ class ReceivingLink(_Link):
         connection.send_frame(b"")
 
     def _receive_delta(self, connection: LinkConnection, bucket_nbytes: int) -> Tensor | None:
-        """None if the runs of the bucket follow."""
         nbytes = int.from_bytes(connection.receive_frame())
         if nbytes > most_nbytes(bucket_nbytes):
             raise ProtocolError(f"a delta of {nbytes} bytes for a bucket of {bucket_nbytes}")
@@ -291,6 +290,5 @@ def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host."""
     array: Any = tensor.numpy()  # whose types do not say that it is a buffer
     return memoryview(array).cast("B")

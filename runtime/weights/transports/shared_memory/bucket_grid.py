@@ -21,8 +21,6 @@ from umbra.runtime.weights.transports.shared_memory.mapped_image import PIECE_NB
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A contiguous byte range of the image, held by one tensor of this process."""
-
     key: int
     offset: int
     nbytes: int
@@ -76,7 +74,6 @@ class BucketGrid:
         return min(self.num_buckets, -(-end // self.bucket_nbytes))
 
     def cut(self, extents: Sequence[Extent]) -> list[list[BucketPiece]]:
-        """The pieces of every bucket; a list per bucket, in the order of `extents`."""
         buckets: list[list[BucketPiece]] = [[] for _ in range(self.num_buckets)]
         for extent in extents:
             if extent.offset < 0 or extent.offset + extent.nbytes > self.image_nbytes:

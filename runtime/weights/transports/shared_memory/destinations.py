@@ -96,8 +96,6 @@ class Destinations:
 
 
 class _Check(NamedTuple):
-    """Bytes of a parameter, uint8 [N], and the checksum that they must have."""
-
     where: str
     data: Tensor
     checksum: int

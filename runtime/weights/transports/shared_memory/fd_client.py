@@ -24,8 +24,7 @@ from umbra.runtime.weights.transports.shared_memory.fd_server import (
 )
 
 _CLOSE_TIMEOUT_S: Final = 5.0
-# A stopped supervisor holds up a rank this long; with less, a busy one may keep memory that the
-# rank wants to free.
+# A stopped supervisor holds up a rank this long; with less, a busy one may keep memory to be freed.
 
 
 @contextmanager
@@ -39,15 +38,14 @@ def received_fd(socket_path: str, name: str, timeout_s: float) -> Generator[int]
 def received_deposit(
     socket_path: str, name: str, first_idx: int, num_fds: int, timeout_s: float
 ) -> Generator[list[int]]:
-    """Requests `num_fds` descriptors of a deposit, at most `MAX_FDS`, from index `first_idx` on;
-    open within the block. Blocks."""
+    """Requests at most `MAX_FDS` descriptors of a deposit, open within the block. Blocks."""
     with _received(socket_path, f"fetch {first_idx} {name}", num_fds, timeout_s) as fds:
         yield fds
 
 
 class FdDeposit:
-    """A deposit under a name not in use at the server. Owns the connection, with which it ends.
-    Calls block, `timeout_s` for the connection and for each answer."""
+    """A deposit under a name not in use at the server. Owns the connection, with which
+    it ends. Blocks."""
 
     def __init__(self, socket_path: str, name: str, timeout_s: float) -> None:
         self._path = socket_path
@@ -56,8 +54,8 @@ class FdDeposit:
         self._client = _connect(socket_path, timeout_s)
 
     def add(self, fds: Sequence[int]) -> None:
-        """Passes at most `MAX_FDS` descriptors, which the caller may then close. After a refusal,
-        the server has closed the whole deposit."""
+        """Passes at most `MAX_FDS` descriptors. After a refusal, the server has
+        closed all of them."""
         with _errors_of(self._path, self._timeout_s):
             socket.send_fds(self._client, [f"keep {self._name}".encode()], fds)
             answer = self._client.recv(MAX_PACKET_NBYTES)
@@ -87,8 +85,7 @@ class FdDeposit:
             self._client.shutdown(socket.SHUT_WR)  # a child that was forked may have it open, too
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Ends the deposit, and waits `timeout_s` for the server to close its
-        descriptors. Idempotent."""
+        """Ends the deposit, and waits for the server to close its descriptors. Idempotent."""
         self.end()
         with suppress(OSError):
             self._client.settimeout(timeout_s)  # of each answer; there is at most one

@@ -50,13 +50,8 @@ _MAX_DEPOSITED_SHARE: Final = 0.5
 
 
 class Packet(NamedTuple):
-    """One packet of a client or of its server.
-
-    Attributes:
-        text: empty at the end of the connection.
-        fds: descriptors, which the receiver owns.
-        is_cut: whether it was too long, or this process may not open all of its descriptors.
-    """
+    """One packet; empty `text` is the end of the connection. The receiver owns `fds`. `is_cut`: it
+    was too long, or this process may not open all of its descriptors."""
 
     text: bytes
     fds: list[int]
@@ -81,8 +76,7 @@ def receive_packet(peer: socket.socket, max_fds: int) -> Packet:
 
 
 class FdServer:
-    """Serves descriptors by name, offered and withdrawn at any time. Owns only deposited ones, each
-    as long as its client stays connected."""
+    """Serves descriptors by name. Owns deposited ones, as long as their client stays connected."""
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
@@ -142,7 +136,6 @@ class FdServer:
     async def _keep(
         self, client: socket.socket, name: str, packet: Packet, received: list[int]
     ) -> None:
-        """Serves a client's deposit, to which it may add, until it disconnects."""
         request = packet.text
         try:
             while packet.text:
@@ -158,8 +151,7 @@ class FdServer:
                 del self._deposits[name]
 
     def _find_problem(self, name: str, received: list[int], packet: Packet, request: bytes) -> str:
-        """Why a packet of a deposit is refused, or "". `received` are all descriptors of this
-        client, `request` is its first packet."""
+        """Why a packet of a deposit is refused, or "". `request` is the client's first packet."""
         if packet.is_cut:
             return "the descriptors did not arrive: the server may not open that many"
         if not name or not packet.fds or packet.text != request:

@@ -14,8 +14,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 
 class ImageFiller:
-    """A rank's side of the image in shared memory, for one sync. Owns the mapping of the control
-    block, but not the image."""
+    """A rank's side of the image, for one sync. Owns the mapping of the control block only."""
 
     def __init__(
         self, rank: int, image: MappedImage, grid: BucketGrid, progress: SyncProgress
@@ -35,8 +34,7 @@ class ImageFiller:
         kept: KeptImage,
         deadline: float,
     ) -> Self | None:
-        """None if the sync was aborted, so that its memory is no longer offered. `details` has
-        fd_socket, image and progress."""
+        """None if the sync was aborted, so that its memory is no longer offered."""
         left_s = remaining_s(deadline)
         try:
             image = kept.receive(details, left_s)
@@ -48,8 +46,7 @@ class ImageFiller:
         return None if progress is None else cls(rank, image, grid, progress)
 
     def bucket(self, idx: int, *, for_gpu: bool = False) -> Tensor | None:
-        """The memory of bucket `idx`: uint8 [nbytes], `for_gpu` to copy to. None if the
-        sync is aborted."""
+        """A bucket's memory: uint8 [nbytes], `for_gpu` to copy to. None if aborted."""
         if self._progress.is_aborted:
             return None
         window = self._grid.window(idx)

@@ -113,7 +113,6 @@ class ImageMemory:
 
 
 def numbered(details: Mapping[str, Any], num_engines: int) -> dict[int, Mapping[str, Any]]:
-    """The details for each engine of one control block, with its number there."""
     progress = details["progress"]
     return {
         number: {**details, "progress": progress | {"engine": number}}

@@ -17,8 +17,7 @@ from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMem
 
 
 class ImagePlan:
-    """Shared memory, the supervisor's part: one image, which works on any node. Torch-free. The
-    pool's coordinator owns `memory`."""
+    """Shared memory, the supervisor's part: one image, which works on any node. Torch-free."""
 
     name: TransportName = "memfd"
     connects = False

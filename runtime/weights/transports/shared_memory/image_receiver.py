@@ -11,8 +11,7 @@ from umbra.runtime.weights.transports.shared_memory.image_source import ImageSou
 
 
 class ImageReceiver:
-    """Shared memory, an engine's part: copies one version from the image into its parameters,
-    bucket by bucket. Owns the source. `device` has the parameters, if they are on one GPU."""
+    """Shared memory, an engine's part: copies one version, bucket by bucket. Owns the source."""
 
     def __init__(
         self, destinations: Destinations, source: ImageSource, device: torch.device

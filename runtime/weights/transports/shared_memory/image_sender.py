@@ -20,8 +20,6 @@ from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImag
 
 
 class ImageSender:
-    """The image stays mapped until `close`."""
-
     is_read_by_engines = False
     network_nbytes = 0
 

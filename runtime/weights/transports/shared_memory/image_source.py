@@ -84,8 +84,7 @@ class ImageSource:
         self._end_of_sync.stop()
 
     def close(self) -> None:
-        """Leaves the sync. When it returns, this engine writes nothing to the image any
-        more. Idempotent."""
+        """Leaves the sync, and writes nothing more to the image. Idempotent."""
         if self._receiver is not None:
             self._receiver.close()
         self._end_of_sync.close()

@@ -71,16 +71,15 @@ class MappedImage:
 
 
 class KeptImage:
-    """The image that this process had mapped for the last sync. It stays mapped until its owner
-    offers another one. One thread at a time."""
+    """The image of the last sync, mapped until its owner offers another one. One
+    thread at a time."""
 
     def __init__(self) -> None:
         self._name = ""
         self._image: MappedImage | None = None
 
     def receive(self, wire: Mapping[str, Any], timeout_s: float) -> MappedImage:
-        """The image that the supervisor offers, owned by this object. `wire` has "fd_socket", and
-        the "name" and "nbytes" of the "image". Names are never reused."""
+        """The image that the supervisor offers, owned by this object. Names are never reused."""
         name, nbytes = wire["image"]["name"], wire["image"]["nbytes"]
         if self._image is None or name != self._name:
             self.close()

@@ -41,8 +41,8 @@ def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
 
 
 def map_memory(fd: int, nbytes: int) -> mmap.mmap:
-    """The first `nbytes` of a memfd, shared and writable. Raises WeightSyncError if it is smaller,
-    or cannot be mapped."""
+    """The first `nbytes` of a memfd, shared and writable. Raises WeightSyncError if
+    it is smaller."""
     size_nbytes = os.fstat(fd).st_size
     if size_nbytes < nbytes:
         raise WeightSyncError(f"shared memory has {size_nbytes} bytes, expected {nbytes} or more")

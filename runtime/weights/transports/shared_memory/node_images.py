@@ -26,8 +26,7 @@ _LOOK_INTERVAL_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOrder:
-    """The image of a pool, for one sync, with `num_engines` of this node; `contents` as in
-    `ImageMemory.opened`."""
+    """The image of a pool, for one sync, with `num_engines` of this node."""
 
     pool: str
     image_nbytes: int

@@ -43,7 +43,7 @@ def _nothing() -> None:
 
 
 class SyncProgress:
-    """One mapped control block, from a memfd of `nbytes_needed`, all zero at first. Owns the
+    """One mapped control block, from a zeroed memfd of `nbytes_needed`. Owns the
     mapping, not `fd`."""
 
     def __init__(self, fd: int, num_ranks: int, num_engines: int) -> None:
@@ -57,8 +57,7 @@ class SyncProgress:
 
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int) -> tuple[int, Self]:
-        """Creates a control block: returns its descriptor, which the caller owns, and the mapping.
-        Raises WeightSyncError if the system has no memory or descriptors for it."""
+        """Returns the new block's descriptor, which the caller owns, and its mapping."""
         fd = create_memory(name, cls.nbytes_needed(num_ranks, num_engines))
         try:
             return fd, cls(fd, num_ranks, num_engines)
@@ -68,8 +67,8 @@ class SyncProgress:
 
     @classmethod
     def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
-        """Maps the block that the supervisor offers; `wire` is its {"name", "num_ranks",
-        "num_engines"}. Raises as `received_fd`."""
+        """Maps the block of `wire`: {"name", "num_ranks", "num_engines"}. Raises as
+        `received_fd`."""
         with received_fd(socket_path, wire["name"], timeout_s) as fd:
             return cls(fd, wire["num_ranks"], wire["num_engines"])
 
@@ -108,12 +107,9 @@ class SyncProgress:
     def wait_filled(
         self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
     ) -> bool:
-        """Waits until every rank has filled this many buckets; returns False if the
-        sync is aborted.
-
-        `deadline` is on the clock of `time.monotonic`, and raises DeadlineExceeded. `while_waiting`
-        is called about every 50 ms without progress; may raise.
-        """
+        """Waits until every rank has filled this many buckets; returns False if the sync is
+        aborted. `deadline` is on the clock of `time.monotonic`, and raises DeadlineExceeded.
+        `while_waiting` is called about every 50 ms without progress; may raise."""
         for rank in range(self._num_ranks):
             word = self._filled(rank)
             if not self._wait(word, num_buckets, deadline, while_waiting):
@@ -127,7 +123,6 @@ class SyncProgress:
         return num_filled
 
     def stop(self, engine: int) -> None:
-        """Makes the workers of an engine stop waiting."""
         self._words[self._stopped(engine)] = 1
 
     def is_stopped(self, engine: int) -> bool:
@@ -175,7 +170,6 @@ class SyncProgress:
     def _wait(
         self, word: int, least: int, deadline: float, while_waiting: Callable[[], None]
     ) -> bool:
-        """Waits until the word is at least `least`; False if aborted."""
         address = self._address(word)
         sleeps_from = time.monotonic() + _SPIN_S
         while not self.is_aborted:
