@@ -61,7 +61,7 @@ def check_staged_updates(mode: str, engine: str, transport: TransportSetting) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePoolSettings(Settings):
-    """What `[pool]` and `[pools.NAME]` have in common.
+    """Settings of both `[pool]` and `[pools.NAME]`.
 
     Attributes:
         engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:

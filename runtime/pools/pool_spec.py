@@ -38,24 +38,20 @@ class PoolSpec(Settings):
             are not; colocated ones are, with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
         kwarg_settings: the setting that an argument comes from, see `ActorSpec`.
-        engine_gpus: the GPUs of each engine. None: an engine may be on any GPU of the node, and has
-            the supervisor's CUDA_VISIBLE_DEVICES. Engines on the CPU have that, too.
-        engine_nodes: the node of each engine, by its index in the job. None: this node, which is
-            rank 0's.
+        engine_gpus: the GPUs of each engine. None, or on the CPU: the supervisor's
+            CUDA_VISIBLE_DEVICES.
+        engine_nodes: the node of each engine, by its index in the job. None: rank 0's.
         engine_followers: the followers of each engine on several nodes. None: no engine has any.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
             keep (frozen, then continued) or drain (finished first).
         staged_updates: see `check_staged_updates`, and docs/configuration.md.
-        load_weights: engines read their weights themselves and serve from the start, as version 0;
-            the pool takes part in no sync. Engines get it as an argument of the same name.
-        lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the weights
-            beneath them themselves; they get it as an argument of the same name. 0: syncs bring the
-            weights.
-        bucket_nbytes: part of the weights that a rank fills at a time, see SyncSettings.
-        verify_every: how many versions after one with checksums the next one has them, see there.
-        full_sync_every: every n-th version is sent whole over the network; see there.
+        load_weights: engines read their weights themselves and serve from the start, as version 0,
+            without syncs; an argument of the same name.
+        lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the model's
+            weights themselves; an argument of the same name. 0: syncs bring the weights.
+        bucket_nbytes, verify_every, full_sync_every: see `SyncSettings`.
         transport: how weights travel: auto, memfd, cuda_ipc or tcp; `transport_choice`.
     """
 
