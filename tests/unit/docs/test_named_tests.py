@@ -45,7 +45,7 @@ def faults() -> list[dict[str, str]]:
 def test_every_fault_has_tests_that_are_there() -> None:
     there = set[str]()
     for path in ROOT.glob("tests/**/test_*.py"):
-        there |= {path.stem, *re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.M)}
+        there.update(re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.M))
 
     assert len(faults()) > 300
     assert [row["fault"] for row in faults() if not row["tests"].split()] == []
