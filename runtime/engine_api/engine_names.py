@@ -1,7 +1,4 @@
-"""The short names of umbra's own engines, and facts about them that need no import of an engine.
-
-A trainer checks its settings before any engine starts, and imports neither torch nor an engine.
-"""
+"""Facts about umbra's own engines, by short names, without the import of torch or an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ ENGINE_AWAKE_NBYTES: Final = 2 << 30
 """GPU memory of an awake engine besides weights and KV cache: CUDA context, graphs, buffers.
 Measured on an H200 (docs/benchmarks.md), where umbra's engines hardly differ."""
 ENGINE_ASLEEP_NBYTES: Final = 1 << 30
-"""GPU memory of a sleeping engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +111,6 @@ def engine_kind(engine: str) -> EngineKind:
 
 
 def engine_target(engine: str) -> str:
-    """The `module:Class` of an engine given by its short name or as `module:Class`."""
     return engine_kind(engine).target
 
 

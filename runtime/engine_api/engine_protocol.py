@@ -37,7 +37,7 @@ class EngineStats(TypedDict):
 
 
 class Engine(Protocol):
-    """The engine protocol. The supervisor and the rollout manager make all calls."""
+    """The supervisor and the rollout manager make all calls."""
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """Accepts all requests (see `generation_request`) or, with an error, none."""
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     async def abort(self, ids: Sequence[int] | None) -> int:
         """Ends requests (None: all) with reason "abort" after their sampled tokens;
-        returns their number."""
+        returns the count."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -1,7 +1,4 @@
-"""A generation request to an engine, and its validation. Torch-free for the echo engine and tests.
-
-T: tokens of a request (prompt plus tokens generated so far).
-"""
+"""A generation request to an engine. Torch-free. T: its tokens, the prompt's and generated ones."""
 
 from __future__ import annotations
 

@@ -25,16 +25,9 @@ _MAX_CAUSE_LEN: Final = 300
 
 
 def download_model(repo: str, revision: str | None, *, with_weights: bool) -> Path:
-    """The folder of a model in the cache. Requests nothing that the cache has.
-
-    Args:
-        repo: such as "Qwen/Qwen3-0.6B".
-        revision: a branch, tag or commit; None is the newest commit.
-        with_weights: False downloads config and tokenizer only.
-
-    Raises:
-        DataError: it is neither in the cache nor on the hub, or the hub cannot be reached.
-    """
+    """The folder of a model in the cache. Requests nothing that the cache has. `revision` is a
+    branch, tag or commit; None is the newest. Without `with_weights`, config and tokenizer only.
+    Raises DataError if it is neither in the cache nor on the hub, or the hub cannot be reached."""
     import huggingface_hub
 
     library: Any = huggingface_hub

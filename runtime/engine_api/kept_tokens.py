@@ -17,12 +17,8 @@ SORTED_NBYTES: Final = 32
 
 
 class Truncation(NamedTuple):
-    """The part of the distribution that tokens are drawn from.
-
-    Attributes:
-        top_p: the most probable tokens that have at least this share of the probability are kept.
-        top_k: only so many are kept, before `top_p` counts; 0: all.
-    """
+    """The part of the distribution that tokens are drawn from: the `top_k` (0: all) most probable
+    tokens, and of these the most probable ones that have at least `top_p` of the probability."""
 
     top_p: float = 1.0
     top_k: int = 0

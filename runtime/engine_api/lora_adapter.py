@@ -21,8 +21,7 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """The facts about a LoRA adapter's folder, as PEFT saves it. `rank` is its
-    largest matrices'."""
+    """A LoRA adapter's folder, as PEFT saves it. `rank` is its largest matrices'."""
 
     name: str
     path: Path

@@ -140,8 +140,7 @@ def check_fits(shapes: Shapes, model: Shapes) -> None:
 
 
 def model_shapes(model_path: Path) -> Shapes:
-    """Shapes of a model's weights; empty if they are quantised, thus packed, or not
-    in the folder."""
+    """Shapes of a model's weights; empty if they are quantised, or not in the folder."""
     config: Any = json.loads((model_path / "config.json").read_text())
     if "quantization_config" in config:
         return {}

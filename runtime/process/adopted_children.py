@@ -39,12 +39,10 @@ def _noting(start: Callable[..., Any]) -> Callable[..., Any]:
 class AdoptedChildren:
     """Reaps this subreaper's adopted children: descendants whose own parent has ended.
 
-    Processes that this one started are left to their owners, who need the exit status. The
-    kernel does not tell the two apart, so `note_own_children` notes every way in which Python
-    starts a process.
-
-    A child is reaped when two calls have found it ended, so that a library in C that forks and
-    waits at once is not disturbed. A library that waits later loses the exit status.
+    Processes that this one started are left to their owners, who need the exit status. The kernel
+    does not tell the two apart, so `note_own_children` notes every way in which Python starts a
+    process. A child is reaped when two calls have found it ended, so that a library in C that forks
+    and waits at once is not disturbed. A library that waits later loses the exit status.
     """
 
     def __init__(self) -> None:

@@ -65,11 +65,9 @@ class Nvml:
     def open(cls, path: str = LIBRARY, *, gpus: Sequence[str] | None = None) -> Self | None:
         """Returns None without library, driver or device, or if NVML lacks one of `gpus`.
 
-        Args:
-            gpus: the devices, in the order of all reports. Each is named as in
-                CUDA_VISIBLE_DEVICES: by its index, as NVML counts, or by its UUID or a unique
-                beginning. A MIG instance stands for its GPU. None: all; (): none, and no
-                library is loaded.
+        `gpus` orders all reports. Each is named as in CUDA_VISIBLE_DEVICES: by its index, as NVML
+        counts, or by its UUID or a unique beginning. A MIG instance stands for its GPU. None: all;
+        (): no library is loaded.
         """
         if gpus is not None and not gpus:
             return None

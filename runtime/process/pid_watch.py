@@ -33,7 +33,6 @@ class PidWatch:
         return watch
 
     def close(self) -> None:
-        """Prevents the callback from here on."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None

@@ -1,7 +1,5 @@
-"""Links a process to its parent and its orphans (Linux `prctl`).
-
-Standard library only: the guardian and the trampoline load this file by its path, with no package.
-"""
+"""Links a process to its parent and its orphans (Linux `prctl`). Standard library only: the
+guardian and the trampoline load this file by its path, with no package."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class ProcessTree:
         return [pid for pid, stat in stats if stat is not None and stat.is_stopped]
 
     def why_stuck(self) -> str:
-        """Why the root may not answer, as far as the kernel knows; "" if it may."""
+        """Why the root may not answer, as far as the kernel knows, or ""."""
         stat = process_stat(self._root_pid)
         if stat is not None and stat.why_stuck:
             return f"it was {stat.why_stuck}"

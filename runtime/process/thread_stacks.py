@@ -59,7 +59,7 @@ _answering: _Answering | None = None
 
 
 def answer_stack_requests() -> None:
-    """Makes this process and its forks write the stacks of their threads on request."""
+    """Makes this process and its forks write their threads' stacks on request."""
     global _answering
     if _answering is None:
         _answering = _Answering()
@@ -93,8 +93,8 @@ def answering_stack_requests() -> Generator[None]:
 
 
 def read_stacks(pids: Collection[int]) -> dict[int, str]:
-    """The stacks of processes, in the format of faulthandler; or a reason in brackets. Blocks for
-    some seconds at most."""
+    """Stacks of processes in faulthandler's format, or a reason in brackets. May
+    block for seconds."""
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         return dict(zip(pids, readers.map(_read, pids), strict=True))
 
@@ -134,7 +134,6 @@ def _read(pid: int) -> str:
 
 
 def _find_descriptors(pid: int) -> tuple[str, str] | None:
-    """Paths of the pipe's end for requests and of the file."""
     with contextlib.suppress(OSError):
         folder = f"/proc/{pid}/fd"
         for name in os.listdir(folder):

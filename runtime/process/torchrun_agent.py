@@ -144,7 +144,6 @@ class TorchrunAgent:
 
 
 def _lineage(variables: Mapping[str, str]) -> tuple[int, ...]:
-    """Our parent, and while that is a wrapper also its parent."""
     lineage = [os.getppid()]
     while variables and _is_wrapper(lineage[-1], variables):
         stat = process_stat(lineage[-1])
@@ -176,7 +175,6 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def _adopter_pid() -> int:
-    """The process that adopts orphans below us."""
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _PRINT_ADOPTER],
         stdin=subprocess.PIPE,

@@ -38,8 +38,7 @@ _OUTPUT_MAX_CHARS: Final = 4000
 
 
 class RankFailed(UmbraError):
-    """A rank, the first being `rank`, raised, died or was late; with its traceback
-    and last output."""
+    """A rank, first `rank`, raised, died or was late; with its traceback and last output."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(rank, message)

@@ -50,14 +50,8 @@ def prepare() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The resources of this process at one moment.
-
-    Attributes:
-        processes: all living descendants.
-        descriptors: (number, target); a number with another target is another descriptor.
-        mappings: (name, inode) of mapped anonymous files and of shared memory.
-        shared_memory: names in /dev/shm.
-    """
+    """The resources of this process at one moment. A descriptor (number, target) is another one
+    with another target; mappings (name, inode) are anonymous files and shared memory."""
 
     processes: frozenset[Identity]
     descriptors: frozenset[tuple[int, str]]
@@ -248,7 +242,6 @@ def _end_zmq_collector() -> None:
 
 
 def _wait_for_an_end(new: Look, timeout_s: float) -> None:
-    """Waits until a process or thread may have ended; a short while if there is none."""
     if new.processes:
         # In slices, because a leaked thread's or descriptor's end should be noticed as well.
         descendants.wait_for_exits([pid for pid, _ in new.processes], min(timeout_s, 0.25))
