@@ -23,8 +23,7 @@ refused before an engine sees it.
                SERVING(v)
 
 - The version is the one that the engine holds for certain. It is lost when weights are freed (level
-  2), touched (UPDATING) or invalidated (Invalidate), and when the engine dies. SERVING always has
-  one.
+  2), touched (UPDATING) or invalidated (Invalidate), and when the engine dies. SERVING has one.
 - Weights and KV cache wake together or one after the other, so PAUSED and PENDING_WEIGHTS record
   which parts are `awake`. There Wake is legal for the other parts.
 - An update wakes the weights if they sleep, and Resume the KV cache. So BeginUpdate is legal in
