@@ -1,17 +1,12 @@
-"""umbra's vLLM or SGLang engine beside the bare library, on the same engine and the same requests.
+"""umbra's vLLM or SGLang engine beside the bare library: the same engine and the same requests.
 
-64 concurrent requests (256 on a GPU) of 128 new tokens each, one task a request on the bare side:
-`AsyncLLM.generate`, or SGLang's `async_generate`, which answers each request as a whole (bare) or
-as it goes (streaming), as umbra must, which keeps what there is when an engine dies. The sides
-alternate; what is printed as JSON are the medians of the rounds, in tokens/s, for models so small
-that all is overhead (vLLM) and larger ones.
+64 concurrent requests (256 on a GPU) of 128 new tokens. The bare side has one task a request:
+`AsyncLLM.generate`, or SGLang's `async_generate`, which answers when the request ends (bare) or as
+it goes (streaming). umbra always streams, so that a crash of the engine loses few tokens. The sides
+alternate. Prints JSON: medians of the rounds, in tokens/s, and umbra's share of the bare speed.
 
     .venv-vllm/bin/python tests/bench/adapter_speed.py [--rounds 7] [--device cuda]
     python tests/bench/adapter_speed.py --engine sglang --device cuda
-
-`--in-turn 6`: as many requests run, and 6 times as many are sent in all. They end one after the
-other, as in asynchronous training, so that many steps of the engine have a new prompt beside the
-running requests.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,12 +24,11 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from qwen3_shapes import QWEN3_0_6B
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from qwen3_shapes import SHAPES, save_model
 
 from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.sglang.sglang_engine import SglangEngine
@@ -45,63 +39,32 @@ from umbra.engines.vllm.vllm_engine import VllmEngine
 from umbra.engines.vllm.vllm_requests import sampling_params
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 
-NUM_RUNNING = {"cpu": 64, "cuda": 256}
+NUM_REQUESTS = {"cpu": 64, "cuda": 256}
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-NUM_PROMPT_TOKENS = 32
-MAX_CONTEXT_LEN = 1024
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.4M": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256},
-    "30M": {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048},
-}
-LARGE_SHAPES = {"0.6B": QWEN3_0_6B}
+NUM_PROMPT_TOKENS, NUM_NEW_TOKENS, MAX_CONTEXT_LEN = 32, 128, 1024
+SMALL = {**SHAPES["tiny"], "hidden_size": 128, "intermediate_size": 256}
+MEDIUM = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
+MODELS: dict[str, dict[str, Any]] = {"0.4M": SMALL, "30M": SMALL | MEDIUM, "0.6B": SHAPES["0.6B"]}
 
 
-def save_model(folder: str, shape: dict[str, Any], device: str) -> None:
-    torch.manual_seed(0)
-    given: dict[str, Any] = {
-        "num_hidden_layers": 2 if shape["hidden_size"] < 512 else 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_CONTEXT_LEN,
-        "tie_word_embeddings": True,
-    }
-    with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**(given | shape)))
-    model.to(getattr(torch, DTYPES[device])).cpu().save_pretrained(folder)
-
-
-def make_requests(
-    vocab_size: int, num_running: int, num_new_tokens: int, in_turn: int
-) -> list[dict[str, Any]]:
-    """`in_turn` requests for each of those that run at once; together these have the same number of
-    tokens. The first ones are of rising length, so that the following begin one after the other."""
+def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
-    lengths = [num_new_tokens] * (in_turn * num_running)
-    if in_turn > 1:
-        rising = [1 + i * (num_new_tokens - 1) // num_running for i in range(num_running)]
-        lengths[:num_running] = rising
-        lengths[-num_running:] = [num_new_tokens - length for length in rising]
     return [
         {
-            "id": i,
+            "id": idx,
             "tokens": rng.integers(0, vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
             "position": 0,
-            "seed": i,
-            "max_new_tokens": length,
+            "seed": idx,
+            "max_new_tokens": NUM_NEW_TOKENS,
             "temperature": 1.0,
             "stop_token_ids": [],
         }
-        for i, length in enumerate(lengths)
+        for idx in range(count)
     ]
 
 
-def count_tokens(asked: list[dict[str, Any]]) -> int:
-    return sum(raw["max_new_tokens"] for raw in asked)
-
-
 async def ask_vllm(core: VllmCore, key: str, request: GenerationRequest) -> int:
-    """The number of tokens that came."""
+    """The number of tokens of the answer."""
     count = 0
     prompt = core.library.tokens_input(request.tokens.tolist(), cache_salt="bare")
     params = sampling_params(core.library, request, core.vocab_size)
@@ -149,7 +112,7 @@ async def run_bare(
             for raw in asked
         ]
     took_s = time.perf_counter() - started
-    assert sum(task.result() for task in tasks) == count_tokens(asked)
+    assert sum(task.result() for task in tasks) == NUM_NEW_TOKENS * len(asked)
     return took_s
 
 
@@ -164,70 +127,54 @@ async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> flo
             if num_finished == len(asked):
                 break
     took_s = time.perf_counter() - started
-    assert count == count_tokens(asked)
+    assert count == NUM_NEW_TOKENS * len(asked)
     return took_s
 
 
-async def measure(kind: str, shape: dict[str, Any], given: argparse.Namespace) -> dict[str, float]:
-    device, num_running = given.device, given.running or NUM_RUNNING[given.device]
-    asked = make_requests(shape["vocab_size"], num_running, given.new_tokens, given.in_turn)
+async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str, float]:
+    asked = make_requests(shape["vocab_size"], NUM_REQUESTS[given.device])
     seconds: dict[str, list[float]] = defaultdict(list)
-    make: Callable[..., AdapterEngine] = SglangEngine if kind == "sglang" else VllmEngine
+    make: Callable[..., AdapterEngine] = SglangEngine if given.engine == "sglang" else VllmEngine
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, shape, device)
+        save_model(Path(folder), shape, DTYPES[given.device])
         engine = make(
             model_path=folder,
-            dtype=DTYPES[device],
-            device=device,
-            max_num_seqs=num_running,
+            dtype=DTYPES[given.device],
+            device=given.device,
+            max_num_seqs=len(asked),
             max_context_len=MAX_CONTEXT_LEN,
-            kv_cache_num_tokens=num_running * 2 * (NUM_PROMPT_TOKENS + given.new_tokens),
+            kv_cache_num_tokens=len(asked) * 2 * (NUM_PROMPT_TOKENS + NUM_NEW_TOKENS),
             load_weights=True,
             engine_args=given.engine_args,
         )
         async with engine, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
-            for idx in range(given.rounds + 1):  # the first warms up
-                took_s = {
+            for idx in range(given.rounds + 1):
+                taken_s = {
                     name: await run_bare(engine, ask, asked, f"{name}-{idx:04d}")
-                    for name, ask in BARE[kind].items()
+                    for name, ask in BARE[given.engine].items()
                 }
-                took_s["umbra"] = await run_adapter(engine, asked)
-                if idx:
-                    for name, value in took_s.items():
+                taken_s["umbra"] = await run_adapter(engine, asked)
+                if idx:  # the first round warms up
+                    for name, value in taken_s.items():
                         seconds[name].append(value)
             running.cancel()
-    speeds = {
-        side: count_tokens(asked) / statistics.median(times) for side, times in seconds.items()
-    }
-    shares = {f"share of {name}": speeds["umbra"] / speeds[name] for name in BARE[kind]}
-    return speeds | shares
+    num_tokens = NUM_NEW_TOKENS * len(asked)
+    speeds = {side: num_tokens / statistics.median(times) for side, times in seconds.items()}
+    shares = {f"share of {name}": speeds["umbra"] / speeds[name] for name in BARE[given.engine]}
+    return {name: round(value, 3) for name, value in (speeds | shares).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=list(BARE), default="vllm")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=sorted(NUM_RUNNING), default="cpu")
-    parser.add_argument("--running", type=int, help="requests at once (default: by the device)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of each request")
-    parser.add_argument("--in-turn", type=int, default=1, help="requests sent for each that runs")
+    parser.add_argument("--device", choices=list(NUM_REQUESTS), default="cpu")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
-    parser.add_argument(
-        "--shapes", nargs="+", choices=sorted(SHAPES | LARGE_SHAPES), help="default: by the device"
-    )
+    parser.add_argument("--shapes", nargs="+", choices=list(MODELS), default=["0.4M", "30M"])
     given = parser.parse_args()
-    shapes = LARGE_SHAPES if given.engine == "sglang" else SHAPES
-    if given.device == "cuda":
-        shapes = shapes | LARGE_SHAPES
-    if given.shapes:
-        shapes = {name: (SHAPES | LARGE_SHAPES)[name] for name in given.shapes}
-    report = {
-        name: {key: round(value, 3) for key, value in measured.items()}
-        for name, shape in shapes.items()
-        for measured in [asyncio.run(measure(given.engine, shape, given))]
-    }
-    print(json.dumps(report, indent=2))
+    found = {name: asyncio.run(measure(MODELS[name], given)) for name in given.shapes}
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@
         [--seconds 520] [--kill-at STEP] [section.key=value ...]
     TRL_PYTHON tests/bench/arithmetic_recipe.py trl --metrics FILE [the same, but for the last two]
 
-Both train on the same model, problems and rewards, with vLLM on the same GPU; `--assets` is the
-folder that `make smollm2` made. Held-out accuracy is of greedy answers to eval.jsonl. `--kill-at`
-kills umbra's whole job after that step and starts it again. FILE gets one JSON object a line: first
-the options and versions, then each step (`step`, `time_s` since the start, `reward`, `entropy`,
-`grad_norm`, `completion_len`, `step_s`; where it was evaluated, `accuracy`), then the end, with
-`final_accuracy`, which the same code measures for both. Several of them may run side by side, each
+Both train the same model on the same problems and rewards, with vLLM on the same GPU; `--assets` is
+the folder that `make smollm2` made. `--kill-at` kills umbra's whole job after that step and starts
+it again. FILE gets one JSON object a line: the options and versions, each step (with `time_s` since
+the start, and where it was evaluated the `accuracy` of greedy answers to eval.jsonl), and the end
+with `final_accuracy`, which the same code measures for both. Several may run side by side, each
 with CUDA_VISIBLE_DEVICES of its own.
 """
 
@@ -41,9 +40,8 @@ import torch
 
 RECIPE: Final = Path(__file__).parents[2] / "launch/recipes/arithmetic"
 STOP_LIMIT_S: Final = 20.0
-"""From SIGTERM to SIGKILL, at the end of the time."""
 FINAL_S: Final = 25.0
-"""Kept for the final evaluation."""
+"""Time kept for the final evaluation."""
 NAMES: Final = {
     "rollout/reward_mean": "reward",
     "train/entropy": "entropy",
@@ -88,7 +86,7 @@ def main() -> int:
     with options.metrics.open("w", buffering=1) as file:
 
         def write(row: dict[str, Any]) -> None:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, default=str) + "\n")
 
         write(describe(options))
         return run_umbra(options, write) if options.trainer == "umbra" else run_trl(options, write)
@@ -100,8 +98,7 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    given = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
-    return {"options": given, "versions": versions, "device": device}
+    return {"options": vars(options), "versions": versions, "device": device}
 
 
 def recipe_of(options: argparse.Namespace) -> dict[str, Any]:

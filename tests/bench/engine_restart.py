@@ -1,14 +1,14 @@
 """The time that umbra adds to an engine's own start-up when it is killed while it generates.
 
-A pool of one engine, 32 trajectories in flight, and a rank that publishes the weights again as soon
-as the new engine waits for them. Printed as JSON, medians of the kills, in seconds:
+The pool has one engine with 32 trajectories in flight. A rank publishes the weights again as soon
+as the next engine waits for them. Prints JSON, medians of the kills, in seconds:
 
 - `kill_to_end_s`: from SIGKILL until the kernel has ended the actor's process
-- `end_to_spawn_s`: from there until its other processes are gone and the next one is started; of it
-  0.1 s are the backoff before a first restart, here that of all
-- `start_s`: from there until it is up: imports, model, and what the engine compiles
-- `ready_to_token_s`: from there to its first token at the manager, `sync_s` of it a weight sync
-- `added_s`: all but the first and `start_s`; `added_max_s` is that of the slowest kill
+- `end_to_spawn_s`: from there until its other processes are gone and the next engine is started,
+  with a backoff of 0.1 s
+- `start_s`: from there until it is up: imports, model, compilation
+- `ready_to_token_s`: from there to its first token at the manager; `sync_s` of it is a weight sync
+- `added_s`: `end_to_spawn_s` and `ready_to_token_s`; `added_max_s` of the slowest kill
 
     .venv-vllm/bin/python tests/bench/engine_restart.py --engine vllm [--kills 5]
     python tests/bench/engine_restart.py --engine sglang --device cuda [--engine-args JSON]
@@ -30,10 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from gap_manager import gap_manager_spec
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from qwen3_shapes import SHAPES, save_model
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
@@ -45,34 +43,14 @@ from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-NUM_TRAJECTORIES = 32
-NUM_NEW_TOKENS = 400
-PROMPT_LEN = 32
+SHAPE = {**SHAPES["tiny"], "hidden_size": 128, "intermediate_size": 256}
+NUM_TRAJECTORIES, PROMPT_LEN, NUM_NEW_TOKENS = 32, 32, 400
 MAX_CONTEXT_LEN = 512
 TIMEOUT_S = 300.0
 
 
-def make_model(folder: Path) -> dict[str, Tensor]:
-    """Writes a model's directory; its weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_CONTEXT_LEN,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
 def wait_for(what: Callable[[], bool]) -> float:
-    """The time at which it has come to be so."""
+    """The time at which it is so."""
     deadline = time.monotonic() + TIMEOUT_S
     while not what():
         assert time.monotonic() < deadline
@@ -147,7 +125,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
-        weights = make_model(folder)
+        model = save_model(folder, SHAPE, "float32")
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         config = SessionConfig(run_dir=folder / "run")
         with Session.from_torchrun(config, on_note=lambda text: None) as session:
             manager = start(session, given, folder)

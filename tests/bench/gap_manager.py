@@ -1,4 +1,4 @@
-"""The manager of benchmarks of weight updates: keeps engines busy, notes when tokens come."""
+"""A manager that keeps engines busy and records when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class GapManager:
         self._fleet = Fleet(
             self._config.dispatch, actor_context(), self._dispatcher, lambda text: None
         )
-        self._wanted = asyncio.Event()
         self._num_begun = 0
 
     async def __aenter__(self) -> Self:
@@ -68,12 +67,10 @@ class GapManager:
         pass
 
     async def run(self) -> None:
-        await self._wanted.wait()
         await self._fleet.run(lambda: None)
 
     def keep_in_flight(self, count: int) -> None:
-        """Follows the pool, which must exist, and gives it `count` trajectories forever."""
-        self._wanted.set()
+        """Gives the pool `count` trajectories for ever."""
         for _ in range(count):
             self._submit()
 
@@ -83,12 +80,6 @@ class GapManager:
             self._dispatcher.changed.clear()
             await self._dispatcher.changed.wait()
         return list(self._dispatcher.came_at[version].values())
-
-    def longest_silence(self, since: float, until: float) -> float:
-        """Longest time between two batches of tokens, of any engine, some of it in that span."""
-        times = self._dispatcher.applied_at
-        pairs = itertools.pairwise(times)
-        return max(b - a for a, b in pairs if b > since and a < until)
 
     def token_gaps(self, since: float, until: float) -> dict[str, float]:
         """The `longest` and the `median` time between two arrivals of tokens of one request, some
@@ -127,15 +118,12 @@ class _NotingDispatcher(Dispatcher):
     def __init__(self, router: Router, on_failure: Any, recorder: Recorder) -> None:
         super().__init__(router, on_failure, recorder)
         self.came_at: dict[int, dict[EngineId, float]] = {}
-        self.applied_at: list[float] = []
         self.arrived_at: dict[tuple[EngineId, int], list[float]] = {}  # by request
         self.changed = asyncio.Event()
 
     def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
         super().on_batch(engine, batch)
         now = time.monotonic()
-        if len(batch.tokens):
-            self.applied_at.append(now)
         for request in np.unique(batch.ids).tolist():
             self.arrived_at.setdefault((engine, request), []).append(now)
         for version in np.unique(batch.versions).tolist():

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -30,10 +32,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from bench_hardware import describe_hardware
 from bench_options import positive
-from dash_client import PROGRAM, ask, serving
-from result_table import print_result
+from result_table import describe_hardware, print_result
 
 _FIRST_STEPS: Final = 100
 _CHECKPOINT_STEPS: Final = 50
@@ -63,6 +63,9 @@ with (run_dir / "metrics.jsonl").open("w") as file:
     for step in range(1, int(sys.argv[2]) + 1):
         print(json.dumps(metrics_of_a_step(step)), file=file)
 """
+
+_TIMEOUT_S: Final = 300.0
+_PROGRAM: Final = "import sys; from umbra.runtime.cli.umbra_command import main; sys.exit(main())"
 
 Facts = dict[str, Any]
 
@@ -176,22 +179,22 @@ class Soak:
         }
         facts: Facts = {}
         for name, words in commands.items():
-            facts[f"{name}_s"], facts[f"{name}_mb"], _ = self._measure([PROGRAM, *words])
+            facts[f"{name}_s"], facts[f"{name}_mb"], _ = self._measure([_PROGRAM, *words])
         return facts | self._dash(length)
 
     def _dash(self, length: int) -> Facts:
         """The first requests of the page, and the samples of a step."""
         began = time.perf_counter()
-        with serving(self._run_dir) as (pid, address):
+        with _serving(self._run_dir) as (pid, address):
             for path in ("state", "metrics?from=0", "events?from=0", f"samples?step={length}"):
-                ask(address, f"/api/{path}")
+                _ask(address, f"/api/{path}")
             took_s = time.perf_counter() - began
             status = Path(f"/proc/{pid}/status").read_text()
         peak_kib = int(status.partition("VmHWM:")[2].split()[0])
         return {"dash_s": took_s, "dash_mb": peak_kib * 1024 / 1e6}
 
     def _states(self) -> dict[str, int]:
-        output = self._measure([PROGRAM, "ledger", str(self._run_dir), "--json"])[2]
+        output = self._measure([_PROGRAM, "ledger", str(self._run_dir), "--json"])[2]
         return json.loads(output)["states"]
 
     def _measure(self, words: list[str]) -> tuple[float, float, bytes]:
@@ -209,6 +212,33 @@ class Soak:
         if process.returncode:
             raise SystemExit(f"soak: {words[1:]} ended with status {process.returncode}")
         return time.perf_counter() - began, usage.ru_maxrss * 1024 / 1e6, output
+
+
+@contextlib.contextmanager
+def _serving(run_dir: Path) -> Generator[tuple[int, str]]:
+    """Pid and address of `umbra dash`."""
+    command = [sys.executable, "-c", _PROGRAM, "dash", str(run_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://(\S+)/", process.stdout.readline())
+        assert found is not None
+        try:
+            yield process.pid, found[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def _ask(address: str, path: str) -> tuple[float, Any]:
+    """Seconds until the whole answer is there, and the answer."""
+    connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
+    began = time.perf_counter()
+    connection.request("GET", path)
+    response = connection.getresponse()
+    body = response.read()
+    took_s = time.perf_counter() - began
+    assert response.status == 200, body
+    connection.close()
+    return took_s, json.loads(body)
 
 
 def missed(facts: Mapping[str, Facts]) -> list[str]:

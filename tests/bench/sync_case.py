@@ -1,7 +1,5 @@
 """A case of the weights benchmark in which a pool with a real engine gets weights from ranks."""
 
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import json
@@ -10,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from qwen3_shapes import SHAPES, parameter_shapes
+from qwen3_shapes import SHAPES, qwen3_config
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus
@@ -25,11 +23,10 @@ ENGINE_DTYPE: Final = "bfloat16"
 PROMPT_LEN: Final = 32
 NEVER: Final = 1 << 30
 _CONTEXT_LENS: Final[Mapping[Mode, int]] = {"hybrid": 512, "standalone": 2048}
-# A hybrid engine generates nothing here, and has little memory beside an 8B's float32 parameters.
+# A hybrid engine generates nothing here, and an 8B's float32 parameters leave it little memory.
 _START_TIMEOUT_S: Final = 300.0
-# A tensor-parallel engine of an 8B starts in a minute, on a host whose disk is cold in two.
 _TICK_MS: Final = 1.0
-# Tokens are sent as they come: with ticks of 50 ms, a gap would be a multiple of that.
+# With ticks of 50 ms, a gap between tokens would be a multiple of that.
 _LIBRARY_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "vllm": {"enforce_eager": True},
     "sglang": {
@@ -40,24 +37,20 @@ _LIBRARY_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # Both start in half the time without CUDA graphs, which weights do not go through.
 _GRAPHS_ALONE: Final[Mapping[str, Any]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# vLLM's compilation_config of an engine that generates. Without graphs, a step of an 8B took 21 to
-# 33 ms, which is a guess at how long Python needs to launch it. torch.compile would take a minute.
+# vLLM's compilation_config of an engine that generates. torch.compile would take a minute.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCase:
-    """What is measured.
+    """The options of weights.py.
 
     Attributes:
-        shape: of a Qwen3, see `qwen3_shapes`.
         dtype: of the ranks' tensors. Engines have bfloat16.
-        engine: short name of one of umbra's engines.
-        mode: where the engine is: hybrid on the ranks' GPUs, over which a library's engine is
-            tensor-parallel, standalone on the GPU after theirs.
-        num_requests: requests that a standalone engine works on all the time.
+        mode: hybrid on the ranks' GPUs, over which a library's engine is tensor-parallel, or
+            standalone on the GPU after theirs.
         num_syncs: syncs after the first one.
-        has_checksums: every second one of them is with checksums.
-        is_staged: the engine reads an update into spare memory while it generates.
+        has_checksums: every second sync compares checksums.
+        is_staged: `pool.staged_updates`.
     """
 
     shape: str
@@ -65,7 +58,7 @@ class SyncCase:
     device: Literal["cpu", "cuda"]
     engine: str
     mode: Mode
-    transport: Literal["memfd", "cuda_ipc"]
+    transport: Literal["memfd", "cuda_ipc"] | None
     num_ranks: int
     num_requests: int
     num_syncs: int
@@ -74,13 +67,12 @@ class SyncCase:
 
     @property
     def title(self) -> str:
-        """As a result names it, such as "8B, bfloat16 on 2 ranks, to vllm of tensor parallel 2"."""
         ranks = "" if self.num_ranks == 1 else f" on {self.num_ranks} ranks"
         size = self.tensor_parallel_size
         engine = self.engine if size == 1 else f"{self.engine} of tensor parallel {size}"
-        parts = [self.shape, f"{self.dtype}{ranks}", f"to {engine}", self.transport]
-        if self.mode == "standalone":
-            parts.append(f"standalone with {self.num_requests} requests")
+        parts = [self.shape, f"{self.dtype}{ranks}", f"to {engine}", self.chosen_transport]
+        if self.num_running:
+            parts.append(f"standalone with {self.num_running} requests")
         if self.has_checksums:
             parts.append("with and without checksums")
         if self.is_staged:
@@ -93,12 +85,20 @@ class SyncCase:
         return self.num_ranks if self.mode == "hybrid" and can_be_parallel else 1
 
     @property
+    def chosen_transport(self) -> Literal["memfd", "cuda_ipc"]:
+        return self.transport or ("cuda_ipc" if self.device == "cuda" else "memfd")
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine always works on."""
+        return self.num_requests if self.mode == "standalone" else 0
+
+    @property
     def context_len(self) -> int:
         return _CONTEXT_LENS[self.mode]
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that it needs, those of the ranks first."""
         if self.device == "cpu":
             return 0
         return self.num_ranks if self.mode == "hybrid" else self.num_ranks + 1
@@ -110,14 +110,14 @@ class SyncCase:
     def pool_spec(self, model_path: Path, gpus: Sequence[str]) -> PoolSpec:
         """
         Args:
-            gpus: the GPUs of the case, as CUDA_VISIBLE_DEVICES names them.
+            gpus: of the case, as CUDA_VISIBLE_DEVICES names them; those of the ranks first.
         """
         size = self.tensor_parallel_size
         kind = engine_kind(self.engine)
         options = dict(_LIBRARY_OPTIONS.get(self.engine, {}))
         if size > 1:
             options[kind.parallel_option] = size
-        num_seqs = max(16, self.num_requests)
+        num_seqs = max(16, self.num_running)
         if self.engine == "vllm" and self.mode == "standalone" and self.device == "cuda":
             sizes = {"cudagraph_capture_sizes": [num_seqs]}
             options = {"compilation_config": {**_GRAPHS_ALONE, **sizes}}
@@ -130,7 +130,7 @@ class SyncCase:
             count=1,
             num_gpus=len(own),
             mode=self.mode,
-            transport=self.transport,
+            transport=self.chosen_transport,
             on_update="keep" if self.mode == "standalone" else "abort",
             verify_every=2 if self.has_checksums else NEVER,
             staged_updates=self.is_staged,
@@ -151,16 +151,7 @@ class SyncCase:
 
     def write_model(self, folder: Path) -> Path:
         """A model directory with a configuration alone, which is all that engines read."""
-        from transformers import Qwen3Config
-
-        sizes = SHAPES[self.shape]
-        Qwen3Config(
-            **sizes,
-            tie_word_embeddings="lm_head.weight" not in parameter_shapes(sizes),
-            max_position_embeddings=4096,
-            architectures=["Qwen3ForCausalLM"],
-            dtype=ENGINE_DTYPE,
-        ).save_pretrained(folder)
+        qwen3_config(SHAPES[self.shape]).save_pretrained(folder)
         return folder
 
     def to_json(self) -> str:

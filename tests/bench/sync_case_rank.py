@@ -1,8 +1,8 @@
 """A rank of a case of the weights benchmark: `torchrun ... sync_case_rank.py CASE FOLDER`.
 
 Rank 0 starts the pool, and in a standalone case a manager that keeps its engine busy. All ranks
-publish their shards. What rank 0 has measured goes to FOLDER/facts.json, and the trace of all
-processes to FOLDER/run.
+publish their shards. Rank 0's measurements go to FOLDER/facts.json, and the trace of all processes
+to FOLDER/run.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -14,22 +14,20 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from bench_programs import BenchError
-from bench_progress import progress
+from bench_progress import BenchError, progress
 from gap_manager import gap_manager_spec
 from qwen3_shapes import SHAPES, parameter_shapes
 from sync_case import ENGINE_DTYPE, POOL, PROMPT_LEN, SyncCase
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from verl_protocol import timed_copy
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.tracing.spans import span
@@ -37,33 +35,10 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.world import World, barrier, from_lead, usable_gpus
 
 _TIMEOUT_S: Final = 400.0
-# Longer than the engine's start, for which the other ranks wait.
+# The other ranks wait for the engine's start, which takes up to 300 s.
 _BUSY_S: Final = 0.5
-# Of generation between two syncs. Shorter: too few steps for the usual distance between tokens.
-_SETTLED: Final = 6
-# The version whose sync is the fifth after the first one.
-
-
-@dataclass(slots=True, kw_only=True)
-class _Measured:
-    """What a rank has measured.
-
-    Attributes:
-        syncs: for each version, from 1 on, the report's fields and `publish_s`.
-        cast_copy_s: of each copy of the rank's own shards to the engines' dtype.
-        used_nbytes: per GPU of the case, before the first sync, and in the steady state; none for
-            an engine that generates, whose own memory grows.
-        gaps: for each version after the first, see `GapManager.token_gaps`, of the sync and of the
-            time before it.
-    """
-
-    nbytes: int
-    syncs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    cast_copy_s: list[float] = field(default_factory=list[float])
-    used_nbytes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
-    gaps: list[dict[str, dict[str, float]]] = field(
-        default_factory=list[dict[str, dict[str, float]]]
-    )
+# Generation between two syncs. Less has too few steps for the usual time between tokens.
+_NUM_COPIES: Final = 4
 
 
 def main() -> None:
@@ -74,113 +49,96 @@ def main() -> None:
         Session.from_torchrun(config) as session,
         World.join(environment, case.device, _TIMEOUT_S) as world,
     ):
-        measured = _Rank(case, folder, session, world).measure()
-    if world.is_lead:
+        rank = _Rank(case, folder, session, world)
+        nbytes = rank.measure()
+    if environment.rank == 0:
         progress("the engine has ended")
-        (folder / "facts.json").write_text(json.dumps(asdict(measured)))
+        copy_s = _copy_to_engine(case, nbytes // case.num_ranks)
+        facts = {"nbytes": nbytes, "copy_s": copy_s, **rank.facts}
+        (folder / "facts.json").write_text(json.dumps(facts))
 
 
 class _Rank:
+    """
+    Attributes:
+        facts: `syncs` has the report of each version, from 1 on, and its `publish_s`. `cast_copy_s`
+            and `gaps` begin with version 2. A gap is `GapManager.token_gaps` of the sync and of the
+            time before it.
+    """
+
     def __init__(self, case: SyncCase, folder: Path, session: Session, world: World) -> None:
         self._case = case
         self._folder = folder
         self._session = session
         self._world = world
-        self._pool = session.pool(POOL)
         self._gpus = usable_gpus()[: case.num_gpus] if case.device == "cuda" else ()
+        self.facts: dict[str, list[Any]] = {"syncs": [], "cast_copy_s": [], "gaps": []}
 
-    def measure(self) -> _Measured:
-        self._progress("the ranks have met, the engine starts")
+    def measure(self) -> int:
+        """The bytes of the weights."""
         from_lead(self._world, self._start_pool)  # first, as it needs most of a GPU's memory
-        self._progress("the engine has started")
-        tensors = sharded_tensors(self._case, self._world)
-        copies = {
-            name: torch.empty_like(tensor.to_local(), dtype=getattr(torch, ENGINE_DTYPE))
-            for name, tensor in tensors.items()
-        }
-        publisher = WeightPublisher(
-            SessionSync(self._session),
-            self._world.rank,
-            self._world.world_size,
-            tensors,
-            getattr(torch, ENGINE_DTYPE),
-        )
-        measured = _Measured(nbytes=publisher.manifest.payload_nbytes)
-        with closing(publisher):
-            self._look_at_memory(measured)
-            self._publish(publisher, 1, measured)
+        tensors, dtype = sharded_tensors(self._case, self._world), getattr(torch, ENGINE_DTYPE)
+        copies = {name: torch.empty_like(t.to_local(), dtype=dtype) for name, t in tensors.items()}
+        sync, rank, count = SessionSync(self._session), self._world.rank, self._world.world_size
+        with closing(WeightPublisher(sync, rank, count, tensors, dtype)) as publisher:
+            self._publish(publisher, 1)
             manager = self._start_requests()
             for version in range(2, 2 + self._case.num_syncs):
                 if self._case.mode == "hybrid":
-                    from_lead(self._world, self._pool.sleep)
-                measured.cast_copy_s.append(_timed_copy(copies, tensors, self._world.device))
+                    from_lead(self._world, self._session.pool(POOL).sleep)
+                copy_s = _cast_shards(copies, tensors, self._world.device)
+                self.facts["cast_copy_s"].append(copy_s)
                 if manager is None:
-                    self._publish(publisher, version, measured)
+                    self._publish(publisher, version)
                 else:
-                    self._publish_to_busy(publisher, version, measured, manager)
-                if version == min(_SETTLED, 1 + self._case.num_syncs):
-                    self._look_at_memory(measured)
-        return measured
-
-    def _progress(self, text: str) -> None:
-        if self._world.is_lead:
-            progress(text)
+                    self._publish_to_busy(publisher, version, manager)
+        return publisher.manifest.payload_nbytes
 
     def _start_pool(self) -> None:
         model = self._case.write_model(self._folder / "model")
+        progress("the ranks have met, the engine starts")
         self._session.create_pool(self._case.pool_spec(model, self._gpus))
+        progress("the engine has started")
 
     def _start_requests(self) -> SyncHandle | None:
         """Keeps a standalone engine busy; returns the manager that does so, on rank 0."""
-        if not self._case.num_requests or not self._world.is_lead:
+        if not self._case.num_running or not self._world.is_lead:
             return None
         spec = gap_manager_spec(POOL, PROMPT_LEN, self._case.context_len - PROMPT_LEN)
         manager = self._session.spawn(spec)
-        manager.call("keep_in_flight", self._case.num_requests)
+        manager.call("keep_in_flight", self._case.num_running)
         manager.call("first_tokens", 1, 1, timeout_s=_TIMEOUT_S)
         return manager
 
-    def _publish(self, publisher: WeightPublisher, version: int, measured: _Measured) -> None:
+    def _publish(self, publisher: WeightPublisher, version: int) -> None:
         barrier()
         with span("sync", version=version) as sync:
             report = publisher.publish(POOL, version, _TIMEOUT_S)
         if report.failed:
             raise BenchError(f"version {version}: {report.failed}")
-        self._progress(f"sync {version} of {1 + self._case.num_syncs}: {sync.seconds:.3f} s")
-        measured.syncs.append(report.to_wire() | {"publish_s": sync.seconds})
+        if self._world.is_lead:
+            progress(f"sync {version} of {1 + self._case.num_syncs}: {sync.seconds:.3f} s")
+        self.facts["syncs"].append(report.to_wire() | {"publish_s": sync.seconds})
 
     def _publish_to_busy(
-        self, publisher: WeightPublisher, version: int, measured: _Measured, manager: SyncHandle
+        self, publisher: WeightPublisher, version: int, manager: SyncHandle
     ) -> None:
         began = time.monotonic()
         time.sleep(_BUSY_S)
         before = time.monotonic()
-        self._publish(publisher, version, measured)
+        self._publish(publisher, version)
         (came_at,) = manager.call("first_tokens", version, 1, timeout_s=_TIMEOUT_S)
         time.sleep(_BUSY_S)  # until each request has a token of the new version
-        measured.gaps.append(
+        self.facts["gaps"].append(
             {
                 "usual": manager.call("token_gaps", began, before),
                 "sync": manager.call("token_gaps", before, came_at),
             }
         )
 
-    def _look_at_memory(self, measured: _Measured) -> None:
-        """What all processes have in use of each GPU; nothing is cached for later in this one."""
-        if not self._gpus or self._case.num_requests:
-            return
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        barrier()
-        nvml = Nvml.open(gpus=self._gpus)
-        assert nvml is not None, "NVML knows no GPU, although torch does"
-        with closing(nvml):
-            measured.used_nbytes.append(nvml.read(()).used_nbytes)
-        barrier()  # until all ranks have read
-
 
 def sharded_tensors(case: SyncCase, world: World) -> dict[str, DTensor]:
-    """Parameters that are sharded over the ranks as by FSDP2. Norms are 1, all others random."""
+    """Parameters, sharded over the ranks as by FSDP2. Norms are 1, all others random."""
     tensors: dict[str, DTensor] = {}
     for name, (num_rows, *sizes) in parameter_shapes(SHAPES[case.shape]).items():
         local = torch.ones(
@@ -194,7 +152,14 @@ def sharded_tensors(case: SyncCase, world: World) -> dict[str, DTensor]:
     return tensors
 
 
-def _timed_copy(
+def _copy_to_engine(case: SyncCase, nbytes: int) -> float:
+    """The fastest of some copies. Nothing else uses the GPUs any more."""
+    source = case.device
+    target = f"cuda:{case.num_ranks}" if case.mode == "standalone" and source == "cuda" else source
+    return min(timed_copy(nbytes, source, target) for _ in range(_NUM_COPIES))
+
+
+def _cast_shards(
     copies: Mapping[str, Tensor], tensors: Mapping[str, DTensor], device: torch.device
 ) -> float:
     began = time.perf_counter()

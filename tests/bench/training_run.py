@@ -29,54 +29,32 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-from qwen3_shapes import SHAPES
+from qwen3_shapes import SHAPES, save_model
 
 from umbra.runtime.testing.tiny_model import make_tiny_model
 from umbra.runtime.tracing.trace_files import TraceFiles
 from umbra.runtime.tracing.trace_json import trace_json, write_trace
 from umbra.trainer.reporting.metrics_log import read_metrics
 
+CONFIG: Final = """
+run = {{dir = "{}"}}
+model = {{path = "{}", dtype = "bfloat16"}}
+data = {{train = "{}"}}
+reward = {{function = "random_reward:reward", python_path = ["{}"]}}
+rollout = {{groups_per_step = 16, group_size = 8, max_new_tokens = 256}}
+pool = {{max_context_len = 1024, max_num_seqs = 128}}
+train = {{steps = {}, learning_rate = 1e-6, export = false}}
+"""
 FIRST_STEP: Final = 3
 MEASURED: Final = ("time/", "memory/", "rollout/tokens_per_s", "sync/transfer_s")
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> None:
-    """Weights layer by layer, in bfloat16, which a large model's would not fit in at once."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+    from transformers import AutoTokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = Qwen3Config(
-        **shape,
-        tie_word_embeddings=shape["hidden_size"] < 4096,
-        max_position_embeddings=4096,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, parameter in model.named_parameters():
-        file = f"{'-'.join(name.split('.')[:3])}.safetensors"
-        files.setdefault(file, {})[name] = tuple(parameter.shape)
-    torch.manual_seed(0)
     folder.mkdir(parents=True)
-    for file, shapes in files.items():
-        tensors = {
-            name: torch.ones(size) if len(size) == 1 else torch.randn(size, device=device) * 0.02
-            for name, size in shapes.items()
-        }
-        tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in tensors.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, shapes in files.items() for name in shapes}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     AutoTokenizer.from_pretrained(make_tiny_model(folder.parent)).save_pretrained(folder)
-    config.save_pretrained(folder)
+    save_model(folder, shape, "bfloat16", eos_token_id=1, pad_token_id=0, bos_token_id=None)
 
 
 def write_prompts(path: Path) -> None:
@@ -118,9 +96,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     model, prompts = folder / options.shape, folder / "prompts.jsonl"
     if not (model / "config.json").exists():
         # In a process of its own, whose memory on the GPU is free when the run begins.
-        writer = get_context("spawn").Process(
-            target=write_model, args=(model, SHAPES[options.shape])
-        )
+        arguments = (model, SHAPES[options.shape])
+        writer = get_context("spawn").Process(target=write_model, args=arguments)
         writer.start()
         writer.join()
         if writer.exitcode != 0:
@@ -128,31 +105,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         write_prompts(prompts)
     run_dir = folder / f"run-{time.strftime('%H%M%S')}"
     config = folder / "config.toml"
-    config.write_text(
-        f"""
-[run]
-dir = "{run_dir}"
-[model]
-path = "{model}"
-dtype = "bfloat16"
-[data]
-train = "{prompts}"
-[reward]
-function = "random_reward:reward"
-python_path = ["{Path(__file__).parent}"]
-[rollout]
-groups_per_step = 16
-group_size = 8
-max_new_tokens = 256
-[pool]
-max_context_len = 1024
-max_num_seqs = 128
-[train]
-steps = {options.steps}
-learning_rate = 1e-6
-export = false
-"""
-    )
+    config.write_text(CONFIG.format(run_dir, model, prompts, Path(__file__).parent, options.steps))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(options.ranks), "-m", "umbra.trainer", str(config)]
     metrics = run_dir / "metrics.jsonl"

