@@ -13,7 +13,6 @@ QUIET := $(shell [ -t 2 ] || echo --quiet)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCH_VENV := .venv-bench
-TRL_VENV := .venv-trl
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 LOCK_VENV := build/lock-venv
@@ -26,7 +25,7 @@ RECIPE := launch/recipes/arithmetic
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart smollm2 docs captures drill kills chaos fuzz mutants soak test test-vllm test-cluster check format lint bench bench-trl install lock clean
+.PHONY: help quickstart smollm2 docs captures drill kills chaos fuzz mutants soak test test-vllm test-cluster check format lint bench install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -96,7 +95,6 @@ test-vllm: $(VLLM_VENV)/.made smollm2 ## Run all tests that need a real vLLM, in
 # Two files at a time, because these tests mostly wait: for a lost node, a time limit, a requeued job.
 test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; 15 to 25 minutes)
 	$(BIN)/python -m pytest tests/cluster -m "cluster and not alone" -n 2 --dist loadfile -o faulthandler_timeout=420
-	$(BIN)/python -m pytest tests/cluster/test_node_start.py -m cluster
 	$(VLLM_VENV)/bin/python -m pytest tests/cluster/test_spanning_engines.py -o faulthandler_timeout=420
 
 check: $(VENV)/.dev ## Run format, lint, types and the fast tests (two minutes)
@@ -118,17 +116,11 @@ pyright: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: pyright
-bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra against its peers (installs them in .venv-bench)
+bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure calls beside Ray's (installs it in .venv-bench), and weight syncs between nodes
 	mkdir -p $(RUNS)/bench
-	for what in rpc startup weights; do \
-	    $(BIN)/python tests/bench/$$what.py --json | tee $(RUNS)/bench/$$what.json; \
+	for what in rpc node_weights; do \
+	    $(BIN)/python tests/bench/$$what.py | tee $(RUNS)/bench/$$what.json; \
 	done
-	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/engine_vs_transformers.py \
-	    | tee $(RUNS)/bench/engine.json
-
-bench-trl: $(VENV)/.train ## Measure a GRPO step against TRL's (installs it in .venv-trl; a quarter of an hour)
-	mkdir -p $(RUNS)/bench
-	$(BIN)/python tests/bench/grpo_vs_trl.py $(TRL_VENV) | tee $(RUNS)/bench/grpo.json
 
 install: $(VENV)/.dev ## Install umbra with its development tools in .venv
 
@@ -183,5 +175,5 @@ lock: ## Update constraints.txt to the newest versions, except torch
 	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt
 
 clean: ## Remove environments, caches and runs
-	rm -rf $(VENV) $(BENCH_VENV) $(TRL_VENV) $(VLLM_VENV) build dist $(RUNS) src/*.egg-info .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) build dist $(RUNS) src/*.egg-info .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

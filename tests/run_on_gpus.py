@@ -141,11 +141,6 @@ JOBS: Final = {
     "vllm-spanning": tests_of("vllm", f"{SPANNING} -k vllm"),
     "vllm-beside-trainer": tests_of("vllm", "tests/gpu/engines/test_vllm_beside_trainer_gpu.py"),
     "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
-    "vllm-in-turn": Job(
-        arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B --rounds 3 "
-        "--running 128 --new-tokens 256 --in-turn 6",
-        engine="vllm",
-    ),
     "vllm-speed": Job(
         arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"
     ),
@@ -177,8 +172,6 @@ JOBS: Final = {
         "", "tests/gpu/weights/test_checksum_gpu.py tests/unit/weights/test_verified_parameters.py"
     ),
     "staged-updates": tests_of("", "tests/unit/weights/test_staged_updates.py"),
-    "checksums-speed": Job(arguments="tests/bench/checksum.py --json"),
-    "weights": Job(arguments="tests/bench/weights.py --device cuda"),
     "weights-vllm": weights_to("vllm", "--shape 0.6B"),
     "weights-vllm-8b": weights_to("vllm", SHAPE_8B),
     "weights-vllm-8b-masters": weights_to("vllm", "--shape 8B"),
@@ -200,9 +193,6 @@ JOBS: Final = {
     "weights-checked": weights_to("vllm", "--shape 0.6B --checksums"),
     "weights-checked-8b": weights_to("vllm", f"{SHAPE_8B} --checksums --syncs 6"),
     "weights-trace": training_run("--ranks 1 --trace LOG.json.gz", 2),
-    "weights-elsewhere": Job(
-        arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200"
-    ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 

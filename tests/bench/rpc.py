@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from bench_options import options_parser
 from bench_progress import BenchError, progress
-from result_table import describe_hardware, median_of, print_result
+from bench_result import describe_hardware, median_of
 
 from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.prctl import become_subreaper
@@ -78,7 +78,8 @@ def main() -> int:
         "rounds": given.rounds,
         **{name: medians.get(name) for name in _SYSTEMS},
     }
-    return print_result(result | ({"errors": errors} if errors else {}), as_json=given.json)
+    print(json.dumps(result | ({"errors": errors} if errors else {}), indent=2))
+    return 1 if "umbra" in errors else 0
 
 
 def _has_module(python: str, module: str) -> bool:

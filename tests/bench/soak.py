@@ -8,7 +8,7 @@ but for `manager_resident_mb`, which is the median of the last steps. The exit s
 target is missed, or if the ledger does not account for every sample. The run directory is removed.
 
     python tests/bench/soak.py [--steps 20000] [--samples 512] [--tokens 512] [--run-tokens 2]
-        [--ledger-gb 8] [--json]
+        [--ledger-gb 8]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench_options import positive
-from result_table import describe_hardware, print_result
+from bench_result import describe_hardware
 
 _FIRST_STEPS: Final = 100
 _CHECKPOINT_STEPS: Final = 50
@@ -262,7 +262,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", help="the run directory is made there (default: as TMPDIR says)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     arguments = parser.parse_args()
     if arguments.samples % 8 or arguments.steps < 8:
         parser.error("--samples must be a multiple of 8, and --steps at least 8")
@@ -287,7 +286,7 @@ def main() -> int:
         "disk_free_mb": free_mb,
         "missed": misses,
     }
-    print_result(result, as_json=arguments.json)
+    print(json.dumps(result, indent=2))
     return 1 if misses else 0
 
 

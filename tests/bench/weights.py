@@ -31,8 +31,8 @@ from typing import Any, Final
 
 from bench_options import positive
 from bench_progress import BenchError, progress
+from bench_result import describe_hardware
 from qwen3_shapes import SHAPES
-from result_table import describe_hardware
 from sync_case import ENGINE, POOL, SyncCase
 
 from umbra.runtime.cluster.environment import visible_gpus

@@ -36,12 +36,12 @@ def test_every_module_with_tests_for_gpus_is_in_a_job() -> None:
 def test_jobs_of_a_chain_run_one_after_the_other_and_a_failed_one_is_reported(
     tmp_path: Path,
 ) -> None:
-    done = run("--seconds", "90", "--logs", str(tmp_path), "0:versions,weights")
+    done = run("--seconds", "90", "--logs", str(tmp_path), "0:versions,weights-vllm")
 
     first, second = done.stdout.splitlines()
     assert first.startswith("versions: status 0")
-    assert second.startswith("weights: status 2")
-    assert "no usable CUDA device" in (tmp_path / "weights.log").read_text()
+    assert second.startswith("weights-vllm: status 2")
+    assert "no usable CUDA device" in (tmp_path / "weights-vllm.log").read_text()
     assert done.returncode == 1
 
 
