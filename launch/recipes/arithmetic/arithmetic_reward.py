@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections import Counter
 from decimal import Decimal
 from typing import Final
 
 _NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LIST: Final = re.compile(r"\['[^']*'(?:, '[^']*')*\]")
 _ITEM: Final = re.compile(r"'([^']*)'")
-FORM, NUMBERS, RIGHT = 0.1, 0.3, 1.0
-"""Of a sorted list: a list of texts; with the numbers that were given; in the right order."""
+FORM, NUMBERS, ORDER = 0.1, 0.4, 0.5
+"""Shares of a list's reward: for its form, for having the given numbers, for their order."""
 
 
 def exact(
@@ -29,7 +31,7 @@ def _last_number(text: str) -> Decimal | None:
 def sorted_list(
     prompts: list[str], completions: list[str], answer: list[str], **columns: object
 ) -> list[float]:
-    """Scores the last list of a completion, such as ['4.0', '40.0', '75.0']."""
+    """Scores the last list of a completion, such as ['4.0', '40.0', '75.0']: 1.0 if it is right."""
     pairs = zip(completions, answer, strict=True)
     return [_score(_LIST.findall(text), _ITEM.findall(expected)) for text, expected in pairs]
 
@@ -38,6 +40,7 @@ def _score(lists: list[str], expected: list[str]) -> float:
     if not lists:
         return 0.0
     items: list[str] = _ITEM.findall(lists[-1])
-    if items == expected:
-        return RIGHT
-    return NUMBERS if sorted(items) == sorted(expected) else FORM
+    length = max(len(items), len(expected))
+    given = (Counter(items) & Counter(expected)).total() / length
+    in_order = sum(map(operator.eq, items, expected)) / length
+    return FORM + NUMBERS * given + ORDER * in_order
