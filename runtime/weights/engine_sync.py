@@ -29,6 +29,7 @@ from umbra.runtime.weights.sync_events import (
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
 from umbra.runtime.weights.transports.base import Layout, TransferProgress, TransportName
+from umbra.runtime.weights.transports.nccl.link_progress import LinkProgress
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ _RANK_NEWS_LIMIT_S: Final = 3.0
 # killed for a rank's end. Longer: an engine whose own connection broke delays the others.
 _WATCH_INTERVAL_S: Final = 0.1
 _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
+_RECEIVED_INTERVAL_S: Final = 0.02
+# Time between two looks whether a node has all weights. A shorter one takes processor time; with a
+# longer one, engines are paused later.
 
 
 class SyncEngine(Protocol):
@@ -94,11 +98,15 @@ class OpenedSync:
     bucket_nbytes: int
     layout: Layout
     has_checksums: bool
-    connects: bool
 
     @property
     def progress(self) -> TransferProgress:
         return self.layout.progress
+
+    @property
+    def links(self) -> LinkProgress | None:
+        """The progress, if ranks and engines are on several nodes."""
+        return self.progress if isinstance(self.progress, LinkProgress) else None
 
     def describe(self, engine: int, timeout_s: float) -> dict[str, Any]:
         details = self.layout.engine_details[engine]
@@ -205,7 +213,7 @@ class EngineSync:
                 finally:
                     self._request_timeout = None
         except TimeoutError:
-            if isinstance(request, Prepare) and self._drain_was_ended:
+            if isinstance(request, Prepare | Load) and self._drain_was_ended:
                 return  # the revert that follows resumes the engine
             reason = f"no answer or no progress within {timeout_s:.3g} s"
             if self._opened.progress.is_aborted:
@@ -243,8 +251,9 @@ class EngineSync:
                 await engine.commit_update(self._transaction.version, timeout_s)
                 return EngineCommitted(engine.name)
             case Revert():
+                is_touched = engine.lifecycle.state == EngineState.UPDATING
                 await engine.abort_update(timeout_s)
-                if self._was_serving and not request.is_touched:
+                if self._was_serving and not is_touched:
                     await engine.resume(timeout_s)
                 return EngineReverted(engine.name)
             case _:
@@ -256,22 +265,50 @@ class EngineSync:
         buckets = self._opened.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
         await engine.prepare_update(version, manifest, buckets, timeout_s)  # may still generate
+        if self._opened.links is None or not self._was_serving:
+            await self._pause(timeout_s)
+        self.prepared_at = time.monotonic()
+
+    async def _pause(self, timeout_s: float) -> None:
         if self._opened.progress.is_aborted or self._is_cut_off():
             raise WeightSyncError("the sync ended for the engine before it was paused")
         self._is_draining = self._pause_mode == "drain"
         try:
-            await engine.pause(self._pause_mode, timeout_s)
+            await self._engine.pause(self._pause_mode, timeout_s)
         finally:
             self._is_draining = False
-        self.prepared_at = time.monotonic()
 
     async def _load(self, timeout: asyncio.Timeout) -> Event:
         engine, version = self._engine, self._transaction.version
+        if self._opened.links is not None and self._was_serving:
+            await self._receive(timeout, self._opened.links)
+            timeout_s = self._timeout_s()
+            timeout.reschedule(asyncio.get_running_loop().time() + timeout_s)
+            await self._pause(timeout_s)
         begun_at = time.monotonic()
         with self._watching(timeout, wakes="weights" not in engine.lifecycle.awake):
             loaded = await engine.load(version, self._lease.left_s + _SETTLE_TIMEOUT_S)
         self.load_s = time.monotonic() - begun_at
         return EngineLoaded(engine.name, _loaded_nbytes(loaded))
+
+    async def _receive(self, timeout: asyncio.Timeout, links: LinkProgress) -> None:
+        """Returns once the image of the engine's node is filled, or is known to stay incomplete.
+
+        The engine generates meanwhile. If it receives for its node, it must make progress.
+        """
+        loop, engine, num_seen = asyncio.get_running_loop(), self._engine, -1
+        while not (links.may_load(self.number) or links.is_aborted):
+            if engine.lifecycle.state == EngineState.DEAD:
+                raise WeightSyncError(f"{engine.name}#{self.incarnation} has ended")
+            num_received = links.num_received(self.number)
+            if not timeout.expired():
+                if not links.has_to_receive(self.number):
+                    timeout.reschedule(None)
+                elif timeout.when() is None or num_received != num_seen:
+                    timeout.reschedule(loop.time() + max(_MIN_TIMEOUT_S, self._timeout_s()))
+            num_seen = num_received
+            await asyncio.sleep(_RECEIVED_INTERVAL_S)  # the image's node reports without an event
+        self._check_incarnation()
 
     @contextmanager
     def _watching(self, timeout: asyncio.Timeout, *, wakes: bool) -> Generator[None]:
@@ -313,8 +350,7 @@ class EngineSync:
 
     def _leave(self) -> None:
         reason = f"the engine that received for node {self._engine.node_id} was lost"
-        is_touched = self._engine.lifecycle.state == EngineState.UPDATING
-        self._feed(EngineCutOff(self._engine.name, reason, is_touched))
+        self._feed(EngineCutOff(self._engine.name, reason))
 
     async def _is_stopped_by_abort(self, request: Action) -> bool:
         """Whether an engine could not get ready or load because the sync was aborted. A lost rank
@@ -323,7 +359,7 @@ class EngineSync:
         if not isinstance(request, Prepare | Load):
             return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD
-        reads_rank = self._opened.connects and isinstance(request, Load)
+        reads_rank = self._opened.links is not None and isinstance(request, Load)
         if is_alive and (reads_rank or self._opened.transport == "cuda_ipc"):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):

@@ -243,7 +243,6 @@ class SyncCoordinator:
                 bucket_nbytes=bucket_nbytes,
                 layout=layout,
                 has_checksums=order.has_checksums,
-                connects=plan.connects,
             )
 
     def commit_version(self, version: int, run: SyncRun) -> None:

@@ -51,7 +51,7 @@ class RankReleased:
 
 @dataclass(frozen=True, slots=True)
 class EnginePrepared:
-    """The engine has the layout, and generates nothing."""
+    """The engine has the layout."""
 
     engine: str
 
@@ -96,7 +96,6 @@ class EngineCutOff:
 
     engine: str
     reason: str
-    is_touched: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Take the layout, then pause."""
+    """Take the layout, then pause, unless the transport connects ranks with engines."""
 
     engine: str
 
@@ -158,7 +157,8 @@ class GrantFilled:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Wake the weights, and load all buckets. From here on the engine's weights have no version."""
+    """Pause, if the engine still generates and once its node has everything; wake the weights, and
+    load all buckets."""
 
     engine: str
 
@@ -183,7 +183,6 @@ class Revert:
     """Undo the update. Untouched engines continue serving."""
 
     engine: str
-    is_touched: bool
 
 
 @dataclass(frozen=True, slots=True)

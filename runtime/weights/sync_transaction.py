@@ -11,11 +11,12 @@ actions.
     COMMITTING ──no engine left──> CLOSED
 
 Ranks begin while engines get ready, unless the transport connects them with each other: then they
-begin when all engines are ready. In TRANSFERRING an engine loads as soon as it is prepared. Ranks
-and engines tell each other directly which bucket to fill or load next (`sync_progress`); events
-only report who is done with all of them. VERIFYING compares checksums, if the ranks sent any. It
-also waits until all ranks are released, because an engine that commits allocates more memory, and a
-rank may first have work to do once engines have read its own.
+begin when all engines are ready, and an engine that serves is paused when its node has everything.
+In TRANSFERRING an engine loads as soon as it is prepared and paused. Ranks and engines tell each
+other directly which bucket to fill or load next (`sync_progress`); events only report who is done
+with all of them. VERIFYING compares checksums, if the ranks sent any. It also waits until all ranks
+are released, because an engine that commits allocates more memory, and a rank may first have work
+to do once engines have read its own.
 
 An engine that fails is discarded and the others continue. An engine that is cut off, because the
 one that receives for its node failed, leaves the sync and is reverted, and gets the version with
@@ -244,7 +245,7 @@ class SyncTransaction:
             return []
         self.failed[event.engine] = event.reason
         self._leaving.add(event.engine)
-        return [Revert(event.engine, event.is_touched), *self._advance()]
+        return [Revert(event.engine), *self._advance()]
 
     def _on_failed(self, event: EngineFailed) -> list[Action]:
         is_leaving = event.engine in self._leaving
@@ -309,10 +310,7 @@ class SyncTransaction:
         if self.phase >= Phase.COMMITTING:
             return []  # too late: the engines hold the version, and will report it
         self.phase = Phase.ABORTING
-        reverts = [
-            Revert(name, is_touched=stage != Stage.PREPARING)
-            for name, stage in self._engines.items()
-        ]
+        reverts = [Revert(name) for name in self._engines]
         return [FailRanks(reason), *reverts, *self._advance()]
 
     def _laggards(self, progress: str) -> str:

@@ -125,7 +125,8 @@ def find_distance(offers: Sequence[RankOffer], engines: Sequence[ProbedEngine]) 
 class TransportPlan(Protocol):
     """The supervisor's part, one for each pool. It checks and decides; no bytes go through it. With
     `connects` it connects ranks with engines: ranks may begin only when all engines are prepared,
-    and a rank that is lost also breaks the loads of engines."""
+    an engine that serves is paused only when its node has everything, and a rank that is lost also
+    breaks the loads of engines."""
 
     name: TransportName
     connects: bool

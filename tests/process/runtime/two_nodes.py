@@ -14,6 +14,7 @@ from torch import Tensor
 
 from umbra.engines.echo.echo_weights import weights_fingerprint
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.transports.byte_views import flatten
@@ -60,8 +61,11 @@ class TwoNodes:
 
     def fingerprints(self) -> list[int]:
         """Of each engine's weights."""
-        refs = [row["ref"] for row in self.lead.pool("policy").states()]
-        return [self.lead.connect(ref).call("weights_fingerprint") for ref in refs]
+        names = [row["engine"] for row in self.lead.pool("policy").states()]
+        return [self.engine(name).call("weights_fingerprint") for name in names]
+
+    def engine(self, name: str) -> SyncHandle:
+        return self.lead.connect(self._row(name)["ref"])
 
     def _row(self, name: str) -> dict[str, Any]:
         rows = self.lead.pool("policy").states()

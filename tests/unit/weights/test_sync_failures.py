@@ -282,6 +282,16 @@ def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(
     assert engine.killed is None
 
 
+class Deaf(ThreadEngine):
+    """It connects to no rank."""
+
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
+    ) -> None:
+        kept = {name: value for name, value in buckets.items() if name != "receives"}
+        await super().prepare_update(version, manifest, kept, timeout_s)
+
+
 def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
     sources: dict[str, Tensor],
 ) -> None:
@@ -292,7 +302,7 @@ def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
             if lost.is_set():
                 raise JobFailed("the supervisor is gone")
 
-    engine = ThreadEngine("engine", empty_like(sources))
+    engine = Deaf("engine", empty_like(sources))
     engine.hang_at = "load"
     with local_pool([engine], TCP) as plain:
         losable = Losable(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
@@ -451,7 +461,7 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait_for_links(
         def sync_begin(self, call: SyncBegin) -> SyncGrant:
             return super().sync_begin(replace(call, deadline=time.monotonic() + 60.0))
 
-    engine = ThreadEngine("engine", empty_like(sources))
+    engine = Deaf("engine", empty_like(sources))
     engine.hang_at = "load"
     with local_pool([engine], TCP) as plain:
         unbounded = Unbounded(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]

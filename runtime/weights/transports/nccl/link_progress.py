@@ -60,6 +60,7 @@ class ImageFollower:
         self.holds = ""
         self.has_lost = False
         self.settled = asyncio.Event()
+        self._stopped = [False] * len(engines)
         self.is_gone = False
         self._gone = gone
         self._order = order
@@ -89,12 +90,24 @@ class ImageFollower:
     def num_loaded(self, engine: int) -> int:
         return self._loaded[self.engines.index(engine)]
 
-    def has_work(self, engine: int, num_read: int) -> bool:
-        """Whether an engine has buckets to load, or to receive of the `num_read`
-        read by all ranks."""
-        if self.num_loaded(engine) < self._filled:
-            return True
+    @property
+    def num_filled(self) -> int:
+        return self._filled
+
+    def may_load(self, engine: int) -> bool:
+        """Whether the image is filled, is gone, or the engine could not receive: then its load
+        raises the reason."""
+        is_filled = self._filled == self._num_buckets
+        return is_filled or self.is_gone or self._stopped[self.engines.index(engine)]
+
+    def has_to_receive(self, engine: int, num_read: int) -> bool:
+        """Whether an engine has buckets to receive: of `num_read`, which all ranks have read."""
         return self._receives(engine) and self._filled < num_read
+
+    def has_work(self, engine: int, num_read: int) -> bool:
+        """Whether an engine has buckets to load, or to receive."""
+        has_to_load = self.num_loaded(engine) < self._filled
+        return has_to_load or self.has_to_receive(engine, num_read)
 
     def _receives(self, engine: int) -> bool:
         return self.has_receiver and engine == self.engines[0]
@@ -120,8 +133,11 @@ class ImageFollower:
             case {"image": dict(), "fd_socket": str(), "progress": dict(), "holds": str(holds)}:
                 self.details, self.holds = state, holds
                 self.settled.set()
-            case {"filled": int(filled), "loaded": [*loaded]} if len(loaded) == len(self._loaded):
+            case {"filled": int(filled), "loaded": [*loaded], "stopped": [*stopped]} if (
+                len(loaded) == len(stopped) == len(self.engines)
+            ):
                 self._filled, self._loaded = filled, cast("list[int]", loaded)
+                self._stopped = cast("list[bool]", stopped)
             case _:
                 raise ProtocolError(f"not the state of an image: {brief(state)}")
 
@@ -164,6 +180,18 @@ class LinkProgress:
 
     def has_work(self, engine: int) -> bool:
         return self._by_engine[engine].has_work(engine, self._num_read)
+
+    def may_load(self, engine: int) -> bool:
+        """Whether everything is in the image of its node, or it is known that not all will be."""
+        return self._by_engine[engine].may_load(engine)
+
+    def num_received(self, engine: int) -> int:
+        """Buckets in the image of its node."""
+        return self._by_engine[engine].num_filled
+
+    def has_to_receive(self, engine: int) -> bool:
+        """Whether it receives for its node, and not everything that ranks have read is there."""
+        return self._by_engine[engine].has_to_receive(engine, self._num_read)
 
     def is_cut_off(self, engine: int) -> bool:
         return self._by_engine[engine].is_gone

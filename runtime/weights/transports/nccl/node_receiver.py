@@ -13,8 +13,8 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 class NodeReceiver:
     """Between nodes, an engine's part: fills the image of its node for the ranks of other nodes,
-    from `start` until `close`. Owns the links and their mapping of the control block. `on_error` is
-    called in the thread of a link that has failed; `error` is why."""
+    until `close`. Owns the links and their mapping of the control block. `on_error` is called in
+    the thread of a link that has failed; `error` is why."""
 
     def __init__(
         self,
@@ -32,10 +32,6 @@ class NodeReceiver:
         self._deadline = time.monotonic() + float(wire["progress"]["timeout_s"])
         self._progress = SyncProgress.receive(wire["fd_socket"], wire["progress"], timeout_s)
         self._lock = threading.Lock()
-        self._links: list[ReceivingLink] = []
-
-    def start(self) -> None:
-        """Connects to the ranks, each in a thread of its own."""
         self._links = [
             ReceivingLink(
                 endpoint,

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class ImageSource:
     """The image of one sync as an engine's process gets it. Torch-free, unless the engine receives
-    for its node. Owns the control block's mapping, and the links if it receives.
+    for its node. Owns the control block's mapping, and the links if it receives: they fill the
+    image from now on.
 
     Args:
         kept: holds the mapping of the image.
@@ -67,11 +68,8 @@ class ImageSource:
 
     @contextmanager
     def receiving(self) -> Generator[None]:
-        """Receives other nodes' shards inside the block, if this engine is its node's receiver. If
-        that fails, all waits for the image in this engine stop, and a WeightSyncError with the
-        reason replaces their errors."""
-        if self._receiver is not None:
-            self._receiver.start()
+        """Waits for the image belong into this block. If a link of a receiver fails, all waits in
+        this engine stop, and a WeightSyncError with the reason replaces their errors."""
         try:
             yield
         except Exception as error:

@@ -9,6 +9,7 @@ whichever of them was killed or is stopped.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,8 +19,11 @@ from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
-_LOOK_INTERVAL_S: Final = 0.25
-# Interval of looks at a control block, whose changes notify no event loop. A shorter one costs the
+_LOOK_INTERVAL_S: Final = 0.02
+# Interval of looks at a control block, whose changes notify no event loop. A shorter one takes
+# processor time; with a longer one, engines are paused later.
+_REPORT_INTERVAL_S: Final = 0.25
+# Interval of reports, except the one that the image is filled. A shorter one costs the
 # supervisor of rank 0's node a message from each node; with a longer one, engines that stand still
 # are noticed later.
 
@@ -52,7 +56,7 @@ class NodeImages:
         Yields:
             First facts for processes of this node to map both, with the image's contents. Then,
                 after every change, {"filled": buckets that every rank has filled, "loaded":
-                [buckets of each engine, ...]}.
+                [buckets of each engine, ...], "stopped": [whether each was made to stop, ...]}.
         """
         made = ImageMemory(order.pool, self._fd_server)
         memory = self._memories.setdefault(order.pool, made)
@@ -60,7 +64,7 @@ class NodeImages:
         async with memory.opened(order.grid, *numbers, order.contents) as (details, progress):
             try:
                 yield details
-                async for state in _changes(progress, order.num_engines):
+                async for state in _changes(progress, order):
                     yield state
             finally:
                 progress.abort()
@@ -71,15 +75,19 @@ class NodeImages:
 
 
 async def _changes(
-    progress: SyncProgress, num_engines: int
+    progress: SyncProgress, order: ImageOrder
 ) -> AsyncGenerator[dict[str, Any], None]:
     last: dict[str, Any] = {}
+    report_at, num_buckets = 0.0, order.grid.num_buckets
     while True:
         state = {
             "filled": min(progress.num_filled()),
-            "loaded": [progress.num_loaded(engine) for engine in range(num_engines)],
+            "loaded": [progress.num_loaded(engine) for engine in range(order.num_engines)],
+            "stopped": [progress.is_stopped(engine) for engine in range(order.num_engines)],
         }
-        if state != last:
+        is_newly_filled = state["filled"] == num_buckets != last.get("filled")
+        if state != last and (is_newly_filled or time.monotonic() >= report_at):
+            report_at = time.monotonic() + _REPORT_INTERVAL_S
             yield state
             last = state
         await asyncio.sleep(_LOOK_INTERVAL_S)
