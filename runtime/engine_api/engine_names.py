@@ -12,7 +12,7 @@ from umbra.runtime.settings import Checked
 
 ENGINE_AWAKE_NBYTES: Final = 2 << 30
 """GPU memory of an awake engine besides weights and KV cache: CUDA context, graphs, buffers.
-Measured on an H200 (docs/benchmarks.md), where umbra's engines hardly differ."""
+Measured on an H200 (docs/results/memory-plan-h200.json), where umbra's engines hardly differ."""
 ENGINE_ASLEEP_NBYTES: Final = 1 << 30
 
 
