@@ -55,8 +55,9 @@ def test_the_last_number_of_a_sum_has_to_be_its_value(
     [
         ("['4.0', '40.0', '75.0']", 1.0),
         ("As in ['1', '2'], this is ['4.0', '40.0', '75.0'].", 1.0),
-        ("['40.0', '4.0', '75.0']", 0.3),
-        ("['4.0', '40.0']", 0.1),
+        ("['40.0', '4.0', '75.0']", 0.1 + 0.4 + 0.5 / 3),
+        ("['4.0', '40.0']", 0.1 + (0.4 + 0.5) * 2 / 3),
+        ("['9.0', '8.0', '7.0']", 0.1),
         ("[4.0, 40.0, 75.0]", 0.0),
         ("4.0, 40.0, 75.0", 0.0),
     ],
@@ -65,7 +66,9 @@ def test_a_sorted_list_gets_more_the_more_of_it_is_right(completion: str, reward
     module = runpy.run_path(str(RECIPES / "arithmetic" / "arithmetic_reward.py"))
     sorted_list: Any = module["sorted_list"]
 
-    assert sorted_list(["?"], [completion], answer=["['4.0', '40.0', '75.0']"]) == [reward]
+    rewards = sorted_list(["?"], [completion], answer=["['4.0', '40.0', '75.0']"])
+
+    assert rewards == pytest.approx([reward])
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.stem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,16 +66,3 @@ def test_the_answer_of_a_sum_is_its_value() -> None:
         expression = row["messages"][-1]["content"].partition(": ")[2].removesuffix(" =")
         terms = expression.replace("- ", "-").replace("+ ", "").split()
         assert sum(map(int, terms)) == int(row["answer"])
-
-
-def test_a_sorted_list_earns_more_with_each_number_in_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "launch/recipes/arithmetic")
-    score: Any = __import__("arithmetic_reward").sorted_list
-    answers = ["no list", "['9']", "['3', '1', '2']", "['1', '3', '2']", "so: ['1', '2', '3']"]
-
-    rewards = score([], answers, answer=["['1', '2', '3']"] * len(answers))
-
-    assert rewards == sorted(rewards)
-    assert rewards[0] == 0.0 < rewards[1] < rewards[2] < rewards[3] < rewards[4] == 1.0
