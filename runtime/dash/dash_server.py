@@ -59,6 +59,7 @@ class DashServer:
                 web.get("/api/state", self._state),
                 web.get("/api/metrics", self._metrics),
                 web.get("/api/events", self._events),
+                web.get("/api/evaluations", self._evaluations),
                 web.get("/api/samples", self._samples),
                 web.get("/api/sample/{sample_id:.+}", self._sample),
                 web.get("/{name:[A-Za-z.]*}", self._file),
@@ -118,6 +119,9 @@ class DashServer:
 
     async def _events(self, request: web.Request) -> web.Response:
         return _json(await self._view.events(_number(request.query, "from") or 0))
+
+    async def _evaluations(self, request: web.Request) -> web.Response:
+        return _json(await self._view.evaluations(_number(request.query, "from") or 0))
 
     async def _samples(self, request: web.Request) -> web.Response:
         order = request.query.get("order", "newest")

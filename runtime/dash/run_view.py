@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.dash.json_lines import JsonLines
@@ -26,7 +26,10 @@ _MOST_ROWS: Final = 1000
 _JOB_MAX_AGE_S: Final = 1.0
 """However many pages are open, the supervisor is asked no more often."""
 _MOST_EVENTS: Final = 500
+_MOST_EVALUATIONS: Final = 50
 _MOST_SAMPLES: Final = 100
+_REPORT_SAMPLES: Final = 10
+"""Samples of each order whose texts a report has. More make it slow to write and to send."""
 
 
 class RunView:
@@ -37,12 +40,14 @@ class RunView:
         self._run_dir = run_dir
         self._metrics = JsonLines(run_dir / "metrics.jsonl", ("step", "eval/accuracy"))
         self._events = JsonLines(run_dir / "events.jsonl")
+        self._evaluations = JsonLines(run_dir / "eval_samples.jsonl")
         self._samples = SampleIndex(run_dir)
         self._job: dict[str, Any] = {}
         self._job_read_at = -math.inf
         self._job_lock = asyncio.Lock()
         self._metrics_lock = asyncio.Lock()
         self._events_lock = asyncio.Lock()
+        self._evaluations_lock = asyncio.Lock()
         self._samples_lock = asyncio.Lock()
 
     async def read_ahead(self) -> None:
@@ -72,11 +77,11 @@ class RunView:
             start = len(rows)
             while start and rows[start - 1].get("step", 0) >= first_step:
                 start -= 1
-            stride = 1 + (len(rows) - start) // _MOST_ROWS
+            thinned = _thinned(start, len(rows), _MOST_ROWS)
             kept = [
                 self._metrics.encoded[idx]
                 for idx in range(start, len(rows))
-                if (len(rows) - 1 - idx) % stride == 0 or "eval/accuracy" in rows[idx]
+                if idx in thinned or "eval/accuracy" in rows[idx]
             ]
             return _answer(self._metrics, kept)
 
@@ -86,12 +91,20 @@ class RunView:
             await _in_thread(self._events.read_on)
             return _answer(self._events, self._events.encoded[first:][-_MOST_EVENTS:])
 
-    async def samples(self, order: Order, step: int | None) -> str:
+    async def evaluations(self, first: int) -> str:
+        """JSON: the samples of evaluations from number `first` on, thinned as the metrics."""
+        async with self._evaluations_lock:
+            await _in_thread(self._evaluations.read_on)
+            encoded = self._evaluations.encoded
+            thinned = _thinned(first, len(encoded), _MOST_EVALUATIONS)
+            return _answer(self._evaluations, [encoded[idx] for idx in thinned])
+
+    async def samples(self, order: Order, step: int | None, most: int = _MOST_SAMPLES) -> str:
         """JSON: samples without their texts."""
 
         def choose() -> dict[str, Any]:
             self._samples.refresh()
-            samples, num_samples = self._samples.choose(order, _MOST_SAMPLES, step)
+            samples, num_samples = self._samples.choose(order, most, step)
             return {"samples": samples, "num_samples": num_samples}
 
         async with self._samples_lock:
@@ -106,6 +119,25 @@ class RunView:
 
         async with self._samples_lock:
             return json.dumps(await _in_thread(read))
+
+    async def recorded(self) -> str:
+        """JSON: the answers that a report has, by the address that the page asks for. They have no
+        job, and texts of few samples only; samples that cannot be read are left out."""
+        facts = _facts(self._run_dir) | {"job": None, "problem": "", "time": time.time()}
+        answers = {
+            "api/state": json.dumps(facts),
+            "api/metrics?from=0": await self.metrics(0),
+            "api/events?from=0": await self.events(0),
+            "api/evaluations?from=0": await self.evaluations(0),
+        }
+        for order in get_args(Order):
+            with contextlib.suppress(UmbraError, OSError):
+                listed = await self.samples(order, None, _REPORT_SAMPLES)
+                answers[f"api/samples?order={order}"] = listed
+                for sample_id in [sample["sample_id"] for sample in json.loads(listed)["samples"]]:
+                    answers[f"api/sample/{sample_id}"] = await self.sample(sample_id)
+        members = ", ".join(f"{json.dumps(path)}: {text}" for path, text in answers.items())
+        return f"{{{members}}}"
 
 
 async def _in_thread(read: Callable[[], T]) -> T:
@@ -150,6 +182,12 @@ def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
     return None
+
+
+def _thinned(start: int, stop: int, most: int) -> range:
+    """About `most` of these numbers, evenly spread, with the last."""
+    stride = 1 + max(0, stop - start) // most
+    return range(start + (stop - 1 - start) % stride, stop, stride)
 
 
 def _answer(lines: JsonLines, kept: Sequence[str]) -> str:

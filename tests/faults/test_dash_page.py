@@ -20,6 +20,8 @@ from playwright.sync_api import Page, expect, sync_playwright
 from run_assets import write_rows
 from whole_runs import start_run
 
+from umbra.trainer.reporting.run_report import write_report
+
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 _PROGRAM = "import sys; from umbra.runtime.cli.umbra_command import main; sys.exit(main())"
@@ -135,6 +137,30 @@ def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
         expect(page.locator("#samples tbody tr")).to_have_count(100)
         page.locator("#samples tbody tr").first.click()
         expect(page.locator("#sample-text pre.prompt")).to_contain_text("all ")
+
+
+def test_a_report_is_the_page_with_its_data_and_loads_nothing(tmp_path: Path) -> None:
+    rows = [{"step": step, "time": step, "rollout/reward_mean": step / 4} for step in (1, 2, 3)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    sample = {"prompt": _HOSTILE, "completion": "</script>", "reward": 1.0, "num_tokens": 3}
+    evaluation = {"step": 3, "samples": [sample | {"finish_reason": "stop"}]}
+    write_rows(tmp_path / "eval_samples.jsonl", [evaluation])
+    (tmp_path / "summary.json").write_text('{"stopped_by": "", "wall_s": 7, "accuracy_after": 0.5}')
+    write_report(tmp_path / "report.html", tmp_path)
+    alone = (tmp_path / "report.html").rename(tmp_path.parent / f"{tmp_path.name}.html")
+
+    with browser_page(alone.as_uri()) as page:
+        expect(page.locator("#status")).to_have_text("ended")
+        expect(page.locator("#name")).to_have_text(tmp_path.name)
+        expect(page.locator("#numbers")).to_contain_text("Accuracy after")
+        expect(page.locator("#charts canvas")).to_have_count(1)
+        page.locator("#evaluations summary").click()
+        expect(page.locator("#evaluations pre.prompt")).to_have_text(_HOSTILE)
+        expect(page.locator("#evaluations pre.policy")).to_have_text("</script>")
+        expect(page.locator("#samples-note")).to_have_text("0 of 0 samples")
+        page.locator("#step").fill("2")
+        page.locator("#choose button").click()
+        expect(page.locator("#samples-note")).to_contain_text("not in this report: umbra dash")
 
 
 def answer_of(url: str, path: str, *, method: str = "GET", host: str = "") -> tuple[int, bytes]:

@@ -59,14 +59,20 @@ def test_samples_of_an_agent_loop_are_shown_while_it_trains_and_in_the_report(
 
 
 def check_report(page: str) -> None:
-    """It has the worst and the best held-out prompts of both evaluations."""
-    section = page.partition("Samples of the evaluations")[2].partition("<h2>")[0]
-    evaluations = section.split("<details")[1:]
+    """It has the worst and the best held-out prompts of both evaluations, and training samples."""
+    found = re.search(r'<script id="recorded" type="application/json">(.*)</script>', page)
+    assert found is not None
+    recorded = json.loads(found[1])
+    evaluations = recorded["api/evaluations?from=0"]["rows"]
     assert len(evaluations) == 2
+    shown = (0, 1, 2, 5, 6, 7)
     for evaluation in evaluations:
-        prompts = re.findall(r"<pre>(all \d=)</pre>", evaluation)
-        assert prompts == [f"all {number}=" for number in (0, 1, 2, 5, 6, 7)]
-        assert re.findall(r"\[given\] (tool \d)", evaluation) == [
-            f"tool {number}" for number in (0, 1, 2, 5, 6, 7)
-        ]
-        assert evaluation.count("[policy]") == 12
+        samples = evaluation["samples"]
+        assert [sample["prompt"] for sample in samples] == [f"all {number}=" for number in shown]
+        text = "".join(sample["completion"] for sample in samples)
+        assert re.findall(r"\[given\] (tool \d)", text) == [f"tool {number}" for number in shown]
+        assert text.count("[policy]") == 12
+    best = recorded["api/samples?order=best"]["samples"]
+    assert len(best) == 10
+    tool = f"tool {best[0]['reward']:.0f}"
+    assert recorded[f"api/sample/{best[0]['sample_id']}"]["turns"][1]["text"] == tool

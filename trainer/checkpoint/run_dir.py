@@ -82,10 +82,6 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def eval_samples(self) -> Path:
-        return self.path / "eval_samples.jsonl"
-
-    @property
     def versions(self) -> Path:
         return self.path / "versions.jsonl"
 

@@ -66,11 +66,6 @@ def merge_steps(rows: Sequence[MetricsRow]) -> list[dict[str, float]]:
     return list(merged.values())
 
 
-def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """The samples of an eval_samples.jsonl by step, the last of each: a resumed run repeats one."""
-    return {row["step"]: row["samples"] for row in _read_rows(path)}
-
-
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if path.exists():

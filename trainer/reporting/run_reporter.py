@@ -13,7 +13,7 @@ from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.eval_sample import EvalSample
-from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics, read_samples
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.metrics_logger import MetricsLogger, MetricsRow
 from umbra.trainer.reporting.metrics_plot import save_plot
 from umbra.trainer.reporting.progress_display import ProgressDisplay
@@ -196,17 +196,9 @@ def finish(
         reward_last=last,
         files=files,
     )
-    if not stopped_by:
-        write_report(
-            run_dir.report,
-            config.run_name,
-            summary,
-            rows=rows,
-            samples=read_samples(run_dir.eval_samples),
-            settings=config,
-            plot=run_dir.plot,
-        )
     write_summary(run_dir.path, summary)
+    if not stopped_by:
+        write_report(run_dir.report, run_dir.path)
     return summary
 
 

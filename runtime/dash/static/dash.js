@@ -1,5 +1,5 @@
-// The page of `umbra dash`: asks the server for what is new, and draws it. Texts of the run are only
-// ever set as text, never as HTML.
+// The page of `umbra dash`: asks the server for what is new, and draws it. In a report, the answers are in
+// the page. Texts of the run are only ever set as text, never as HTML.
 "use strict";
 
 const POLL_MS = 2000;
@@ -7,6 +7,8 @@ const LONG_S = 30; // a wait or step may be a hang if it is also three times as 
 const NUMBERS = [["Reward", "rollout/reward_mean"], ["Held-out accuracy", "eval/accuracy"],
   ["Tokens per second", "rollout/tokens_per_s"], ["Seconds per step", "time/step_s"],
   ["Tokens per completion", "rollout/completion_len_mean"], ["Largest staleness", "rollout/staleness_max"]];
+const RESULTS = [["Accuracy before", "accuracy_before"], ["Accuracy after", "accuracy_after"],
+  ["Reward, first tenth", "reward_first"], ["Reward, last tenth", "reward_last"], ["Engine restarts", "engine_restarts"]];
 const STATES = { STARTING: ["warn", "starting"], PENDING_WEIGHTS: ["warn", "waiting for weights"],
   UPDATING: ["busy", "getting weights"], PAUSED: ["busy", "paused"], SERVING: ["good", "serving"], ASLEEP: ["", "asleep"],
   WAKING: ["busy", "waking"], DEAD: ["bad", "dead"] };
@@ -17,7 +19,9 @@ const $ = (id) => document.getElementById(id);
 const rows = new Map(); // by step
 const charts = [];
 const files = {}; // which file each kind of lines came from
-let run = null, events = [], numEvents = 0;
+const recorded = JSON.parse($("recorded")?.textContent ?? "null"); // a report's answers by address
+const evaluations = new Map(); // by step
+let run = null, events = [], numEvents = 0, numEvaluations = 0;
 // The list of samples: what was asked for, at which progress of the run, and whether it is on its way.
 let query = "order=newest", listed = null, listing = false;
 
@@ -28,6 +32,11 @@ function el(tag, attributes, ...children) {
 }
 
 async function get(path) {
+  if (recorded) {
+    const answer = recorded[decodeURIComponent(path)];
+    if (answer === undefined) throw new Error("not in this report: umbra dash RUN_DIR shows all samples");
+    return answer;
+  }
   const response = await fetch(path);
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
@@ -57,10 +66,10 @@ const lastOf = (key) => inOrder().reverse().map((step) => rows.get(step)[key]).f
 // -- what is new ---------------------------------------------------------------------------
 
 async function poll() {
-  if (!document.hidden) {
+  if (!document.hidden || recorded) {
     try {
-      [run] = await Promise.all([get("api/state"), readMetrics(), readEvents()]);
-      for (const show of [showStatus, showNumbers, showSettings, showJob, showCharts, showEvents]) show();
+      [run] = await Promise.all([get("api/state"), readMetrics(), readEvents(), readEvaluations()]);
+      for (const show of [showStatus, showNumbers, showSettings, showJob, showCharts, showEvents, showEvaluations]) show();
       $("problem").hidden = true;
       if (!listing && listed !== progress()) listSamples(); // it may take long, and has its own errors
     } catch (error) {
@@ -69,7 +78,7 @@ async function poll() {
       $("problem").hidden = false;
     }
   }
-  setTimeout(poll, POLL_MS);
+  if (!recorded) setTimeout(poll, POLL_MS);
 }
 
 // Lines from `from` on; if the file was replaced, because steps are repeated, all after `forget`.
@@ -91,6 +100,12 @@ async function readEvents() {
   const answer = await news("events", numEvents, () => { events = []; });
   numEvents = answer.num_rows;
   events = [...events, ...answer.rows].slice(-500);
+}
+
+async function readEvaluations() {
+  const answer = await news("evaluations", numEvaluations, () => evaluations.clear());
+  numEvaluations = answer.num_rows;
+  for (const row of answer.rows) evaluations.set(row.step, row.samples); // a resumed run repeats steps
 }
 
 // -- the page ------------------------------------------------------------------------------
@@ -120,6 +135,10 @@ function showNumbers() {
   const cells = [["Step", run.steps ? `${done} of ${run.steps}` : `${done}`],
     ...NUMBERS.map(([name, key]) => [name, lastOf(key)]).filter(([, v]) => v !== undefined).map(([n, v]) => [n, number(v)])];
   if (run.job && lastOf("time/left_s") !== undefined) cells.push(["Time left", duration(lastOf("time/left_s"))]);
+  if (run.summary) {
+    const found = RESULTS.filter(([, key]) => (run.summary[key] ?? null) !== null);
+    cells.push(...found.map(([name, key]) => [name, number(run.summary[key])]), ["Duration", duration(run.summary.wall_s)]);
+  }
   showCells($("numbers"), cells);
 }
 
@@ -349,6 +368,18 @@ function sampleRow(sample) {
   return row;
 }
 
+function showEvaluations() {
+  if ($("evaluations").dataset.last === `${numEvaluations}`) return; // so that what is unfolded stays so
+  $("evaluations").dataset.last = numEvaluations;
+  $("evaluations-section").hidden = !evaluations.size;
+  $("evaluations").replaceChildren(...[...evaluations].map(([step, samples]) =>
+    el("details", {}, el("summary", { textContent: `after step ${step}` }), ...samples.flatMap((sample) => [
+      ...part(`reward ${number(sample.reward)}, ${count(sample.num_tokens, "token")}, ${sample.finish_reason}`, sample.prompt, "prompt"),
+      el("pre", { className: "policy", textContent: sample.completion })]))));
+}
+
+const part = (who, text, kind) => [el("p", { className: "who", textContent: who }), el("pre", { className: kind, textContent: text })];
+
 async function showSample(sampleId) {
   $("sample-title").textContent = sampleId;
   $("sample-facts").textContent = "reading";
@@ -360,7 +391,6 @@ async function showSample(sampleId) {
       `reward ${number(sample.reward)}`, count(sample.num_tokens, "token"),
       sample.interruptions && count(sample.interruptions, "interruption")];
     $("sample-facts").textContent = facts.filter(Boolean).join(", ");
-    const part = (who, text, kind) => [el("p", { className: "who", textContent: who }), el("pre", { className: kind, textContent: text })];
     $("sample-text").replaceChildren(
       ...part(sample.is_prompt_of_loop ? "prompt of the agent loop" : "prompt", sample.prompt ?? "not in prompts.msgpack", "prompt"),
       ...sample.turns.flatMap((turn) => part(

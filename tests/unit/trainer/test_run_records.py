@@ -37,7 +37,7 @@ from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.progress_display import ProgressDisplay, format_step
-from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report
+from umbra.trainer.reporting.run_report import reward_ends, write_report
 from umbra.trainer.reporting.run_reporter import RunReporter, StepPace, closing_lines, finish
 from umbra.trainer.run_files import (
     RunDirectoryError,
@@ -365,8 +365,18 @@ def test_a_step_whose_rewards_are_all_zero_is_reported_once(tmp_path: Path) -> N
 # -- the end -----------------------------------------------------------------------------
 
 
+def recorded_in(report: Path) -> dict[str, Any]:
+    """The answers that a report has for its page."""
+    found = re.search(
+        r'<script id="recorded" type="application/json">(.*)</script>', report.read_text()
+    )
+    assert found is not None
+    return json.loads(found[1])
+
+
 def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     config = make_config(tmp_path)
+    record_settings(config, {})
     with MetricsLog(tmp_path, first_step=1) as log:
         journal = reporter(config, log)
         journal.evaluated(0, evaluation(0.25), is_last=False)
@@ -382,34 +392,13 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     assert written["wall_s"] > 0
     assert (written["reward_first"], written["reward_last"]) == (0.25, 1.0)
     assert (tmp_path / "metrics.png").read_bytes()[:4] == b"\x89PNG"
-    page = (tmp_path / "report.html").read_text()
-    assert "a &lt;test&gt;" in page
-    assert "train.steps = 4\ntrain.export = false" in page
-    assert "rollout.group_size" not in page.partition("All settings")[0]
-    assert "data:image/png;base64," in page
-    assert "0.875" in page
+    recorded = recorded_in(tmp_path / "report.html")
+    state = recorded["api/state"]
+    assert (state["name"], state["job"], state["summary"]) == ("a <test>", None, written)
+    assert state["settings"]["train.export"] is False
+    assert "rollout.group_size" not in state["settings"]
+    assert [row["step"] for row in recorded["api/metrics?from=0"]["rows"]] == [0, 1, 2, 3, 4, 4]
     assert "held-out accuracy 0.250 before, 0.875 after" in closing_lines(summary)
-
-
-def test_the_report_names_the_faults_that_the_run_survived(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    quiet = ROW | {"rollout/engines_lost": 0.0, "rollout/lost_tokens": 0.0}
-    with MetricsLog(tmp_path, first_step=1) as log:
-        journal = reporter(config, log)
-        journal.step_done(1, quiet)
-        journal.step_done(2, quiet | {"rollout/engines_lost": 1.0})
-        journal.step_done(3, quiet | {"rollout/engines_lost": 2.0})
-        journal.step_done(4, quiet | {"rollout/dropped_reward_failed": 5.0})
-
-    finish(config, journal, steps=4, engine_restarts=3, stopped_by="")
-
-    page = (tmp_path / "report.html").read_text()
-    assert re.findall("<li>((?:Engines|Tokens|Prompts) .*?)</li>", page) == [
-        "Engines lost: 3 (by step 2, 3)",
-        "Prompts dropped because the reward function failed: 5",
-        "Engines restarted since the run was started or resumed: 3",
-    ]
-    assert "No engine failed" not in page
 
 
 def held_out(
@@ -452,17 +441,14 @@ def test_the_report_shows_samples_of_each_evaluation_and_none_of_their_text_is_m
 
     finish(config, journal, steps=1, engine_restarts=0, stopped_by="")
 
-    page = (tmp_path / "report.html").read_text()
-    shown = re.findall("<summary>(after .*)</summary>", page)
-    assert shown == ["after step 0", "after step 1"]
-    assert "<pre>before</pre>" in page
-    assert "<pre>lost</pre>" not in page
-    assert "<pre>gone</pre>" not in page
-    assert "<pre>[9 tokens before]\n2+2=</pre>" in page
-    assert (
-        "<pre>[policy] &lt;script&gt;\\x1b[2J\n[given] tool: &amp;\n[policy] 4\n"
-        "[9 tokens after]</pre>"
-    ) in page
+    assert (tmp_path / "report.html").read_text().count("<script") == 3
+    rows = recorded_in(tmp_path / "report.html")["api/evaluations?from=0"]["rows"]
+    (before,), (after,) = {row["step"]: row["samples"] for row in rows}.values()  # as the page does
+    assert before["completion"] == "before"
+    assert after["prompt"] == "[9 tokens before]\n2+2="
+    assert after["completion"] == (
+        "[policy] <script>\x1b[2J\n[given] tool: &\n[policy] 4\n[9 tokens after]"
+    )
 
 
 def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
@@ -531,19 +517,9 @@ def test_no_file_of_a_run_has_its_credentials(tmp_path: Path) -> None:
         engine_args={"hf_token": "hf_secret", "inner": {"api-key": "hf_secret"}, "max_tokens": 5},
     )
     config = replace(make_config(tmp_path), pools={"judge": judge})
-    plot = tmp_path / "plot.png"
-    plot.write_bytes(b"")
 
     record_settings(config, {})
-    write_report(
-        tmp_path / "report.html",
-        "name",
-        Summary(accuracy_before=None, accuracy_after=None, wall_s=1.0, steps=1, engine_restarts=0),
-        rows=[],
-        samples={},
-        settings=config,
-        plot=plot,
-    )
+    write_report(tmp_path / "report.html", tmp_path)
 
     recorded = (tmp_path / "settings.json").read_text()
     pool = json.loads(recorded)["settings"]["pools"]["judge"]
@@ -567,19 +543,6 @@ def test_without_a_first_evaluation_no_accuracy_before_is_claimed(tmp_path: Path
 
     assert (summary.accuracy_before, summary.accuracy_after) == (None, 0.5)
     assert "held-out accuracy 0.500 after" in closing_lines(summary)
-    assert "before training" not in (tmp_path / "report.html").read_text()
-
-
-def test_a_report_says_how_to_train_for_more_epochs(tmp_path: Path) -> None:
-    config = make_config(tmp_path, steps=None, epochs=1.5).with_steps(64)
-    with MetricsLog(tmp_path, first_step=1) as log:
-        journal = reporter(config, log)
-        journal.step_done(1, ROW)
-
-    finish(config, journal, steps=1, engine_restarts=0, stopped_by="")
-
-    page = (tmp_path / "report.html").read_text()
-    assert "<pre>run.resume=auto train.epochs=3.0</pre>" in page
 
 
 def test_reward_ends_are_means_of_a_tenth() -> None:
