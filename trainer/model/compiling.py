@@ -16,13 +16,9 @@ _MAX_VARIANTS: Final = 32
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Must be called once, before blocks are recomputed or sharded; they compile at the first pass.
-
-    The blocks share their compiled code for any number of rows.
-
-    Raises:
-        ConfigError: the model does not declare its blocks.
-    """
+    """Must be called once, before blocks are recomputed or sharded. Blocks compile at the
+    first pass and share code for any number of rows. Raises ConfigError if the model does not
+    declare its blocks."""
     blocks = decoder_blocks(model)
     if not blocks:
         raise ConfigError(

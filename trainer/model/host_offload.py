@@ -1,10 +1,7 @@
 """Moves the trainer's tensors from its device to host memory while engines generate.
 
-    release_cache -> weights wake -> ranks fill their buckets -> send_away -> KV cache wakes
-    -> generate -> sleep -> bring_back -> train
-
-The memory is taken from under the tensors: storages shrink to nothing and grow again. Parameters,
-FSDP's views of them and the optimizer's state stay the same objects.
+release_cache -> weights wake -> ranks fill their buckets -> send_away -> KV cache wakes
+-> generate -> sleep -> bring_back -> train
 """
 
 from __future__ import annotations
@@ -29,18 +26,11 @@ def _ignore(_allocated_nbytes: int, _reserved_nbytes: int) -> None:
 class HostOffload:
     """Owns the host copies, which are reused (and pinned if the device is CUDA).
 
-    Every rank has one, for its own shards; nothing here is collective. While tensors are away,
-    only `locate` may read them.
-
-    Args:
-        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters, too.
-        parameters: of the policy, and of the reference model if there is one.
-        optimizer: its state may be created or loaded later.
-        on_release: on CUDA, called after memory was released with the bytes that torch still has
-            allocated and reserved.
-
-    Attributes:
-        is_away: between `send_away` and `bring_back`.
+    Each rank moves its own shards; nothing here is collective. Storages shrink to nothing and
+    grow again under the tensors, so parameters, FSDP's views and the optimizer's state stay
+    the same objects. Between `send_away` and `bring_back`, only `locate` may read them.
+    `optimizer` may get its state later. On CUDA, `on_release` gets the bytes that torch still
+    has allocated and reserved.
     """
 
     def __init__(
@@ -61,11 +51,9 @@ class HostOffload:
         self._seconds = 0.0
 
     def release_cache(self) -> None:
-        """Releases the device memory that torch's allocator caches.
-
-        After a training step the cache holds what gradients and activations took. Other processes,
-        such as an engine that wakes, cannot use that memory until it is released.
-        """
+        """Releases the device memory that torch's allocator caches, which no other process, such
+        as an engine that wakes, could use. After a training step it is what gradients and
+        activations took."""
         if self._device.type != "cuda":
             return
         started = time.perf_counter()
@@ -98,7 +86,7 @@ class HostOffload:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Moves everything back, once engines have released their memory. Idempotent."""
+        """Call it once engines have released their memory. Idempotent."""
         if not self.is_away:
             return
         started = time.perf_counter()
@@ -126,7 +114,6 @@ class HostOffload:
         return seconds
 
     def _tensors(self) -> Iterator[Tensor]:
-        """One local tensor for each storage to be moved."""
         candidates = list(self._parameters) if self._mode == "all" else []
         for state in cast("dict[Tensor, dict[str, Tensor]]", self._optimizer.state).values():
             candidates += [value for value in state.values() if value.ndim > 0]
@@ -141,7 +128,7 @@ class HostOffload:
 
 
 class _HostCopy:
-    """One storage's bytes, on the host while the storage is empty. Keeps the storage alive."""
+    """Keeps the storage alive, which is empty while its bytes are on the host."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage

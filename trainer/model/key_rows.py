@@ -1,11 +1,11 @@
 """Keys and values of packed rows, laid out for a kernel that takes sequences of any length.
 
 A prompt's rows are keys of its own sequence and of all its completions, so the gradient of such a
-row is a sum. The sum is computed here in a fixed order. Adding in place, as `index_select` does on
-a GPU, takes four times as long and adds in a different order each time.
+row is a sum, here in a fixed order. Adding in place, like `index_select` on a GPU, takes four times
+as long and adds in a different order each time.
 
-K: key rows of all sequences; L: packed rows, of which the first P are prompts'; U: most uses of a
-prompt's row; W: width of a row.
+K: keys of all sequences; L: packed rows, the first P of prompts; U: most uses of a prompt's
+row; W: width of a row.
 """
 
 from __future__ import annotations
@@ -22,25 +22,18 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
-    """Maps keys to packed rows, and packed rows to keys.
+    """Maps keys to packed rows, and packed rows to keys."""
 
-    Attributes:
-        rows: [K] packed row of each key.
-        own: [L - P] index of the one key of each completion's row.
-        shared: [U, P] indices of the keys of each prompt row; `is_use` marks the valid ones.
-        is_use: [U, P] bool.
-    """
-
-    rows: Tensor
-    own: Tensor
-    shared: Tensor
-    is_use: Tensor
+    rows: Tensor  # [K] packed row of each key
+    own: Tensor  # [L - P] index of the one key of each completion's row
+    shared: Tensor  # [U, P] indices of the keys of each prompt row
+    is_use: Tensor  # [U, P] bool, the valid entries of `shared`
 
     @classmethod
     def invert(
         cls, rows: NDArray[np.int64], num_prompt_rows: int, num_rows: int, device: torch.device
     ) -> KeyRows:
-        """Makes the maps from the packed rows of the keys, [K], which include every packed row."""
+        """`rows` has the packed row of each key, [K]; every packed row is among them."""
         order = np.argsort(rows, kind="stable")  # [K] key indices, sorted by row
         counts = np.bincount(rows, minlength=num_rows)
         firsts = np.cumsum(counts) - counts  # [L] where a row's key indices begin in `order`

@@ -23,59 +23,39 @@ from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_orde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedInputs:
-    """Samples padded on the right; causal attention needs no mask for that.
+    """Samples padded on the right; causal attention needs no mask for that."""
 
-    Attributes:
-        token_ids: [N, T] int64.
-        predicting: [M] int64 positions in the flattened [N * T] that predict the M tokens.
-    """
-
-    token_ids: Tensor
-    predicting: Tensor
+    token_ids: Tensor  # [N, T] int64
+    predicting: Tensor  # [M] int64 positions in the flattened [N * T] that predict the M tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass. All vectors but `sample_lens` are [M], in the same order.
-
-    Attributes:
-        targets: int64, the generated tokens.
-        rollout_logprobs: float32, under the policy that sampled them in the rollouts.
-        advantages: float32.
-        weights: float32, share of each token in the global loss; 0 in padding.
-        sample_lens: [N] int64, tokens of each sample, one sample after the other.
-        places: int64, index of each token in the rank's batch; empty in padding.
-    """
+    """One forward and backward pass. All vectors but `sample_lens` are [M], in the same order."""
 
     inputs: PackedInputs | PaddedInputs
-    targets: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    sample_lens: Tensor
-    places: NDArray[np.int64]
+    targets: Tensor  # int64, the generated tokens
+    rollout_logprobs: Tensor  # float32, under the policy that sampled the tokens
+    advantages: Tensor  # float32
+    weights: Tensor  # float32, share of each token in the global loss; 0 in padding
+    sample_lens: Tensor  # [N] int64, tokens of each sample
+    places: NDArray[np.int64]  # int64, index of each token in the rank's batch; empty in padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """This rank's samples of one step, and the counts of the whole batch.
+    """This rank's samples of one step, and the counts of the whole batch."""
 
-    Attributes:
-        tokens, logprobs, mask: [sum T], samples one after the other; `mask` is 1 where generated.
-        versions: [sum T], of the weights that generated a token; of no meaning elsewhere.
-        offsets: [num_samples + 1].
-        advantages, sample_ids: [num_samples].
-        micro_batches: positions of samples; every rank has as many lists, empty ones are padding.
-    """
-
+    # [sum T], like `mask`, `logprobs` and `versions`: samples one after the other
     tokens: NDArray[np.int32]
-    offsets: NDArray[np.int32]
+    offsets: NDArray[np.int32]  # [num_samples + 1]
     prompt_lens: NDArray[np.int32]
-    mask: NDArray[np.uint8]
+    mask: NDArray[np.uint8]  # 1 where generated
     logprobs: NDArray[np.float32]
-    versions: NDArray[np.int64]
-    advantages: NDArray[np.float32]
+    versions: NDArray[np.int64]  # of the weights that generated a token; meaningless elsewhere
+    advantages: NDArray[np.float32]  # [num_samples], like `sample_ids`
     sample_ids: Sequence[str]
+    # positions of samples; as many lists on each rank, padded with empty ones
     micro_batches: Sequence[Sequence[int]]
     num_tokens_global: int
     num_samples_global: int
@@ -83,12 +63,7 @@ class RankBatch:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any], estimate: AdvantageEstimator) -> RankBatch:
-        """Makes the batch; advantages come from the rewards of the samples' groups.
-
-        Raises:
-            ProtocolError: a column is missing.
-            UmbraError: the estimator's advantages cannot be used.
-        """
+        """Computes advantages from the rewards of the samples' groups."""
         per_token = ("tokens", "mask", "logprobs", "versions")
         per_sample = ("offsets", "prompt_lens", "sample_ids")
         others = ("micro_batches", "metrics", "num_samples_global")
@@ -119,18 +94,12 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchBuilder:
-    """Makes micro-batches; `token_weights` describes aggregation and max_new_tokens.
+    """Leaves out samples of advantage zero with `skips_neutral`. With umbra's losses and
+    without a KL term they add exactly nothing to the gradient; once most prompts are learned,
+    they are the majority."""
 
-    Attributes:
-        packed: whether to pack samples for packed attention; otherwise they are padded.
-        dtype: of attention masks: the dtype the model computes in.
-        skips_neutral: leave out samples of advantage zero. With umbra's losses and without a KL
-            term they add exactly nothing to the gradient. Once most prompts are learned, they are
-            the majority.
-    """
-
-    packed: bool
-    dtype: torch.dtype
+    packed: bool  # for packed attention; otherwise samples are padded
+    dtype: torch.dtype  # of attention masks: the model's compute dtype
     device: torch.device
     aggregation: Aggregation
     max_new_tokens: int

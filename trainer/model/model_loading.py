@@ -28,21 +28,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model whose parameters may still have to be read.
-
-    Attributes:
-        is_packed: whether it uses packed attention.
-        weights: to be read into parameters on the meta device; None if the parameters are loaded.
-    """
+    """A model whose parameters may still have to be read."""
 
     model: nn.Module
     is_packed: bool
-    weights: StoredWeights | None
+    weights: StoredWeights | None  # to be read into parameters on the meta device; None: loaded
 
 
 def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
-    """The configured model, sharded over the ranks of the mesh. Collective; raises as
-    `prepare_causal_lm`."""
+    """Shards the configured model over the ranks of the mesh. Collective."""
     prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
     context_len = config.pool.max_context_len or default_context_len(config.model.path)
     fix_rotary_frequencies(prepared.model, context_len)
@@ -63,13 +57,10 @@ def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
     """The causal language model in `section.path` with parameters in `dtype`.
 
-    The parameters take no memory if the weights have the model's own names. Weights that need
-    conversion or are incomplete are left to transformers, which loads all of them on the CPU or
-    reports what is missing.
-
-    Raises:
-        DataError: there is no such directory, or its weights are unreadable or incomplete.
-        ConfigError: packed attention is configured, but not possible for this model.
+    The parameters take no memory if the weights have the model's own names. transformers loads
+    all others on the CPU, converts them, or reports what is missing. Raises DataError for
+    weights that are missing, unreadable or incomplete, and ConfigError for packed attention that
+    the model cannot use.
     """
     model = _without_memory(section, dtype)
     is_packed = _choose_attention(section, model)
@@ -85,7 +76,7 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
 
 
 def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
-    """The model with its buffers, such as rotary frequencies, and parameters on the meta device."""
+    """Parameters are on the meta device; buffers, such as rotary frequencies, are real."""
     library = _transformers()
     auto, generation = library.AutoModelForCausalLM, library.GenerationConfig
     trusts = {"trust_remote_code": section.trust_remote_code}
@@ -102,8 +93,7 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
 
 
 def _read_config(section: ModelSection) -> Any:
-    """The model's config. It says of a head in the files that it is not tied, see `has_own_head`;
-    so do exports, which have this config."""
+    """Marks a head in the files as not tied, see `has_own_head`; exports have this config, too."""
     has_own = has_own_head(section.path, read_model_config(section.path))
     config = _transformers().AutoConfig.from_pretrained(
         str(section.path), local_files_only=True, trust_remote_code=section.trust_remote_code
@@ -137,7 +127,7 @@ def _parameters_on_meta() -> Generator[None]:
 
 
 def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
-    """What transformers would have to do with the stored weights besides copying; "" if nothing."""
+    """Why transformers cannot just copy the stored weights, or "" if it can."""
     any_model: Any = model
     if getattr(any_model.config, "quantization_config", None) is not None:
         return "they are quantised"
@@ -147,7 +137,7 @@ def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
 
 
 def _choose_attention(section: ModelSection, model: nn.Module) -> bool:
-    """Sets up packed attention if configured and possible; returns whether it did."""
+    """Returns whether packed attention is configured and possible; if so, it is set up."""
     if section.attention == "padded":
         return False
     obstacle = _packing_obstacle(model)
@@ -168,10 +158,8 @@ def _pack(model: Any) -> None:
 
 
 def _packing_obstacle(model: Any) -> str:
-    """Why samples in one row would see each other, or too little of themselves; "" if they do not.
-
-    This inspects the model, not config.json, because the architecture adds to what that has.
-    """
+    """Why samples in one row would see each other, or too little of themselves, or "" if all is
+    well. Inspects the model, because the architecture adds to config.json."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -212,8 +200,7 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
 
 
 def _transformers() -> Any:
-    """The library, without progress bars of loading and export, which each rank would draw over the
-    training's progress."""
+    """Turns off progress bars, which each rank would draw over the training's progress."""
     import transformers
 
     library: Any = transformers

@@ -1,4 +1,4 @@
-"""The sizes of a model, from config.json and the headers of its weights: nothing is loaded."""
+"""The sizes of a decoder, from config.json and the headers of its weights: nothing is loaded."""
 
 from __future__ import annotations
 
@@ -14,40 +14,23 @@ from umbra.trainer.model.stored_weights import StoredWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """How large the parts of a decoder are.
-
-    Attributes:
-        num_parameters: elements of the whole model; tied embeddings count once.
-        stored_nbytes: size of the weights' files.
-        intermediate_size: width of the MLP; of a mixture of experts, of those that a token uses.
-        q_size, kv_size: heads times head size, of queries and of keys.
-        has_qk_norm: queries and keys have norms of their own.
-        is_tied: embeddings and head are one tensor.
-        is_quantised: the files hold quantised weights.
-        config: config.json; for a model with several parts, that of the text part.
-    """
-
-    num_parameters: int
-    stored_nbytes: int
+    num_parameters: int  # tied embeddings count once
+    stored_nbytes: int  # of the weights' files
     num_layers: int
     hidden_size: int
-    intermediate_size: int
-    q_size: int
-    kv_size: int
+    intermediate_size: int  # of the MLP; in a mixture of experts, of those that a token uses
+    q_size: int  # heads times head size, of queries
+    kv_size: int  # the same of keys
     vocab_size: int
-    has_qk_norm: bool
-    is_tied: bool
-    is_quantised: bool
-    config: dict[str, Any]
+    has_qk_norm: bool  # queries and keys have norms of their own
+    is_tied: bool  # embeddings and head are one tensor
+    is_quantised: bool  # in the files
+    config: dict[str, Any]  # config.json, or its text part
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads a model directory.
-
-        Raises:
-            DataError: it has no safetensors, or they are unreadable.
-            ConfigError: config.json lacks a size.
-        """
+        """Raises DataError without readable safetensors, ConfigError if
+        config.json lacks a size."""
         whole = config = read_model_config(folder)
         if isinstance(config.get("text_config"), dict):
             config = cast("dict[str, Any]", config["text_config"])
@@ -82,7 +65,7 @@ class ModelSizes:
 
     @property
     def layer_size(self) -> int:
-        """Elements of the parameters of one decoder layer."""
+        """Elements of one decoder layer."""
         return max(0, self.num_parameters - self.embedding_size) // self.num_layers
 
 

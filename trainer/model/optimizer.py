@@ -22,8 +22,8 @@ def learning_rate_factor(
 ) -> float:
     """Share of the learning rate that optimizer step `step` (from 0) uses.
 
-    Rises linearly over the first `warmup_steps` steps, the last of which has the full rate. Then
-    "constant" stays, and "linear" and "cosine" fall to `min_ratio` at the last step.
+    It rises linearly over `warmup_steps`, the last of which has the full rate. Then "constant"
+    stays, and "linear" and "cosine" fall to `min_ratio` at the last step.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -58,7 +58,7 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> t
 
 
 class PolicyOptimizer:
-    """Clips, sets the learning rate and steps. Every rank has one; `step` is collective."""
+    """Clips gradients, sets the learning rate and steps."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
         self.adamw = make_adamw(parameters, train)
@@ -66,12 +66,9 @@ class PolicyOptimizer:
         self._train = train
 
     def step(self, step: int) -> dict[str, float]:
-        """Applies the gradients of optimizer step `step` (from 0) and clears them. Collective.
-
-        Returns:
-            `grad_norm` before clipping and `learning_rate`. If the norm is not finite, the
-            parameters are unchanged, and the caller must act on it.
-        """
+        """Applies and clears the gradients of optimizer step `step` (from 0). Collective. Returns
+        `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters are
+        unchanged, and the caller must act on it."""
         gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
         norm = global_norm(gradients)
         rate = self._train.learning_rate * learning_rate_factor(

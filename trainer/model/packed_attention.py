@@ -1,8 +1,7 @@
-"""Attention over packed rows, as an attention function of `transformers`.
+"""Attention over packed rows, for any `transformers` model that uses its attention interface with
+plain causal attention. transformers forwards `packed` from the model's call to each layer.
 
-transformers passes in every layer's queries, keys and values, and forwards `packed` from the
-model's call. This works for any model that uses its attention interface with plain causal
-attention. L: packed rows; H, H_kv: heads; D, D_v: their size; B, C, K as in `packing`.
+L: packed rows; H, H_kv: heads; D, D_v: their size; B, C, K as in `packing`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _CHANGES_SCORES: Final = ("s_aux", "softcap", "sliding_window")  # if they are n
 
 
 def register_packed_attention() -> None:
-    """Registers `attn_implementation=PACKED_ATTENTION` with transformers."""
+    """Makes `attn_implementation=PACKED_ATTENTION` known to transformers."""
     from transformers import AttentionInterface
 
     interface: Any = AttentionInterface
@@ -47,13 +46,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """[1, H, L, D] queries and keys and [1, H_kv, L, D_v] values to [1, L, H, D_v].
 
-    Args:
-        regathers: keep keys and values for the backward pass as packed rows, and gather them once
-            more there. Without it, a prompt's are kept once for each completion. Recomputation and
-            torch.compile have their own ways to keep less, which this would undo.
-
-    Raises:
-        ConfigError: the model's attention is not plain causal attention.
+    With `regathers`, keys and values are kept for the backward pass as packed rows and gathered
+    again there; without, a prompt's are kept once for each completion. Recomputation and
+    torch.compile keep less by themselves, which this would undo. Raises ConfigError unless the
+    model's attention is plain causal attention.
     """
     assert attention_mask is None, "packed rows carry their own masks"
     for name in _CHANGES_SCORES:
@@ -211,11 +207,7 @@ def _kept_as_rows(
 
 
 def _kernel_width(*sizes: int) -> int:
-    """The width that the kernel gets heads of these sizes in: one for all, a multiple of 8.
-
-    Raises:
-        ConfigError: the heads are wider than the kernel allows.
-    """
+    """The width for all heads: a multiple of 8. Raises ConfigError if the kernel allows less."""
     width = max(sizes)
     if width > _MAX_HEAD_SIZE:
         raise ConfigError(

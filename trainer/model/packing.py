@@ -1,11 +1,12 @@
 """Packs samples into one row of tokens without padding, each distinct prompt once.
 
-    prompts          completions, longest first (without their last token, which predicts nothing)
-    | p0 | p1 | ... | c0 ........ | c1 ..... | c2 .... |
+    prompts                  completions, longest first (without their last token,
+which predicts nothing)
+    | p0 | p1 | ...          | c0 ........ | c1 ..... | c2 .... |
 
-The samples of a group share their prompt, so the prompt is computed once and not `group_size`
-times. A completion attends to its prompt's rows followed by its own. Only attention needs
-rectangles: it runs in blocks of sequences of similar length.
+The samples of a group share their prompt, so it is computed once. A completion attends to
+its prompt's rows, then its own. Only attention needs rectangles: it runs in blocks of
+sequences of similar length.
 
 L: packed rows; N: samples; M: generated tokens; B, C, K: sequences, queries and keys of a block.
 """
@@ -23,92 +24,62 @@ from torch import Tensor
 
 from umbra.trainer.model.key_rows import KeyRows
 
-# A block takes sequences down to this share of its longest. Lower means fewer, larger blocks
-# with more padding; higher means more kernel launches.
+# A block takes sequences down to this share of its longest. Lower means fewer, larger blocks with
+# more padding; higher means more kernel launches.
 _BLOCK_LENGTH_RATIO: Final = 0.75
-# Largest attention mask, in elements; bounds the memory of blocks with many long samples.
+# In elements; bounds the memory of blocks with many long samples.
 _MAX_MASK_ELEMENTS: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample to pack.
-
-    Attributes:
-        tokens: [T] int32, prompt and completion.
-        prompt_len: tokens of the prompt; at least 1.
-        generated: [G] positions in `tokens` of generated tokens, ascending, all behind the prompt.
-    """
-
-    tokens: NDArray[np.int32]
-    prompt_len: int
-    generated: NDArray[np.int64]
+    tokens: NDArray[np.int32]  # [T] int32, prompt and completion
+    prompt_len: int  # at least 1
+    generated: NDArray[np.int64]  # [G] ascending positions in `tokens`, all behind the prompt
 
     @property
     def num_inputs(self) -> int:
-        """Completion tokens that are fed to the model: all but the last."""
+        """The completion's tokens that are fed to the model: all but the last."""
         return max(0, len(self.tokens) - self.prompt_len - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """Sequences that attend in one call, padded to C queries and K keys.
+    """Sequences that attend in one call, padded to C queries and K keys."""
 
-    Attributes:
-        rows: the packed rows [first, last) that hold the queries.
-        shape: (B, C, K).
-        query_rows: [B*C] packed row of each query; None if all B have exactly C queries.
-        output_rows: [last - first] index of each packed row's output among the B*C.
-        key_rows: [B*K] packed row of each key.
-        mask: [1 or B, 1, C, K] float, 0 or -inf; None means causal (prompts, C = K).
-    """
-
-    rows: tuple[int, int]
-    shape: tuple[int, int, int]
-    query_rows: Tensor | None
-    output_rows: Tensor | None
-    key_rows: Tensor
-    mask: Tensor | None
+    rows: tuple[int, int]  # the packed rows [first, last) of the queries
+    shape: tuple[int, int, int]  # (B, C, K)
+    query_rows: Tensor | None  # [B*C] packed row of each query; None: all B have C queries
+    output_rows: Tensor | None  # [last - first] index of each row's output among the B*C
+    key_rows: Tensor  # [B*K] packed row of each key
+    mask: Tensor | None  # [1 or B, 1, C, K] float, 0 or -inf; None: causal (prompts, C = K)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenLayout:
-    """The layout for a kernel that takes sequences of any length. S: sequences.
+    """The layout for a kernel that takes sequences of any length. S: sequences."""
 
-    Attributes:
-        query_starts, key_starts: [S + 1] int32; the queries are the packed rows in order.
-        keys: which packed rows the keys are.
-        max_queries, max_keys: of one sequence.
-    """
-
-    query_starts: Tensor
-    key_starts: Tensor
+    query_starts: Tensor  # [S + 1] int32; the queries are the packed rows in order
+    key_starts: Tensor  # [S + 1] int32
     keys: KeyRows
-    max_queries: int
-    max_keys: int
+    max_queries: int  # of one sequence
+    max_keys: int  # of one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedInputs:
-    """Inputs of one packed forward pass.
+    """Inputs of one packed forward pass. Attention uses `varlen` where the device has such a kernel
+    for the dtype, else `blocks`."""
 
-    Attributes:
-        token_ids, position_ids: [1, L] int64.
-        predicting: [M] int64 rows whose hidden state predicts the M generated tokens.
-        varlen: layout of attention if the device has a kernel for the dtype and for sequences of
-            any length, else None.
-        blocks: layout otherwise; they cover the L rows in order.
-    """
-
-    token_ids: Tensor
-    position_ids: Tensor
-    predicting: Tensor
+    token_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [1, L] int64
+    predicting: Tensor  # [M] int64 rows whose hidden state predicts the M generated tokens
     varlen: VarlenLayout | None
-    blocks: tuple[AttentionBlock, ...]
+    blocks: tuple[AttentionBlock, ...]  # cover the L rows in order
 
 
 def packing_order(samples: Sequence[Sample]) -> list[int]:
-    """Indices of the samples, longest completion first: the order in which they are packed."""
+    """Indices of the samples, longest completion first."""
     return sorted(range(len(samples)), key=lambda idx: -samples[idx].num_inputs)
 
 
@@ -162,7 +133,7 @@ class _Span:
 
 
 def _predicting(sample: Sample, span: _Span) -> NDArray[np.int64]:
-    """[G] rows; the first completion token is predicted by the prompt's last row."""
+    """[G] rows; the prompt's last row predicts the first completion token."""
     before = sample.generated - 1
     in_prompt = before < sample.prompt_len
     return np.where(
@@ -254,10 +225,8 @@ def _mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """Lets query c of a completion see its prompt and the completion up to itself.
-
-    Padding is at the end, so causality already hides it from every real query.
-    """
+    """Lets query c of a completion see its prompt and the completion up to itself. Padding is at
+    the end, where causality hides it from real queries."""
     if not prompt_lens.any():
         return None
     lens = torch.as_tensor(np.unique(prompt_lens), device=device)

@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies to and from at full speed, of exactly the requested size.
+"""Page-locked host memory of exactly the requested size.
 
-torch rounds its own pinned memory up to the next power of two (CachingHostAllocator): for the
-parameters of an 8B model on two GPUs, that is a third more than they need.
+torch rounds its own up to the next power of two (CachingHostAllocator): for the parameters of an 8B
+model on two GPUs, by a third.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from umbra.runtime.errors import ConfigError
 
 
 def pinned_bytes(nbytes: int) -> Tensor:
-    """[nbytes] uint8, page-locked until the tensor and all views of it are gone.
-
-    Raises:
-            ConfigError: there is not enough memory, or CUDA cannot lock it.
-    """
+    """[nbytes] uint8, page-locked until the tensor and all its views are gone. Raises ConfigError
+    if memory is short or CUDA cannot lock it."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:

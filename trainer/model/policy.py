@@ -32,13 +32,13 @@ from umbra.trainer.model.token_scoring import score_hidden, score_logits
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
 
 _NUM_COMPARED: Final = 8
-# Tokens with which the scoring of hidden states is compared with the model's own forward pass. Any
-# number shows a difference; more take time.
+"""Tokens to compare the scoring of hidden states with the model's own forward pass. Any number
+shows a difference; more take time."""
 _MAX_DIFFERENCE: Final = 0.03
-# Of hidden states, as a share of their norm. Two passes may differ by rounding, in bfloat16 by less
-# than this; a model that does more to them differs by more.
+"""Of hidden states, as a share of their norm. Rounding in bfloat16 differs by less, a model that
+changes hidden states by more."""
 _LARGEST_PROBE: Final = 50.0
-# Of the logits that show what a model does after its head; caps and masks change some of them.
+"""The largest of the logits that show what a model does after its head, such as caps and masks."""
 
 _dist: Final[Any] = torch.distributed
 
@@ -49,8 +49,6 @@ Wrap = Literal["auto", "layer", "root"]
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of the targets. `logprobs`: [M], with gradient; `entropy`: [M] or None."""
-
     logprobs: Tensor
     entropy: Tensor | None
 
@@ -58,18 +56,10 @@ class TokenScores:
 class Policy:
     """A causal language model, sharded by FSDP2 (`fully_shard`). Every rank has one.
 
-    Gradients are summed over ranks: each rank's loss is its share of the global loss.
-
-    Args:
-        model: parameters in their master dtype, the same on every rank: on the CPU, or on the
-            meta device if `weights` are to fill them.
-        is_packed: the model uses packed attention.
-        compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
-        wrap: see `ModelSection.fsdp_wrap`.
-        temperature: log-probabilities are those of softmax(logits / temperature).
-        truncation: they are those among the tokens that it keeps, and the scored token.
-        recomputes: see `TrainSection.activation_checkpointing`.
-        compiles: see `TrainSection.compile`.
+    Gradients are summed over ranks: each rank's loss is its share of the global loss. `model` has
+    the same parameters in their master dtype on every rank, or has them on the meta device for
+    `weights` to fill; they are cast to `compute_dtype` as they are gathered. Log-probabilities are
+    of softmax(logits / temperature), among the tokens that `truncation` keeps and the scored token.
     """
 
     def __init__(
@@ -185,10 +175,8 @@ class Policy:
             )
 
     def expect_backward(self, *, is_last: bool) -> None:
-        """Must be called before each micro-batch: gradients are reduced at the last one of a step.
-
-        If layers are wrapped, they are reduced each time, because whole gradients would not fit.
-        """
+        """Must be called before each micro-batch. Gradients are reduced at a step's last one or,
+        with wrapped layers, each time, because whole gradients would not fit."""
         if self._wraps_layers:
             return
         root = cast("FSDPModule", self._scorer)
@@ -203,12 +191,8 @@ def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:
 
 
 class _Scorer(nn.Module):
-    """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all.
-
-    Attributes:
-        uses_own_logits: the model computes all logits itself, because it does more than apply its
-            head to the decoder's hidden states.
-    """
+    """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all. With
+    `uses_own_logits`, the model computes all logits itself."""
 
     def __init__(
         self, model: nn.Module, *, compiles: bool = False, recomputes: bool = False
@@ -245,12 +229,9 @@ class _Scorer(nn.Module):
         )
 
     def head_obstacle(self, inputs: PackedInputs | PaddedInputs) -> str:
-        """Why the model's logits are not its head, a linear layer, applied to what `_hidden`
-        returns; "" if they are.
-
-        One pass shows what its own forward pass gives to the head, and what it makes of the head's
-        output, in whose place it gets large values.
-        """
+        """Why the model's logits are not its head, a linear layer, applied to `_hidden`'s result;
+        "" if they are. One pass shows what the model gives to its head, and what it makes of the
+        head's output, in whose place it gets large values."""
         model: Any = self.model
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:

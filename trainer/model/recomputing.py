@@ -19,10 +19,7 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 def recompute_blocks(model: nn.Module) -> None:
     """Must be called once, before blocks are sharded: gathering parameters is not recomputed.
-
-    Raises:
-        ConfigError: the model does not declare its blocks.
-    """
+    Raises ConfigError if the model does not declare its blocks."""
     blocks = decoder_blocks(model)
     if not blocks:
         raise ConfigError(

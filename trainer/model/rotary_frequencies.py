@@ -1,8 +1,6 @@
-"""Rotary frequencies that depend on a length: fixed by the longest context, as engines do.
-
-transformers chooses those of "longrope" and "dynamic" by the longest sequence of a batch. A sample
-would then have other log-probabilities beside a longer one than alone.
-"""
+"""Fixes rotary frequencies that depend on a length by the longest context, as engines do.
+transformers chooses "longrope" and "dynamic" ones by the longest sequence of a batch: a sample
+would have other log-probabilities beside a longer one than alone."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ _FIXED: Final = "fixed"  # any name for which transformers' rotary modules chang
 
 @torch.no_grad()
 def fix_rotary_frequencies(model: nn.Module, context_len: int) -> None:
-    """Gives every sequence the frequencies of one with `context_len` tokens."""
     for module in model.modules():
         rotary: Any = module
         kinds: Any = getattr(module, "rope_type", None)

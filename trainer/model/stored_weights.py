@@ -20,15 +20,8 @@ from umbra.runtime.weights.shards import local_part, rows_held
 
 
 class StoredWeights:
-    """The weights of a model directory. Reads nothing but the headers of their files.
-
-    Attributes:
-        num_elements: of all tensors.
-        nbytes: of all files.
-
-    Raises:
-        DataError: see `WeightFiles`.
-    """
+    """The weights of a model directory. Reads only the headers of their files, or
+    raises DataError."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -42,15 +35,11 @@ class StoredWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
         return self._tensors.keys()
 
     def obstacle(self, model: nn.Module) -> str:
-        """Why these are not simply the model's tensors under their own names; "" if they are.
-
-        Raises:
-            DataError: the model ties tensors that differ here.
-        """
+        """Why these are not simply the model's tensors under their own names, or "" if they are.
+        Raises DataError if the model ties tensors that differ here."""
         for names, tensor in distinct_tensors(model):
             stored = [name for name in names if name in self._tensors]
             if not stored:
@@ -68,14 +57,8 @@ class StoredWeights:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes this rank's part of each tensor, in the tensor's dtype. Not collective.
-
-        Args:
-            tensors: by name; of tied tensors, at least one name is in the files.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Writes this rank's part of each tensor, in the tensor's dtype. Not collective. The files
+        have at least one name of tied tensors. Raises DataError if a file cannot be read."""
         by_file: dict[Path, list[str]] = {}
         for name in tensors:
             if name in self._tensors:

@@ -23,11 +23,11 @@ from umbra.runtime.engine_api.kept_tokens import (
 )
 from umbra.trainer.model.compiling import compile_function
 
-# Up to this many logits (256 MiB in float32) are kept for the backward pass, along with a few
-# tensors of their size. Lower means computing more of them twice; higher takes memory.
+# Up to this many logits (256 MiB in float32) are kept for the backward pass, with a few tensors of
+# their size. Lower computes more of them twice; higher takes memory.
 _MAX_KEPT_LOGITS: Final = 1 << 26
-# Above that, this many logits exist at a time, and the backward pass computes them again. Lower
-# means adding up the head's gradient from more parts, which is bound by memory bandwidth.
+# Above that, this many logits exist at a time. Lower adds up the head's gradient from more parts,
+# bound by memory bandwidth; higher takes memory.
 _MAX_CHUNK_LOGITS: Final = 1 << 28
 
 
@@ -43,10 +43,8 @@ def score_hidden(
 ) -> tuple[Tensor, Tensor]:
     """[M] log-probabilities of `targets`, and [M] entropies without gradient, or [0].
 
-    Args:
-        hidden: [M, E] final hidden states.
-        truncation: only the tokens that it keeps and the target have a probability.
-        compiles: use torch.compile, with fewer passes over the logits.
+    `hidden` is [M, E]. Only the target and the tokens that `truncation` keeps have a probability.
+    torch.compile (`compiles`) makes fewer passes over the logits.
     """
     num_logits = len(targets) * head.weight.shape[0]
     if num_logits <= _MAX_KEPT_LOGITS:
@@ -74,11 +72,8 @@ def score_hidden(
 def scoring_nbytes(
     num_tokens: int, vocab_size: int, hidden_size: int, itemsize: int, truncation: Truncation
 ) -> int:
-    """Memory that `score_hidden` takes at most, with its gradient.
-
-    Args:
-        itemsize: bytes of an element of hidden states and head.
-    """
+    """Most memory that `score_hidden` takes with its gradient. `itemsize` is that of hidden
+    states and head."""
     num_logits = num_tokens * vocab_size
     wide = max(4, itemsize)
     if truncation.is_whole:
@@ -111,8 +106,8 @@ def _lowest_kept(
 ) -> Tensor | None:
     """[C, 1] the lowest logits with a probability; None if all have one.
 
-    Rounding, or a later update, may leave the target out of what the engine kept. Then it has a
-    probability, and so have the tokens that are more probable.
+    Rounding, or a later update, may leave the target out of what the engine kept. The target and
+    more probable tokens then still have a probability.
     """
     if truncation.is_whole:
         return None
