@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from umbra.runtime.actor.actor_spec import ActorSpec, actor_context, idempotent
     from umbra.runtime.actor.restart_policy import RestartPolicy
     from umbra.runtime.pools.pool_spec import PoolSpec
-    from umbra.runtime.rpc.actor_ref import ActorRef
+    from umbra.runtime.rpc.envelopes import ActorRef
     from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
-    from umbra.runtime.session import Session, SessionConfig
+    from umbra.runtime.session.session import Session, SessionConfig
 
 __all__ = [
     "ActorRef",
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActorRef": "rpc.actor_ref",
+    "ActorRef": "rpc.envelopes",
     "ActorSpec": "actor.actor_spec",
     "Pool": "rpc.sync_handle",
     "PoolSpec": "pools.pool_spec",
     "RestartPolicy": "actor.restart_policy",
-    "Session": "session",
-    "SessionConfig": "session",
+    "Session": "session.session",
+    "SessionConfig": "session.session",
     "SyncHandle": "rpc.sync_handle",
     "actor_context": "actor.actor_spec",
     "idempotent": "actor.actor_spec",

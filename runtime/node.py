@@ -37,7 +37,7 @@ from umbra.runtime.cluster.environment import (
 )
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
 from umbra.runtime.cluster.job_nodes import JobNode, key_digest, own_address
-from umbra.runtime.cluster.run_notice import RunNotice
+from umbra.runtime.cluster.run_requests import RunNotice
 from umbra.runtime.cluster.socket_dir import SocketDir, socket_dir_path
 from umbra.runtime.errors import (
     ConfigError,
@@ -47,15 +47,14 @@ from umbra.runtime.errors import (
     RemoteError,
     UmbraError,
 )
-from umbra.runtime.process.delayed_stops import delayed_stops
-from umbra.runtime.process.exit_status import STOP_SIGNALS
-from umbra.runtime.process.forked_signals import handle_signals
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
+from umbra.runtime.process.process_end import STOP_SIGNALS
+from umbra.runtime.process.signal_handling import delayed_stops, handle_signals
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.loop_socket import endpoint_at, split_endpoint
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.rpc.tcp_endpoint import endpoint_at, split_endpoint
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
+from umbra.runtime.supervisor.supervisor_main import SupervisorConfig, supervisor_ref
 
 _JOB: Final = "node"
 """Stands in the socket directory's name for the job's, which an address does not tell."""
@@ -203,7 +202,7 @@ def _start_supervisor(settings: SupervisorConfig, log_dir: Path) -> GuardianProc
     try:
         with delayed_stops():
             return start_guardian(
-                [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+                [sys.executable, "-m", "umbra.runtime.supervisor.supervisor_main"],
                 config=settings.to_json(),
                 socket_dir=SocketDir.create(_JOB, settings.node_id, socket_root()),
                 log_path=log_dir / "supervisor.log",

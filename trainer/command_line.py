@@ -15,24 +15,22 @@ from typing import Final, NoReturn
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
 from umbra.runtime.cluster.job_nodes import failure_reported
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session.session import Session, SessionConfig
 from umbra.runtime.settings import annotations_of
-from umbra.trainer.checkpoint.run_dir import process_age_s
-from umbra.trainer.checkpoint.run_lock import RunLock
-from umbra.trainer.chosen_settings import (
+from umbra.trainer.checkpoint.run_dir import RunLock, process_age_s
+from umbra.trainer.config.config_file import load_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.hub_paths import with_local_paths
+from umbra.trainer.reporting.console import Console, ProgressDisplay
+from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
+from umbra.trainer.services.chosen_settings import (
     settings_left_open,
     with_choices,
     with_chosen_settings,
 )
-from umbra.trainer.config.config_file import load_config
-from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.hub.local_paths import with_local_paths
-from umbra.trainer.reporting.console import Console
-from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
-from umbra.trainer.reporting.progress_display import ProgressDisplay
-from umbra.trainer.services import ServiceStarter
-from umbra.trainer.setup_check import check_setup
-from umbra.trainer.signals import StopSignals
+from umbra.trainer.services.services import ServiceStarter
+from umbra.trainer.services.setup_check import check_setup
+from umbra.trainer.world.signals import StopSignals
 
 _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
 # From a failure to the end of this rank where torchrun then starts all ranks again: it may be in a

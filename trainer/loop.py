@@ -9,7 +9,7 @@ standalone pool, engines generate all the time, as far ahead as `rollout.max_sta
 are updated while they do.
 
 The ranks agree on stopping where they synchronise anyway: before training on a batch, and after a
-step. A signal to one of them ends the waits of all (`umbra.trainer.signals`).
+step. A signal to one of them ends the waits of all (`umbra.trainer.world.signals`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
+from umbra.runtime.session.rollouts import Rollouts
+from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
-from umbra.runtime.weights.sync_calls import SyncReport
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.weights.sync_messages import SyncReport
 from umbra.trainer.algorithms.base import AdvantageEstimator
 from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
@@ -33,15 +33,14 @@ from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
-from umbra.trainer.reporting.memory_account import MemoryAccount
-from umbra.trainer.reporting.progress_display import ProgressDisplay
+from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
 from umbra.trainer.reporting.run_reporter import RunReporter
-from umbra.trainer.services import POOL
-from umbra.trainer.signals import StopRequested, StopSignals
+from umbra.trainer.services.services import POOL
 from umbra.trainer.step import TrainStep
-from umbra.trainer.stop_forecast import StopForecast
-from umbra.trainer.world import World, any_rank
+from umbra.trainer.world.signals import StopRequested, StopSignals
+from umbra.trainer.world.stop_forecast import StopForecast
+from umbra.trainer.world.world import World, any_rank
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
-from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.algorithms.metric_totals import MetricTotals
+from umbra.trainer.algorithms.token_terms import kl_terms
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder, RankBatch

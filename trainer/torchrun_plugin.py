@@ -13,11 +13,12 @@ import sys
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
-from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, stop_status
-from umbra.runtime.process.exit_status import STOP_SIGNALS
+from umbra.runtime.cluster.run_requests import PREEMPT_SIGNAL, stop_status
+from umbra.runtime.process.process_end import STOP_SIGNALS
 
 _TIMEOUT_S: Final = 7 * 24 * 3600
-"""Ranks end by themselves in time: see `umbra.trainer.signals`. A shorter time cuts a long step."""
+"""Ranks end by themselves in time: see `umbra.trainer.world.signals`. A shorter time cuts a long
+step."""
 _STOPPED: Final = frozenset(stop_status(number) for number in (*STOP_SIGNALS, PREEMPT_SIGNAL))
 
 

@@ -16,7 +16,6 @@ import torch
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.memory_plan import MemoryPlan
 from umbra.runtime.cluster.placement import Node, Plan
-from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import (
     ActorError,
     ConfigError,
@@ -26,16 +25,16 @@ from umbra.runtime.errors import (
     UmbraError,
 )
 from umbra.runtime.process.nvml import gpu_sizes
-from umbra.runtime.session import Session
+from umbra.runtime.reports.step_metrics import last_steps
+from umbra.runtime.session.rollouts import Rollouts, SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.settings import shown_settings
-from umbra.runtime.step_metrics import last_steps
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
-from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
-from umbra.trainer.algorithms.algorithm_names import LOSSES
 from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.policy_export import export_policy
+from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
@@ -52,25 +51,26 @@ from umbra.trainer.checkpoint.run_identity import (
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config import setting_rules
+from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.kept_prompts import KeptPrompts
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.loop import TrainingLoop
-from umbra.trainer.memory_needs import plan_job_memory
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_policy
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.pool_placement import plan_pools
+from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
-from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
+from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
-from umbra.trainer.reporting.progress_display import ProgressDisplay
+from umbra.trainer.reporting.metrics_loggers import LoggedRun, MetricsLoggers, logger_names
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
-from umbra.trainer.services import (
+from umbra.trainer.services.memory_needs import plan_job_memory
+from umbra.trainer.services.pool_placement import plan_pools
+from umbra.trainer.services.services import (
     MANAGER,
     POOL,
     ServiceStarter,
@@ -79,17 +79,10 @@ from umbra.trainer.services import (
     save_tokenizers,
     user_folders,
 )
-from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
-from umbra.trainer.stop_forecast import StopForecast
-from umbra.trainer.waits import collective_timeout_s
-from umbra.trainer.world import (
-    World,
-    agree_on_signal,
-    from_lead,
-    pick_device,
-    usable_gpus,
-)
+from umbra.trainer.world.signals import StopSignals
+from umbra.trainer.world.stop_forecast import StopForecast
+from umbra.trainer.world.world import World, agree_on_signal, from_lead, pick_device, usable_gpus
 
 # How long a rank that lost another one waits for the supervisor to report which rank or process
 # failed first. The supervisor knows within milliseconds; a rank's own errors are delayed this long.
@@ -98,6 +91,14 @@ _CAUSE_TIMEOUT_S: Final = 1.0
 
 # For the supervisors to write what all processes are doing, before this rank ends.
 _BUNDLE_LIMIT_S: Final = 20.0
+
+_LEAST_S: Final = 1800.0
+"""Ranks that fail end the others through the session long before this. It is for a network that
+drops packets. Less would be too short for a rank that slowly reads its data or writes the model."""
+
+_MARGIN_S: Final = 240.0
+"""A wait may take this much longer than its setting: by the margins of calls, and with auxiliary
+pools, by starting the process that handles their requests."""
 
 
 class Trainer:
@@ -512,3 +513,28 @@ def _missed_deadline(error: Exception) -> bool:
     return (
         isinstance(error, RuntimeError) and re.search("time(d )?out", str(error), re.I) is not None
     )
+
+
+def collective_timeout_s(config: TrainerConfig) -> float:
+    """The timeout of the ranks' process group in seconds.
+
+    torch ends a rank, and with it the run, if a collective takes longer than the process group's
+    timeout. Waits that a setting allows must not end like that:
+
+       pool.sync_timeout_s             rank 0 waits for the first start of the engines, and for the
+       pools.NAME.start_timeout_s      manager to begin; pools that share memory start one by one
+       rollout.timeout_s               a rank that did not get an answer, because the manager was
+                                       killed, asks again; the others have it and wait for this rank
+
+    All other waits of a single rank are shorter than the least timeout, or have no limit. Waits of
+    all ranks outside torch (for a weight sync or a batch) do not count.
+    """
+    in_turn_s = config.pool.sync_timeout_s + _MARGIN_S
+    waits_s = [_LEAST_S, config.rollout.timeout_s + _MARGIN_S]
+    for pool in config.pools.values():
+        start_s = pool.start_timeout_s + _MARGIN_S
+        if pool.mode == "colocated":
+            in_turn_s += start_s
+        else:
+            waits_s.append(start_s)
+    return max(in_turn_s, *waits_s)

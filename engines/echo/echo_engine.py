@@ -1,10 +1,119 @@
 from __future__ import annotations
 
-from umbra.engines.echo.echo_core import EchoCore
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
 from umbra.engines.echo.echo_weights import EchoUpdates, EchoWeights
+from umbra.engines.shell.engine_core import NewOutput, PolledCore
 from umbra.engines.shell.engine_shell import EngineShell
 from umbra.engines.shell.polled_requests import PolledRequests
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import ConfigError
+
+_MAX_BURST: Final = 1024
+# Tokens of one request made at once where no speed is set: a long one still takes several batches.
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
+
+
+class EchoCore(PolledCore):
+    """Makes tokens when they are taken, as many as time and `tokens_per_s` of each request allow. A
+    level 2 sleep loses `weights`; with `weights_in_logprobs`, logprobs depend on them."""
+
+    name = "echo"
+    keeps_requests_asleep = True
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        tokens_per_s: float | None,
+        max_num_seqs: int,
+        weights: EchoWeights | None,
+        weights_in_logprobs: bool,
+    ) -> None:
+        super().__init__()
+        self._tokens_per_s = tokens_per_s
+        self._max_num_seqs = max_num_seqs
+        self._weights = weights
+        self._weights_in_logprobs = weights_in_logprobs
+        self._live: dict[str, _EchoOutput] = {}  # in order of arrival
+        self._num_running = 0
+        self.vocab_size = vocab_size
+
+    async def add(
+        self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
+    ) -> _EchoOutput:
+        self._live[key] = output = _EchoOutput(self, key, request)
+        self._start_waiting()
+        return output
+
+    async def abort(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if key in self._live:
+                self._live[key].is_aborted = True
+                self.remove(key)
+
+    def remove(self, key: str) -> None:
+        if self._live.pop(key).since is not None:
+            self._num_running -= 1
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        if self._num_running < min(self._max_num_seqs, len(self._live)):
+            for output in islice(self._live.values(), self._max_num_seqs):
+                if output.since is None:
+                    output.since = asyncio.get_running_loop().time()
+                    self._num_running += 1
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Takes tokens before the tick if no speed is set."""
+        if self._tokens_per_s is None:
+            self.ended.set()
+
+    def allowance(self, output: _EchoOutput) -> int:
+        """Tokens that a request may have had since the last take."""
+        if self.is_paused or output.since is None:
+            return 0
+        if self._tokens_per_s is None:
+            return _MAX_BURST
+        now = asyncio.get_running_loop().time()
+        count = int((now - output.since) * self._tokens_per_s)
+        output.since += count / self._tokens_per_s
+        return count
+
+    def logprobs(self, keys: Any) -> list[float]:
+        if not self._weights_in_logprobs or self._weights is None:
+            return [0.0] * len(keys)
+        return echo_logprobs(keys, self._weights.fingerprint()).tolist()
+
+    async def pause(self, *, keep: bool) -> None:
+        self.is_paused = True
+        if not keep:
+            await self.abort(list(self._live))
+
+    async def resume(self) -> None:
+        self.is_paused = False
+        now = asyncio.get_running_loop().time()
+        for output in self._live.values():
+            if output.since is not None:
+                output.since = now
+        self.hurry()
+
+    async def sleep(self, level: int) -> None:
+        if level == 2 and self._weights is not None:
+            self._weights.clear()
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return "the echo engine has no GPU"
 
 
 class EchoEngine(EngineShell[EchoCore]):
@@ -68,3 +177,91 @@ class EchoEngine(EngineShell[EchoCore]):
     def weights_fingerprint(self) -> int:
         """A number for the bytes that the engine holds; without weights, for no bytes."""
         return self._held.fingerprint()
+
+
+class _EchoOutput:
+    """A request in progress; `since` is the loop time of its last token, None while
+    it waits to run."""
+
+    def __init__(self, core: EchoCore, key: str, request: GenerationRequest) -> None:
+        self._core = core
+        self._key = key
+        self._request = request
+        self._tokens = EchoTokens(
+            request.seed, request.tokens, vocab_size=core.vocab_size, position=request.position
+        )
+        self.since: float | None = None
+        self.is_aborted = False
+        self.changed = asyncio.Event()
+
+    def take(self) -> NewOutput | None:
+        if self.is_aborted:
+            return NewOutput(tokens=[], logprobs=[], finish_reason="abort")
+        request = self._request
+        left = request.max_new_tokens - (self._tokens.position - request.position)
+        count = min(self._core.allowance(self), left)
+        if count == 0:
+            return None
+        drawn = self._tokens.draw(count, request.stop_token_ids)
+        tokens: list[int] = drawn.tokens.tolist()
+        reason = None
+        if tokens[-1] in request.stop_token_ids:
+            reason = "stop"
+        elif len(tokens) == left:
+            reason = "length"
+        if reason is None:
+            self._core.hurry()
+        else:
+            self._core.remove(self._key)
+        return NewOutput(
+            tokens=tokens, logprobs=self._core.logprobs(drawn.keys), finish_reason=reason
+        )
+
+
+class Drawn(NamedTuple):
+    """N tokens, each with a key: a number that depends on the seed, the token's position, the token
+    and all tokens before it."""
+
+    tokens: npt.NDArray[np.int32]  # [N]
+    keys: npt.NDArray[np.uint64]  # [N]
+
+
+class EchoTokens:
+    """Draws the tokens that follow a context (prompt and all tokens so far), in constant time each.
+    A trajectory that was cut continues with the same tokens in any process if its seed, context and
+    `position`, the completion index of the next token, are right."""
+
+    def __init__(
+        self,
+        seed: int,
+        context: Sequence[int] | npt.NDArray[np.int32],
+        *,
+        vocab_size: int,
+        position: int = 0,
+    ) -> None:
+        self._digest = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes(), seed=seed)
+        self._vocab_size = vocab_size
+        self.position = position
+
+    def draw(self, count: int, stop_token_ids: Collection[int] = ()) -> Drawn:
+        tokens: list[int] = []
+        keys: list[int] = []
+        state = self._digest.intdigest()
+        for position in range(self.position, self.position + count):
+            token = (state + position * _GOLDEN & _MASK) * self._vocab_size >> 64
+            self._digest.update(token.to_bytes(4, "little"))
+            state = self._digest.intdigest()
+            tokens.append(token)
+            keys.append(state + position * _GOLDEN & _MASK)
+            if token in stop_token_ids:
+                break
+        self.position += len(tokens)
+        return Drawn(np.array(tokens, np.int32), np.array(keys, np.uint64))
+
+
+def echo_logprobs(keys: npt.NDArray[np.uint64], fingerprint: int) -> npt.NDArray[np.float32]:
+    """Stand-ins for logprobs, below 0, from `Drawn` keys and the `weights_fingerprint`."""
+    bits = keys ^ np.uint64(fingerprint)
+    # 52 bits and a half: the largest value is still below 1 after rounding to float64.
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return np.log(uniform).astype(np.float32)

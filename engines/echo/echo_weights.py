@@ -6,12 +6,12 @@ from typing import Any
 
 import xxhash
 
-from umbra.engines.shell.weight_updates import WeightUpdates
+from umbra.engines.shell.engine_core import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.bucket_grid import BucketGrid, Extent
+from umbra.runtime.weights.image.mapped_image import KeptImage
+from umbra.runtime.weights.links.image_source import ImageSource
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
-from umbra.runtime.weights.transports.shared_memory.image_source import ImageSource
-from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
 
 _OPEN_TIMEOUT_S = 10.0
 
@@ -121,7 +121,7 @@ class EchoUpdates(WeightUpdates):
 def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:
     import torch
 
-    from umbra.runtime.weights.checksums.checksum import checksum_of
+    from umbra.runtime.weights.checksum import checksum_of
 
     data = torch.frombuffer(image, dtype=torch.uint8)
     found: list[str] = []

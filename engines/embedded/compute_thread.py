@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from umbra.engines.embedded.embedded_worker import EmbeddedWorker
-from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaColumns
+from umbra.runtime.engine_api.token_deltas import END_TICK_S, DeltaColumns
 from umbra.runtime.errors import EngineError
 
 logger = logging.getLogger(__name__)

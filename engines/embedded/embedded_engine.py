@@ -6,13 +6,12 @@ from typing import Any
 from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
 from umbra.engines.embedded.embedded_worker import EmbeddedWorker
-from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_core import Core, WeightUpdates
 from umbra.engines.shell.engine_requests import EngineRequests, RequestCounts
 from umbra.engines.shell.engine_shell import EngineShell
-from umbra.engines.shell.weight_updates import WeightUpdates
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.hub_snapshot import local_model
+from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 
 class EmbeddedEngine(EngineShell["EmbeddedCore"]):

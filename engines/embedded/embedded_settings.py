@@ -8,9 +8,9 @@ from typing import Final
 import torch
 
 from umbra.engines.embedded.scheduler import Limits
-from umbra.engines.shell.resident_memory import physical_nbytes
 from umbra.runtime.engine_api.decoder_config import ModelConfig
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.host_memory import physical_nbytes
 
 _KV_SHARE_OF_GPU_MEMORY: Final = 0.8
 # Share of a GPU's free memory used where no size is set. Activations and logits need the rest.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from umbra.engines.embedded.arena import Arena
+from umbra.engines.embedded.parameters import Arena
 from umbra.runtime.engine_api.decoder_config import ModelConfig
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,8 +14,6 @@ from umbra.engines.loading.loader_recording import (
     RecordedFill,
     storage_of,
 )
-from umbra.engines.loading.repeated_copies import RepeatedCopies
-from umbra.engines.loading.staged_copies import StagedCopies
 from umbra.engines.loading.weight_source import BlockCopy, WeightSource
 from umbra.runtime.weights.copy_planner import (
     CopyPiece,
@@ -26,6 +25,11 @@ from umbra.runtime.weights.copy_planner import (
 from umbra.runtime.weights.manifest import Manifest
 
 _POISON: Final = 0xFF  # makes every floating-point number NaN
+
+_NUM_BRANCHES: Final = 4
+# For the 399 copies of an 8B on an H100, one branch takes 12.1 ms, 2 take 11.5 and 3 or 4 11.4.
+
+_ALIGNMENT: Final = 256
 
 
 class _Step(NamedTuple):
@@ -269,3 +273,129 @@ def _within(tensor: Tensor, view: StridedView) -> Tensor:
 
 def _viewed(tensor: Tensor, view: StridedView) -> Tensor:
     return tensor.as_strided(view.shape, view.strides, view.offset)
+
+
+class RepeatedCopies:
+    """The copies of a plan, carried out once for each version in the same memory.
+
+        first version        copy after copy
+        second, and later    a CUDA graph of all copies, in parallel branches, on one GPU
+
+    In the graph a copy begins while another branch's ends, and the CPU launches all of them at
+    once. Copies from host memory are made one after the other: each waits for its part. Targets
+    must be disjoint, and both sides' memory must stay in place. One thread.
+    """
+
+    def __init__(self, copies: Sequence[BlockCopy]) -> None:
+        self.copies = copies
+        devices = {tensor.device for copy in copies for tensor in (copy.values, copy.target)}
+        # A graph has one GPU's copies: another's would be made only once, while it is recorded.
+        self._is_on_one_gpu = [device.type for device in devices] == ["cuda"]
+        self._was_carried_out = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def carry_out(self, wait: Callable[[int], None] | None = None) -> None:
+        """Makes all copies; on a GPU they may still be in progress afterwards. `wait` returns when
+        the blocks of an entry may be read."""
+        if not (self._is_on_one_gpu and self._was_carried_out):
+            for copy in self.copies:
+                if wait is not None:
+                    wait(copy.idx)
+                copy.carry_out()
+            self._was_carried_out = True
+            return
+        if wait is not None:
+            for copy in self.copies:
+                wait(copy.idx)
+        if self._graph is None:
+            self._graph = _graph_of(self.copies)
+        self._graph.replay()
+
+
+def _graph_of(copies: Sequence[BlockCopy]) -> torch.cuda.CUDAGraph:
+    """Records copies without carrying them out. Other threads may use the GPU meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    device = copies[0].target.device
+    first, *others = (torch.cuda.Stream(device) for _ in range(_NUM_BRANCHES))
+    with torch.cuda.stream(first):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for stream in others:
+                stream.wait_stream(first)
+            try:
+                for branch, stream in enumerate((first, *others)):
+                    with torch.cuda.stream(stream):
+                        for copy in copies[branch::_NUM_BRANCHES]:
+                            copy.carry_out()
+            finally:  # the end of a capture with open branches would replace the copies' error
+                for stream in others:
+                    first.wait_stream(stream)
+        finally:
+            graph.capture_end()
+    return graph
+
+
+class StagedCopies:
+    """The copies of a plan in two halves: an engine generates during the first one.
+
+        ranks' memory ──begin, on a stream of its own──▶ spare memory ──finish──▶ parameters
+        begin ─▶ is_done, wait ─▶ finish      once for each version
+
+    The first half casts and cuts, and uses the links between GPUs. The second stays within the
+    engine's GPU. Owns the spare memory over all versions in the same memory; torch.OutOfMemoryError
+    if there is none. The ranks' memory must stay until `wait` returns. One device, one thread.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, copies: Sequence[BlockCopy]) -> None:
+        sizes = [-(-copy.target.nbytes // _ALIGNMENT) * _ALIGNMENT for copy in copies]
+        bounds = list(accumulate(sizes, initial=0))
+        self._device = copies[0].target.device
+        memory = torch.empty(bounds[-1], dtype=torch.uint8, device=self._device)
+        spare = [
+            _like_target(memory[start:stop], copy.target)
+            for copy, (start, stop) in zip(copies, pairwise(bounds), strict=True)
+        ]
+        pairs = list(zip(copies, spare, strict=True))
+        self._to_spare = RepeatedCopies([copy._replace(target=each) for copy, each in pairs])
+        self._to_targets = RepeatedCopies(
+            [copy._replace(values=each, on_wire=None) for copy, each in pairs]
+        )
+        is_async = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_async else None
+        self._done = torch.cuda.Event() if is_async else None
+
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def wait(self) -> None:
+        """Returns when the ranks' memory is no longer read. Idempotent."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        if self._stream is None or self._done is None:
+            self._to_spare.carry_out()
+            return
+        # The last version may still be on its way from the spare memory to the parameters.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                self._to_spare.carry_out()
+                self._done.record()
+        except BaseException:
+            self._stream.synchronize()
+            raise
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Copies the values to the targets; copies may still be in progress when it returns."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._to_targets.carry_out()
+
+
+def _like_target(memory: Tensor, target: Tensor) -> Tensor:
+    return memory[: target.nbytes].view(target.dtype).view(target.shape)

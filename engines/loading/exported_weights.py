@@ -10,12 +10,11 @@ from torch import Tensor
 
 from umbra.engines.loading.weight_import import Regions
 from umbra.engines.loading.weight_source import BlockCopy, wanted_names
-from umbra.runtime.weights.checksums.checksum import CastValues, sum_all, to_checksums
-from umbra.runtime.weights.checksums.gpu_sums import numbers_on
+from umbra.runtime.weights.byte_views import flatten
+from umbra.runtime.weights.checksum import CastValues, numbers_on, sum_all, to_checksums
 from umbra.runtime.weights.copy_planner import ShardBlock
-from umbra.runtime.weights.transports.byte_views import flatten
-from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
-from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
+from umbra.runtime.weights.exports.exported_image import ExportedImage
+from umbra.runtime.weights.image.sync_progress import EngineEnd
 
 _MOST_HELD_NBYTES: Final = 256 << 20
 # Copies of parameters in other dtypes that checksums hold at a time. Less means more launches;

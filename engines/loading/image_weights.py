@@ -1,8 +1,10 @@
+"""The weights of an update in an image in host memory: of the node, or a copy of one."""
+
 from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -10,16 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.engines.loading.image_import import image_tensors
 from umbra.engines.loading.weight_import import Regions
 from umbra.engines.loading.weight_source import BlockCopy, wanted_names
+from umbra.runtime.weights.bucket_grid import BucketGrid
+from umbra.runtime.weights.byte_views import buffer_bytes, typed_view
 from umbra.runtime.weights.copy_planner import ShardBlock
+from umbra.runtime.weights.image.destinations import Destinations
+from umbra.runtime.weights.image.fd_client import received_fd
+from umbra.runtime.weights.image.gpu_copies import GpuCopies
+from umbra.runtime.weights.image.mapped_image import KeptImage, MappedImage
+from umbra.runtime.weights.image.sync_progress import EngineEnd
+from umbra.runtime.weights.links.image_source import ImageSource
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.fd_client import received_fd
-from umbra.runtime.weights.transports.shared_memory.gpu_copies import GpuCopies
-from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage, MappedImage
-from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
 
@@ -153,3 +157,46 @@ def _grid(description: Mapping[str, Any]) -> BucketGrid:
     return BucketGrid(
         Manifest.from_wire(description["manifest"]).nbytes, description["bucket_nbytes"]
     )
+
+
+class ImageImport:
+    """One update, with prepare_update's arguments, whose weights workers read from
+    their node's image.
+
+        ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
+                             └──▶ engine process: compares checksums
+    """
+
+    def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        self._layout = Manifest.from_wire(manifest)
+        self._bucket_nbytes: int = buckets["bucket_nbytes"]
+        self._source = ImageSource(kept, self._layout.nbytes, buckets, _OPEN_TIMEOUT_S)
+        known = ("fd_socket", "image", "bucket_nbytes", "progress")
+        self.description: dict[str, Any] = {name: buckets[name] for name in known}
+        self.description["manifest"] = manifest
+
+    def receiving(self) -> AbstractContextManager[None]:
+        return self._source.receiving()
+
+    def take_reports(self, per_worker: Sequence[Regions]) -> int:
+        return self._layout.payload_nbytes
+
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        tensors = image_tensors(self._layout, self._source.memory)
+        return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
+
+    def stop(self) -> None:
+        """Ends the workers' waits for ranks. From any thread."""
+        self._source.stop()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def image_tensors(manifest: Manifest, memory: mmap.mmap) -> dict[str, Tensor]:
+    """The manifest's tensors as views of an image, which stays mapped while they live."""
+    image = buffer_bytes(memory)
+    return {
+        entry.name: typed_view(image[entry.offset : entry.end], entry.dtype, entry.shape)
+        for entry in manifest.entries
+    }

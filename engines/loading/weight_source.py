@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from umbra.engines.loading.weight_import import Regions
-from umbra.runtime.weights.checksums.checksum import CastValues
+from umbra.runtime.weights.checksum import CastValues
 from umbra.runtime.weights.copy_planner import ShardBlock
+from umbra.runtime.weights.image.gpu_copies import cut_at_pieces
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.gpu_copies import cut_at_pieces
 
 
 class BlockCopy(NamedTuple):

@@ -14,8 +14,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from umbra.engines.sglang.sglang_library import SglangLibrary
-from umbra.engines.sglang.sglang_processes import end_on_sigquit, temporary_files_in
+from umbra.engines.sglang.sglang_library import SglangLibrary, end_on_sigquit, temporary_files_in
 from umbra.engines.shell.follower_group import network_variables
 
 

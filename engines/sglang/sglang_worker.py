@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -14,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.open_weights import WorkerMemory, open_weights
-from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_source import WeightSource
-from umbra.engines.sglang import sglang_processes
-from umbra.engines.sglang.sglang_lora import load_adapter
+from umbra.engines.loading.worker_updates import PlannedLoading, WorkerMemory, open_weights
+from umbra.engines.sglang import sglang_library
 from umbra.engines.sglang.sglang_orders import unpack_order, write_reports
+from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER
+from umbra.runtime.engine_api.lora import module_shapes
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
+from umbra.runtime.weights.exports.ipc_memory import probe_import
 
 _dist: Final[Any] = torch.distributed
 _loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
@@ -82,7 +85,7 @@ def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    sglang_processes.allow_stack_dumps()
+    sglang_library.allow_stack_dumps()
     answer_stack_requests()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
@@ -174,6 +177,47 @@ def _weight_memory(model: nn.Module) -> dict[int, Tensor]:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _check_done(result: Any) -> None:
+    if not result.success:
+        raise WeightSyncError(f"SGLang refuses the LoRA adapter: {result.error_message}")
+
+
+@cache
+def _lora_manager(model: nn.Module) -> Any:
+    """SGLang's manager of the model's adapters, which it gives to no weight loader."""
+    kind: Any = importlib.import_module("sglang.srt.lora.lora_manager").LoRAManager
+    managers = (found for found in gc.get_objects() if type(found) is kind)
+    return next(manager for manager in managers if manager.base_model is model)
+
+
+def load_adapter(model: nn.Module, source: WeightSource) -> str:
+    """Returns how the adapter was loaded, for the engine's log. SGLang's own call would wait for
+    the last adapter's requests, which may be frozen."""
+    spec = source.manifest.lora
+    assert spec is not None
+    # SGLang keeps adapters in host memory; the source's own memory is gone after the update.
+    tensors: dict[str, Tensor] = {
+        name: tensor.to("cpu", copy=True) for name, tensor in source.tensors()
+    }
+    modules = module_shapes(source.manifest.shapes)
+    config = {
+        "peft_type": "LORA",
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+    }
+    manager = _lora_manager(model)
+    named: Any = importlib.import_module("sglang.srt.lora.lora_registry").LoRARef(
+        lora_id=SYNCED_ADAPTER, lora_name=SYNCED_ADAPTER, lora_path="no folder", pinned=False
+    )
+    if SYNCED_ADAPTER in manager.loras:
+        _check_done(manager.unload_lora_adapter(named))
+    _check_done(manager.load_lora_adapter_from_tensors(named, tensors, config))
+    # Copies to the GPU now: SGLang would with the next batch, and end if that failed.
+    manager.fetch_new_loras({SYNCED_ADAPTER})
+    return f"loaded a LoRA adapter of rank {spec.rank} for {len(modules)} modules"
 
 
 _ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]]] = {

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from umbra.runtime.engine_api.engine_names import engine_kind
-from umbra.runtime.engine_api.lora_matrices import LoraBase, check_lora_rank
+from umbra.runtime.engine_api.lora import LoraBase, check_lora_rank
 from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.package_versions import outside_tested_range
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +142,27 @@ def _read_whole_config(model_path: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise DataError(f"{path} does not hold a JSON object")
     return cast("dict[str, Any]", raw)
+
+
+def load_library(name: str, module: str, pick: Callable[[str], _T], *, missing: str) -> _T:
+    """Imports a foreign engine and returns what `pick` makes of its version; warns if untested.
+    Raises ConfigError with the remedy, `missing` if it is not installed."""
+    try:
+        library: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise ConfigError(f"{name} cannot be imported: {error}") from error
+        raise ConfigError(
+            f'engine = "{module}" needs {name}, which is not installed here: {missing}'
+        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be imported: {error}") from error
+    version = str(library.__version__)
+    try:
+        picked = pick(version)
+    except (ImportError, AttributeError) as error:
+        advice = outside_tested_range(module, version) or "reinstall it"
+        raise ConfigError(f"{name} {version} lacks what umbra needs: {error}; {advice}") from error
+    if warning := outside_tested_range(module, version):
+        logger.warning(warning)
+    return picked

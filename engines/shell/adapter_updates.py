@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from umbra.engines.loading.image_import import ImageImport
+from umbra.engines.loading.image_weights import ImageImport
 from umbra.engines.loading.weight_import import WeightImport
-from umbra.engines.shell.engine_core import AdapterCore
-from umbra.engines.shell.weight_updates import WeightUpdates
+from umbra.engines.shell.engine_core import AdapterCore, WeightUpdates
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.transports.shared_memory.mapped_image import KeptImage
+from umbra.runtime.weights.image.mapped_image import KeptImage
 
 _T = TypeVar("_T")
 

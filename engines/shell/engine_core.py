@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from umbra.engines.loading.weight_import import Regions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.engine_api.lora_matrices import LoraBase
+from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 
@@ -217,3 +217,44 @@ class AdapterCore(PolledCore):
     async def close_memory(self) -> None:
         """Closes the ranks' memory and the image in every worker; see `WorkerMemory`."""
         return
+
+
+class WeightUpdates(Protocol):
+    """The engine's side of a weight update. The shell calls one method at a time, except `stop`:
+
+    begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end          `abort` if the update is aborted
+    """
+
+    async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        """Prepares one version; arguments and errors as in `Engine.prepare_update`."""
+        ...
+
+    async def is_prepared(self) -> bool:
+        """Whether the work of `begin` is done. `load` may come earlier, and then waits."""
+        return True
+
+    async def load(self) -> int:
+        """Loads all weights as the ranks provide them; returns their bytes. Raises WeightSyncError
+        if the sync was aborted or `stop` was called."""
+        ...
+
+    async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        """See `Engine.verify_update`. Only called in syncs with checksums."""
+        ...
+
+    def stop(self) -> None:
+        """Ends a `load` that waits for ranks."""
+        ...
+
+    async def end(self) -> None: ...
+
+    async def abort(self) -> None:
+        """Leaves the update and closes the ranks' memory, because ranks may have ended. Also called
+        before other ranks come. Idempotent."""
+        ...
+
+    async def release(self) -> None: ...
+
+    async def close(self) -> None:
+        """Frees everything, even during a `load`. Idempotent."""
+        ...

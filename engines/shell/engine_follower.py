@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.process.child_process import ChildProcess
-from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
+from umbra.runtime.process.host_memory import create_memory
 
 if TYPE_CHECKING:
     import numpy as np

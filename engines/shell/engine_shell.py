@@ -1,30 +1,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from umbra.engines.shell.engine_changes import Changes
-from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_core import Core, WeightUpdates
 from umbra.engines.shell.engine_gate import EngineGate
 from umbra.engines.shell.engine_requests import EngineRequests
-from umbra.engines.shell.resident_memory import resident_nbytes
-from umbra.engines.shell.weight_updates import WeightUpdates
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag
+from umbra.runtime.engine_api.token_deltas import DeltaColumns
 from umbra.runtime.errors import EngineError, WakeError, WeightSyncError
-from umbra.runtime.first_of import first_of
+from umbra.runtime.process.host_memory import resident_nbytes
 from umbra.runtime.tracing.spans import gauge, span
+from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 _Core = TypeVar("_Core", bound=Core)
 _PREPARED_INTERVAL_S: Final = 0.005
 # Interval of asking whether an update is prepared. Each question waits for the engine's current
 # step and delays the next one: shorter intervals delay tokens, longer ones the update.
+
+_T = TypeVar("_T")
 
 
 class EngineShell(Generic[_Core]):
@@ -314,3 +317,60 @@ def _first_error(error: Exception) -> Exception:
         return error
     group = cast("ExceptionGroup[Exception]", error)
     return _first_error(group.exceptions[0])
+
+
+class Changes:
+    """Runs calls that change an engine one after the other, each to its end.
+
+        caller A ── make ──▶ [A | B]   begins once earlier changes are done
+        caller B ── make ──▶           B's caller is cancelled: B still runs after A
+
+    A cancelled caller does not cancel its change: the engine's processes would do their part in any
+    case, and this side would no longer know their state. Even a change that has not begun runs,
+    because `EngineGate` counts a pause as made when it is requested. Leaving cancels all changes.
+    """
+
+    def __init__(self) -> None:
+        self._order = asyncio.Lock()
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    async def make(
+        self, change: Callable[[], Coroutine[Any, Any, _T]], traced: span | None = None
+    ) -> _T:
+        """Returns or raises the change's outcome. Must not be called within a change. `traced`
+        measures the change without its wait for earlier ones."""
+        outcome: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        task = self._group.create_task(self._settle(change, outcome, traced or nullcontext()))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: outcome.cancel())  # if the task itself was cancelled
+        return await outcome
+
+    async def _settle(
+        self,
+        change: Callable[[], Coroutine[Any, Any, _T]],
+        outcome: asyncio.Future[_T],
+        traced: AbstractContextManager[object],
+    ) -> None:
+        try:
+            async with self._order:
+                with traced:
+                    value = await change()
+        except Exception as error:  # raised to the caller
+            if outcome.cancelled():
+                logger.warning("an engine change failed after its caller left", exc_info=error)
+            else:
+                outcome.set_exception(error)
+        else:
+            if not outcome.cancelled():
+                outcome.set_result(value)

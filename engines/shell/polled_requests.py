@@ -10,8 +10,8 @@ import numpy as np
 
 from umbra.engines.shell.engine_core import NewOutput, Output, PolledCore
 from umbra.engines.shell.engine_requests import EngineRequests, RequestCounts
-from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBuffer
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.token_deltas import END_TICK_S, DeltaBuffer
 
 _QUIET_PASSES = 3
 # Passes of the event loop without a token after which the engine's frontend has handled all earlier

@@ -5,11 +5,350 @@ Draws depend on where a trajectory was cut, so only greedy trajectories resume t
 
 from __future__ import annotations
 
+import asyncio
+import os
+import struct
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final, TypeVar
+
+import xxhash
+
+from umbra.engines.loading.weight_import import Regions
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
-from umbra.engines.vllm.vllm_core import VllmCore
-from umbra.engines.vllm.vllm_settings import VllmSettings
+from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
+from umbra.engines.shell.follower_group import FollowerGroup
+from umbra.engines.vllm.vllm_library import (
+    VllmLibrary,
+    file_variables,
+    job_folder,
+    unlink_shared_memory,
+)
+from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
+from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.errors import ConfigError, EngineError, UmbraError, WeightSyncError
+from umbra.runtime.process import descendants
+from umbra.runtime.process.process_end import PidWatch
+
+_T = TypeVar("_T")
+_SHUTDOWN_TIMEOUT_S: Final = 0.2
+# Time for EngineCore to end by itself, which takes its workers seconds and gains nothing.
+_MAX_ERROR_NUM_CHARS: Final = 1000
+_MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
+_MEMORY_TAGS: Final = ("weights", "kv_cache")
+
+_MIN_TEMPERATURE: Final = 0.01
+# vLLM raises lower temperatures to this one, which would return another distribution's logprobs.
+
+
+class VllmCore(AdapterCore):
+    """The core of the vLLM engine: starts, watches and ends AsyncLLM, and translates pauses and
+    errors.
+
+        this process (actor)          AsyncLLM, event loop
+          └ EngineCore                scheduler, and the worker where there is one
+              └ workers               one for each GPU of a tensor-parallel engine
+
+    If an engine spans nodes, the workers elsewhere run below its followers (`vllm_follower`). All
+    these processes end with this one, which is their subreaper or the child of one
+    (`runtime.process`).
+    """
+
+    name = "vLLM"
+    truncates = True
+
+    def __init__(self, settings: VllmSettings) -> None:
+        super().__init__(settings.lora_base)
+        self._settings = settings
+        self._watches = ExitStack()
+        self._is_staged = True  # what the workers opened last
+        self._followers = FollowerGroup(settings.followers)
+        self._llm: Any = None
+        self._library: VllmLibrary | None = None
+        self._adapters: dict[str, Any] = {}  # LoRARequests by name; "": of every request
+        self.lora_names = tuple(settings.lora_adapters)
+        self._asleep: set[str] = set()  # tags
+
+    @property
+    def library(self) -> VllmLibrary:
+        assert self._library is not None
+        return self._library
+
+    @property
+    def frees_memory_asleep(self) -> bool:
+        """False on the CPU, where vLLM's sleep frees nothing."""
+        return not self.library.is_cpu
+
+    def check_options(self) -> str:
+        self._read_options()
+        return f"vLLM {self.library.version}"
+
+    def _read_options(self) -> dict[str, Any]:
+        self._library = library = VllmLibrary.load()
+        return self._settings.options(library.option_names(), is_cpu=library.is_cpu)
+
+    async def start(self) -> None:
+        options = self._read_options()
+        library = self.library
+        self._check_adapters()
+        variables = self._settings.environment(is_cpu=library.is_cpu)
+        if self._settings.followers:
+            options |= await self._followers.start_parts(
+                "umbra.engines.vllm.vllm_follower",
+                options,
+                variables,
+                host_variable="VLLM_HOST_IP",
+                part_options=self._settings.part_options,
+            )
+        files = file_variables(job_folder(), is_cpu=library.is_cpu)
+        for name, value in (variables | files).items():
+            os.environ.setdefault(name, value)
+        began_ticks = descendants.ticks_now()
+        try:
+            self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
+        except Exception as error:
+            text = str(error)
+            if len(text) > _MAX_ERROR_NUM_CHARS:  # for example a list of all models that it knows
+                text = f"{text[:_MAX_ERROR_NUM_CHARS]} ..."
+            raise EngineError(
+                f"vLLM {library.version} did not start: {text}{_memory_hint(text)}"
+            ) from error
+        self.vocab_size = int(self._llm.model_config.get_vocab_size())
+        # The workers are watched, too: EngineCore reports a dead worker only after all have ended.
+        workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
+        workers = workers[: self._settings.num_local_workers]
+        for pid in _children_since(began_ticks).union(workers):
+            self._watches.enter_context(PidWatch(pid, self.died.set))
+        unlink_shared_memory()
+        per_worker: list[Mapping[str, int]] = await self.call(
+            self._llm.collective_rpc("umbra_memory")
+        )
+        self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
+        await self._load_adapters()
+
+    def _check_adapters(self) -> None:
+        settings, library = self._settings, self.library
+        if not settings.lora_adapters or settings.load_weights:
+            return
+        if not library.can_update_beneath_adapters():
+            raise ConfigError(
+                f"vLLM {library.version} cannot take new weights beneath LoRA adapters: leave "
+                "lora_adapters to pools that training leaves as they are, or use vLLM 0.32.0"
+            )
+
+    async def _load_adapters(self) -> None:
+        """Loads the adapters from their folders again: an update removes vLLM's copies."""
+        for number, (name, path) in enumerate(self._settings.lora_adapters.items(), start=1):
+            request = self.library.LoRARequest(name, number, path, load_inplace=True)
+            try:
+                await self.call(self._llm.add_lora(request))
+            except (EngineError, ValueError) as error:
+                raise EngineError(f"LoRA adapter {name!r}, {path}: {error}") from error
+            self._adapters[name] = self.library.LoRARequest(name, number, path)
+
+    async def stop(self) -> None:
+        self._watches.close()
+        await self._followers.close()  # first: without this part, theirs would fail
+        if self._llm is not None:
+            unlink_shared_memory()
+            self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+            self._llm = None
+
+    async def call(self, awaitable: Awaitable[_T]) -> _T:
+        """Turns vLLM's exceptions into EngineError; ValueError and umbra's own pass through."""
+        try:
+            return await awaitable
+        except (UmbraError, ValueError):
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+
+    def check_request(self, request: GenerationRequest) -> None:
+        check_request(request)
+
+    async def add(
+        self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
+    ) -> Output:
+        prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
+        params = sampling_params(self.library, request, self.vocab_size)
+        adapter = self._adapters.get(request.lora)
+        adding = self._llm.add_request(key, prompt, params, lora_request=adapter)
+        return VllmOutput(await self.call(adding))
+
+    async def abort(self, keys: Iterable[str]) -> None:
+        """The last tokens, which are on their way from EngineCore, are lost."""
+        await self.call(self._llm.abort(list(keys)))
+
+    async def pause(self, *, keep: bool) -> None:
+        """Avoids `pause_generation`, which then sleeps for 20 ms: `deliver` takes late tokens."""
+        mode = "keep" if keep else "abort"
+        await self.call(self._llm.engine_core.pause_scheduler_async(mode, clear_cache=False))
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        await self.call(self._llm.resume_generation())
+        self.is_paused = False
+
+    async def sleep(self, level: int) -> None:
+        """Wakes what sleeps first: vLLM puts nothing to sleep while one tag sleeps."""
+        await self._followers.close_images()
+        await self.wake(_MEMORY_TAGS)
+        await self.call(self._llm.sleep(level))
+        self._asleep.update(_MEMORY_TAGS)
+        self.is_paused = True
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Wakes only tags that sleep: others would keep them asleep. With the
+        last, vLLM resumes."""
+        sleeping = [tag for tag in tags if tag in self._asleep]
+        if sleeping:
+            await self.call(self._llm.wake_up(sleeping))
+            self._asleep.difference_update(sleeping)
+            self.is_paused = bool(self._asleep)
+
+    async def reset_prefix_cache(self) -> None:
+        await self.call(self._llm.reset_prefix_cache())
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        if self._settings.followers:
+            return "its workers are on several nodes"
+        if self.library.is_cpu:
+            return "its parameters are in cpu memory, not on a GPU"
+        asked = self._llm.collective_rpc("umbra_probe_import", args=(allocations,))
+        problems: list[str] = await self.call(asked)
+        return next((problem for problem in problems if problem), "")
+
+    async def open_weights(self, description: Mapping[str, Any]) -> None:
+        if not self._settings.followers:  # their nodes have no copy yet
+            await self._open_weights(description)
+
+    async def _open_weights(self, description: Mapping[str, Any]) -> None:
+        """Opens an update in each worker. Failures change nothing: the engine may generate."""
+        self._is_staged = True
+        reports: list[tuple[str, bool]] = await self._in_workers("umbra_open", description)
+        if problem := next((problem for problem, _ in reports if problem), ""):
+            raise WeightSyncError(problem)
+        self._is_staged = all(is_staged for _, is_staged in reports)
+
+    async def is_staged(self) -> bool:
+        """Asks the workers again instead of waiting in them: they generate meanwhile."""
+        if not self._is_staged:
+            self._is_staged = all(await self._in_workers("umbra_is_staged"))
+        return self._is_staged
+
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
+        if self._settings.followers:
+            await self._open_weights(await self._followers.send_image(description))
+        method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
+        reports: list[tuple[Regions, str, list[str]]] = await self._in_workers(method)
+        self.check_all_read(unread for _, _, unread in reports)
+        if self._settings.lora_rank:
+            name, number = SYNCED_ADAPTER
+            self._adapters[""] = self.library.LoRARequest(name, number, "no folder")
+        await self._load_adapters()
+        self.log_loading(way for _, way, _ in reports)
+        return [regions for regions, _, _ in reports]
+
+    async def close_memory(self) -> None:
+        await self.call(self._llm.collective_rpc("umbra_close_memory"))
+
+    async def _in_workers(self, method: str, *args: object) -> list[Any]:
+        """Returns each worker's answer. After a failure, several workers are unusable."""
+        try:
+            return await self.call(self._llm.collective_rpc(method, args=args))
+        except EngineError:
+            if self._settings.num_workers > 1:
+                # vLLM leaves the other workers' answers unread: every later call would get them.
+                self.died.set()
+            raise
 
 
 class VllmEngine(ConfiguredEngine):
     settings_class = VllmSettings
     core_class = VllmCore
+
+
+def _memory_hint(text: str) -> str:
+    if not any(word in text for word in _MAY_LACK_MEMORY):
+        return ""
+    return (
+        "\n(if it lacks memory, lower pool.max_context_len, which is its max_model_len, "
+        "pool.max_num_seqs or pool.kv_cache_num_tokens)"
+    )
+
+
+def _children_since(ticks: int) -> set[int]:
+    """Children that started since then; not the orphans that this process adopted."""
+    found = (
+        (pid, descendants.process_stat(pid)) for pid in descendants.working_child_pids(os.getpid())
+    )
+    return {pid for pid, stat in found if stat is not None and stat.start_ticks >= ticks}
+
+
+class VllmOutput:
+    """Wraps RequestOutputCollector, which merges outputs that were not taken."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+
+    @property
+    def changed(self) -> asyncio.Event:
+        ready: asyncio.Event = self._collector.ready
+        return ready
+
+    def take(self) -> NewOutput | None:
+        output = self._collector.get_nowait()
+        if output is None:
+            return None
+        completion = output.outputs[0]
+        return NewOutput(
+            tokens=completion.token_ids,
+            logprobs=_sampled_logprobs(completion),
+            finish_reason=str(completion.finish_reason) if output.finished else None,
+        )
+
+
+def _sampled_logprobs(completion: Any) -> list[float]:
+    """The sampled tokens' logprobs, the only ones that vLLM returns with `logprobs=0`. In vLLM
+    0.26.0 the final output of an abort has no tokens of its own, but appends all logprobs so far to
+    those of the tokens that it is merged with."""
+    if not completion.token_ids:
+        return []
+    flat = completion.logprobs
+    # Flat: a position's logprobs begin at its start, the sampled token's first.
+    starts = flat.start_indices[: len(completion.token_ids)]
+    return [flat.logprobs[start] for _, start in zip(completion.token_ids, starts, strict=True)]
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raises ValueError for a request that vLLM would silently change."""
+    if 0 < request.temperature < _MIN_TEMPERATURE:
+        raise ValueError(
+            f"request {request.id}: temperature must be 0 (greedy) or at least "
+            f"{_MIN_TEMPERATURE} with vLLM, got {request.temperature}"
+        )
+
+
+def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size: int) -> Any:
+    return library.SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=draw_seed(request.seed, request.position),
+        max_tokens=request.max_new_tokens,
+        # vLLM refuses stop tokens outside the vocabulary.
+        stop_token_ids=[token for token in request.stop_token_ids if token < vocab_size],
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=library.RequestOutputKind.DELTA,
+    )
+
+
+def draw_seed(seed: int, position: int) -> int:
+    """The seed for resuming a trajectory at `position`, in [0, 2**63). vLLM starts a generator with
+    each request: the same seed would repeat the draws of the beginning."""
+    if position == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position)) >> 1

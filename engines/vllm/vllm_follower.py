@@ -14,8 +14,7 @@ from multiprocessing import connection
 from typing import Any
 
 from umbra.engines.shell.follower_group import network_variables
-from umbra.engines.vllm.vllm_leftovers import file_variables, unlink_shared_memory
-from umbra.engines.vllm.vllm_library import VllmLibrary
+from umbra.engines.vllm.vllm_library import VllmLibrary, file_variables, unlink_shared_memory
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings, read_config
-from umbra.engines.shell.resident_memory import physical_nbytes
-from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
-from umbra.runtime.engine_api.lora_adapter import LoraAdapter
+from umbra.runtime.engine_api.engine_names import kv_token_nbytes
+from umbra.runtime.engine_api.lora import LoraAdapter
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.host_memory import physical_nbytes
 
 WORKER_EXTENSION: Final = "umbra.engines.vllm.vllm_worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.open_weights import OpenUpdate
-from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_import import Regions
 from umbra.engines.loading.weight_source import WeightSource
+from umbra.engines.loading.worker_updates import OpenUpdate, PlannedLoading
 from umbra.engines.vllm.vllm_lora import load_adapter
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import UmbraError, WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
+from umbra.runtime.weights.exports.ipc_memory import probe_import
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
 _factory: Any = importlib.import_module(

@@ -20,8 +20,7 @@ from typing import Any, Final
 
 import msgpack
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.actor_target import make_target
+from umbra.runtime.actor.actor_spec import ActorSpec, make_target
 from umbra.runtime.cluster.environment import without_rank
 from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.settings import from_wire, to_wire

@@ -25,24 +25,22 @@ import msgpack
 import uvloop
 import zmq
 
-from umbra.runtime.actor.actor_spec import ActorContext, ActorSpec, set_actor_context
-from umbra.runtime.actor.actor_target import make_target
+from umbra.runtime.actor.actor_spec import ActorContext, ActorSpec, make_target, set_actor_context
 from umbra.runtime.actor.function_queue import FunctionQueue
 from umbra.runtime.actor.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.errors import ActorError, UmbraError
-from umbra.runtime.process.adopted_children import AdoptedChildren, note_own_children
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.cpu_affinity import confine, cores_near
-from umbra.runtime.process.exit_status import STOP_SIGNALS
-from umbra.runtime.process.forked_signals import keep_from_forks
+from umbra.runtime.process.orphans import AdoptedChildren, note_own_children
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
+from umbra.runtime.process.process_end import STOP_SIGNALS
+from umbra.runtime.process.signal_handling import keep_from_forks
 from umbra.runtime.process.thread_stacks import answer_stack_requests
-from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.pending_calls import describing_calls
-from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.rpc.loop_socket import endpoint_at
+from umbra.runtime.rpc.rpc_client import Client, Handle, describing_calls
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.rpc.tcp_endpoint import endpoint_at
 from umbra.runtime.settings import from_wire
 from umbra.runtime.tracing.trace_writer import recording
 

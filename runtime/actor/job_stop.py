@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from typing import Final
 
-from umbra.runtime.first_of import first_of
+from umbra.runtime.waiting import first_of
 
 STOP_WINDOW_S: Final = 1.0
 """Longest time between the first and the last process receiving the same stop. A longer window

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.process_end import ExitStatus
 
 RestartMode = Literal["never", "on_failure"]
 

@@ -30,23 +30,21 @@ import msgpack
 import zmq
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.heartbeat import Watchdog
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.restart_policy import DeclareFailed, RestartTracker
-from umbra.runtime.actor.watchdog import Watchdog
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.cluster.run_events import EventKind, Notify
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
-from umbra.runtime.first_of import first_of
 from umbra.runtime.process.child_process import ChildProcess
-from umbra.runtime.process.descendants import is_dying, process_stat
-from umbra.runtime.process.exit_status import ExitStatus
-from umbra.runtime.process.gpu_release import gpu_memory_released
-from umbra.runtime.process.orphans import end_orphans
-from umbra.runtime.process.process_tree import ProcessTree
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.process.descendants import ProcessTree, is_dying, process_stat
+from umbra.runtime.process.orphans import end_orphans, gpu_memory_released
+from umbra.runtime.process.process_end import ExitStatus
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.settings import to_wire
 from umbra.runtime.tracing.spans import instant, span
+from umbra.runtime.waiting import first_of
 
 # A dead actor's children may take this long to end. Without a limit, a child that hangs in a driver
 # would hold up the restart forever; the supervisor's periodic check takes over.

@@ -1,4 +1,4 @@
-"""`umbra dump`: shows what the processes of a running job are doing, and leaves them alone.
+"""`umbra dump` shows what a job's processes are doing; `umbra trace` writes a timeline.
 
 The supervisor of rank 0's node makes the bundle. If it does not answer, and runs on this machine,
 this command reports on the processes of this machine from outside.
@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.cli.live_job import is_reachable, run_interruptibly
 from umbra.runtime.cli.stop_command import (
     call_supervisor,
     find_job,
@@ -21,15 +20,19 @@ from umbra.runtime.cli.stop_command import (
     request_job,
     wait_until,
 )
-from umbra.runtime.cluster.process_report import report_processes
-from umbra.runtime.cluster.run_notice import JobRequest, SupervisorAddress
+from umbra.runtime.cluster.run_requests import JobRequest, SupervisorAddress
 from umbra.runtime.errors import ActorNotFound, ConfigError
-from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.hang_bundle import bundle_path, read_summary, write_bundle
 from umbra.runtime.process.descendants import process_stat
+from umbra.runtime.reports.hang_bundle import bundle_path, read_summary, write_bundle
+from umbra.runtime.reports.process_report import report_processes
+from umbra.runtime.supervisor.live_job import is_reachable, run_interruptibly
+from umbra.runtime.terminal_text import escape_unprintable
+from umbra.runtime.tracing.trace_files import TraceFiles, trace_json, write_trace
 
 _BUNDLE_LIMIT_S: Final = 30.0
 """Deadline of the bundle's file, which a network file system may show late."""
+
+_FORMATS: Final = (".json", ".json.gz")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,3 +87,22 @@ def _is_torchrun(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"torchrun" in command or b"torch.distributed.run" in command
     return False
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    run_dir, output = Path(arguments.run_dir), arguments.output
+    if output and not output.endswith(_FORMATS):
+        raise ConfigError(f"-o {output}: end the name with {' or '.join(_FORMATS)}")
+    try:
+        files = TraceFiles(run_dir)
+        events, name = files.events(), "all"
+        if arguments.steps:
+            first, last = arguments.steps
+            events = files.events(files.find_steps(first, last))
+            name = f"steps-{first}-{last}"
+        path = Path(output or run_dir / "trace" / f"{name}.json.gz")
+        write_trace(path, trace_json(events))
+    except OSError as error:
+        raise ConfigError(f"cannot write a timeline of {run_dir}: {error}") from error
+    print(f"{path}: open it at https://ui.perfetto.dev")
+    return 0

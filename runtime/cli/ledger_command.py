@@ -1,4 +1,4 @@
-"""`umbra ledger RUN_DIR`: shows where a job's samples are, a list of them, or one's history."""
+"""`umbra ledger` and `umbra samples`: where a job's samples are, and their text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
-from umbra.runtime.cli.sample_texts import NO_LONGER_KEPT, read_texts, text_of
+from umbra.runtime.dash.sample_texts import NO_LONGER_KEPT, read_texts, text_of
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.terminal_text import escape_unprintable
 
 # More would scroll the list's head out of the screen; fewer would make --newest a habit.
 _DEFAULT_NEWEST: Final = 20
@@ -29,6 +29,9 @@ _TOTALS: Final = {
     "resets": "agent loops that started over",
     "restores": "times that the job resumed from a checkpoint",
 }
+
+_DEFAULT_LIMIT: Final = 3
+"""Samples shown by default. More would scroll out of the screen; fewer do not show what varies."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -222,3 +225,41 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _time(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).astimezone().isoformat(" ", "milliseconds")
+
+
+def run_samples(arguments: argparse.Namespace) -> int:
+    """Prints text, or with `--json` one object. Works while the job runs, too."""
+    if arguments.ids and (arguments.step or arguments.best or arguments.worst):
+        raise ConfigError("samples given by id need no --step, --best or --worst: leave them out")
+    run_dir = Path(arguments.run_dir)
+    index = open_index(run_dir)
+    rows, choice = _choose(index, arguments)
+    samples = read_texts(index, rows, run_dir, arguments.model)
+    if arguments.json:
+        print(json.dumps({"samples": samples}))
+        return 0
+    print("\n\n".join([*map(text_of, samples), *filter(None, [choice])]))
+    return 0
+
+
+def _choose(index: LedgerIndex, arguments: argparse.Namespace) -> tuple[list[SampleRow], str]:
+    """The rows of the wanted samples, and a line about the others."""
+    if arguments.ids:
+        return [find_sample(index, sample_id) for sample_id in arguments.ids], ""
+    step = None if arguments.step is None else arguments.step - 1
+    if arguments.best or arguments.worst:
+        what, of = ("best" if arguments.best else "worst"), "samples with a reward"
+        limit = arguments.best or arguments.worst
+        rows, num_samples = index.extremes(limit, best=bool(arguments.best), step=step)
+    else:
+        what, of = "newest", "samples with a completion; choose by id, --best N or --worst N"
+        rows, num_samples = index.with_tokens(_DEFAULT_LIMIT, step)
+    if not rows:
+        if step is not None and (steps := index.steps()):
+            return (
+                [],
+                f"no samples of step {step + 1}: there are steps {steps[0] + 1} to {steps[1] + 1}",
+            )
+        return [], "no such samples yet"
+    of_step = "" if step is None else f" of step {step + 1}"
+    return rows, f"the {what} {len(rows):,}{of_step}, of {num_samples:,} {of}"

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from umbra.runtime.cli.live_job import ask_supervisor, is_reachable, run_interruptibly
 from umbra.runtime.cluster.run_events import RunEvent, read_events
-from umbra.runtime.cluster.run_notice import (
+from umbra.runtime.cluster.run_requests import (
     NOTHING_TO_SAVE,
     JobAnswer,
     JobRequest,
@@ -31,6 +30,7 @@ from umbra.runtime.errors import (
     UmbraError,
 )
 from umbra.runtime.settings import to_wire
+from umbra.runtime.supervisor.live_job import ask_supervisor, is_reachable, run_interruptibly
 
 _END_LIMIT_S: Final = 120.0
 """Time after the grace time for the job to write results and end its processes. Longer delays

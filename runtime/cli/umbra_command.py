@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
+import select
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final, cast
+from io import UnsupportedOperation
+from typing import Any, Final, TextIO, cast
 
-from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
-from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.terminal_text import escape_unprintable
 
 _LEDGER: Final = (
     "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
@@ -89,6 +92,9 @@ _GENERATE: Final = (
     "--url, by a server that is running."
 )
 
+_STATUS: Final = 128 + signal.SIGPIPE
+"""The status that a shell shows for a program that SIGPIPE ended; Python ignores SIGPIPE."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C,
@@ -138,17 +144,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return ledger_command.run(arguments)
         case "samples":
-            from umbra.runtime.cli import samples_command
+            from umbra.runtime.cli import ledger_command
 
-            return samples_command.run(arguments)
+            return ledger_command.run_samples(arguments)
         case "dump":
             from umbra.runtime.cli import dump_command
 
             return dump_command.run(arguments)
         case "trace":
-            from umbra.runtime.cli import trace_command
+            from umbra.runtime.cli import dump_command
 
-            return trace_command.run(arguments)
+            return dump_command.run_trace(arguments)
         case "top":
             from umbra.runtime.cli import top_command
 
@@ -158,11 +164,11 @@ def _run(arguments: argparse.Namespace) -> int:
             return int(import_module("umbra.runtime.dash.dash_command").run(arguments))
         case "doctor":
             # By name, because nothing here imports the trainer, whose config it reads.
-            return int(import_module("umbra.trainer.doctor").run(arguments))
+            return int(import_module("umbra.trainer.doctor.doctor").run(arguments))
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
         case "export":
-            return int(import_module("umbra.trainer.checkpoint.checkpoint_export").run(arguments))
+            return int(import_module("umbra.trainer.checkpoint.model_export").run(arguments))
         case "eval":
             return int(import_module("umbra.trainer.serving.eval_command").run(arguments))
         case "serve":
@@ -478,6 +484,47 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: use 0 to 65535")
     return int(text)
+
+
+def run_until_unread(command: Callable[[], int]) -> int:
+    """The command's exit status, or 141 if its output was closed before all was written. A pipe
+    that broke elsewhere is an ordinary error."""
+    try:
+        try:
+            return command()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # None if it was closed from the start
+                    stream.flush()  # else it fails at the interpreter's end, with a message
+    except BrokenPipeError:
+        if not any([_discard_unread(sys.stdout), _discard_unread(sys.stderr)]):
+            raise
+        return _STATUS
+
+
+def _discard_unread(stream: TextIO | None) -> bool:
+    """Whether nobody reads the stream. If so, its unwritten text is discarded."""
+    descriptor = _descriptor(stream)
+    if descriptor is None:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are always reported
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, descriptor)
+    finally:
+        os.close(nowhere)
+    return True
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+    """None if it was closed from the start, or captured by this process."""
+    try:
+        return None if stream is None else stream.fileno()
+    except UnsupportedOperation:
+        return None
 
 
 if __name__ == "__main__":

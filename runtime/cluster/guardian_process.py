@@ -16,9 +16,9 @@ from typing import Any
 from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import guardian
-from umbra.runtime.process.child_log import ChildLog
-from umbra.runtime.process.exit_status import STOP_SIGNALS, ExitStatus
-from umbra.runtime.process.memory_file import open_memory_file
+from umbra.runtime.process.child_process import ChildLog
+from umbra.runtime.process.host_memory import open_memory_file
+from umbra.runtime.process.process_end import STOP_SIGNALS, ExitStatus
 
 _MAX_READY_NBYTES = 64 * 1024
 

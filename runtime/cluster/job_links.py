@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from umbra.runtime.cluster.job_nodes import JobNode, check_nodes
-from umbra.runtime.cluster.lead_link import LOST_AFTER_S, Event, LeadLink, Specs
-from umbra.runtime.cluster.member_links import MemberLinks
+from umbra.runtime.cluster.node_link import LOST_AFTER_S, Event, LeadLink, MemberLinks, Specs
 from umbra.runtime.errors import (
     ActorNotFound,
     ConfigError,

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 from umbra.runtime.errors import ConfigError, how_to_install
-from umbra.runtime.process.forked_signals import handle_signals
+from umbra.runtime.process.signal_handling import handle_signals
 
 
 def run(arguments: argparse.Namespace) -> int:

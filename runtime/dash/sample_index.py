@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from umbra.runtime.cli.sample_texts import decode_content, open_tokenizer
+from umbra.runtime.dash.sample_texts import decode_content, open_tokenizer
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_events import GIVEN
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of

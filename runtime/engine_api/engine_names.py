@@ -67,6 +67,12 @@ class EngineKind:
         return size
 
 
+def engine_kind(engine: str) -> EngineKind:
+    """Looks an engine up by its short name. A `module:Class` is assumed to take LoRA adapters; at
+    its start it refuses them if it does not."""
+    return ENGINES.get(engine) or EngineKind(target=engine, has_lora=True)
+
+
 ENGINES: Final[Mapping[str, EngineKind]] = {
     "embedded": EngineKind(
         target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
@@ -104,12 +110,6 @@ FOLLOWER_TARGET: Final = "umbra.engines.shell.engine_follower:EngineFollower"
 """The `module:Class` of the actor that runs an engine's part on another node."""
 
 
-def engine_kind(engine: str) -> EngineKind:
-    """Looks an engine up by its short name. A `module:Class` is assumed to take LoRA adapters; at
-    its start it refuses them if it does not."""
-    return ENGINES.get(engine) or EngineKind(target=engine, has_lora=True)
-
-
 def engine_target(engine: str) -> str:
     return engine_kind(engine).target
 
@@ -131,3 +131,25 @@ def check_lora_engine(engine: str, adapters: Mapping[str, Path]) -> None:
 
 
 EngineName = Annotated[str, Checked(check_engine_name)]
+
+
+def kv_token_nbytes(
+    config: Mapping[str, Any], itemsize: int, *, tensor_parallel_size: int = 1
+) -> int:
+    """Bytes of one token's keys and values in all layers, for one worker's heads, at least one.
+    With latent attention (DeepSeek-V2, arXiv:2405.04434) all workers have the same latent vector
+    and rotary key."""
+    try:
+        num_heads = int(config["num_attention_heads"])
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+        num_layers = int(config["num_hidden_layers"])
+        if config.get("kv_lora_rank"):
+            latent_size = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+            return num_layers * latent_size * itemsize
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's config.json does not give the size of its KV cache ({error!r})"
+        ) from None
+    num_kv_heads = max(1, num_kv_heads // tensor_parallel_size)
+    return 2 * num_layers * num_kv_heads * head_dim * itemsize

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
+from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 PauseMode = Literal["abort", "keep", "drain"]
 

@@ -13,14 +13,14 @@ from umbra.runtime.cluster.placement import engine_idx
 from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, EngineError, WeightSyncError
-from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder
-from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
+from umbra.runtime.waiting import first_of
+from umbra.runtime.weights.image.fd_server import FdServer
+from umbra.runtime.weights.links.link_plan import ImageHolder
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant
 
 logger = logging.getLogger(__name__)
 

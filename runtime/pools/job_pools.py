@@ -17,12 +17,12 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
-from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer, serve_fds
+from umbra.runtime.weights.image.fd_server import FdServer, serve_fds
 
 if TYPE_CHECKING:
     from umbra.runtime.pools.engine_pool import EnginePool
     from umbra.runtime.pools.node_pools import NodePools
-    from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
+    from umbra.runtime.weights.image.node_images import NodeImages
 
 # Time for another node to end engines that no pool uses: their grace, and the reaping.
 _END_WARM_LIMIT_S: Final = 60.0
@@ -92,7 +92,7 @@ class JobPools:
     def images(self) -> NodeImages:
         """The images of this node. Loaded with the first pool, or for another node's."""
         if self._loaded_images is None:
-            from umbra.runtime.weights.transports.shared_memory.node_images import NodeImages
+            from umbra.runtime.weights.image.node_images import NodeImages
 
             self._loaded_images = NodeImages(self._fd_server)
         return self._loaded_images

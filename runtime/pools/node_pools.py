@@ -13,20 +13,20 @@ from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
-from umbra.runtime.pools.engine_reuse import WarmSpecs, reuse_engines
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.warm_engines import WarmSpecs, reuse_engines
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
-from umbra.runtime.weights.sync_calls import (
+from umbra.runtime.weights.image.fd_server import FdServer
+from umbra.runtime.weights.links.link_plan import ImageHolder
+from umbra.runtime.weights.sync_messages import (
     SyncAbort,
     SyncBegin,
     SyncEnd,
     SyncFilled,
     SyncProgressed,
 )
-from umbra.runtime.weights.transports.nccl.link_progress import ImageHolder
-from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 

@@ -14,16 +14,16 @@ from umbra.runtime.cluster.placement import (
     follower_name,
 )
 from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, engine_target
-from umbra.runtime.engine_api.lora_matrices import check_lora_rank
-from umbra.runtime.errors import ConfigError
-from umbra.runtime.pools.pool_settings import (
+from umbra.runtime.engine_api.lora import check_lora_rank
+from umbra.runtime.engine_api.pool_settings import (
     OnUpdate,
+    TransportSetting,
     check_full_sync_every,
     check_staged_updates,
 )
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Count, Positive, Settings
-from umbra.runtime.weights.transport_choice import TransportSetting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class PoolSpec(Settings):
         lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the model's
             weights themselves; an argument of the same name. 0: syncs bring the weights.
         bucket_nbytes, verify_every, full_sync_every: see `SyncSettings`.
-        transport: how weights travel: auto, memfd, cuda_ipc or tcp; `transport_choice`.
+        transport: how weights travel: auto, memfd, cuda_ipc or tcp; `transport`.
     """
 
     name: str

@@ -10,20 +10,37 @@ ancestor below it die: it is an orphan, however it renamed or detached itself. E
 
 from __future__ import annotations
 
+import _posixsubprocess
 import asyncio
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Collection
+import subprocess
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
 
 from umbra.runtime.process import descendants, prctl
 from umbra.runtime.process.child_process import living_pids
-from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.process.descendants import child_pids
+from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
+from umbra.runtime.process.process_end import PidWatch
 
 _logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
 """Longest wait between two scans: an orphan that forks meanwhile lives that much longer."""
+
+_STILL_S: Final = 0.2
+# No device's use may have fallen for this long. A longer time delays every restart on a GPU; a
+# shorter one mistakes a pause of the driver for the end.
+_LOOK_INTERVAL_S: Final = 0.05
+_FALL_NBYTES: Final = 32 << 20  # less is noise
+_ANSWER_LIMIT_S: Final = 2.0
+# Time beyond the deadline for NVML to answer. A driver that hangs must not hold up the restart.
+_GIB: Final = 1 << 30
+
+_started = set[int]()
 
 
 async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> list[int]:
@@ -86,3 +103,139 @@ async def _wait_for_an_exit(pids: Collection[int], timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await ended.wait()
+
+
+class ReleaseWatch:
+    """Decides from readings whether ended processes' memory is free. Pure. It is once these
+    processes hold none, and use has stopped falling. If NVML knows them by other pids, only the
+    second test counts. `now` is the time of the end, on a monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._began = self._still_since = now
+        self._last: GpuReading | None = None
+
+    def observe(self, reading: GpuReading, now: float) -> bool:
+        if self._last is not None:
+            pairs = zip(self._last.used_nbytes, reading.used_nbytes, strict=True)
+            if any(before - after >= _FALL_NBYTES for before, after in pairs):
+                self._still_since = now
+        self._last = reading
+        return not any(reading.held_nbytes) and now - self._still_since >= _STILL_S
+
+    def describe(self, now: float) -> str:
+        assert self._last is not None
+        held = [
+            f"{nbytes / _GIB:.1f} GiB of GPU {idx}"
+            for idx, nbytes in zip(self._last.indices, self._last.held_nbytes, strict=True)
+            if nbytes
+        ]
+        after = f"{now - self._began:.0f} s after its end"
+        if held:
+            return f"its processes still hold {' and '.join(held)} {after}"
+        return f"use of GPU memory is still falling {after}"
+
+
+async def gpu_memory_released(
+    pids: Collection[int],
+    gpus: Sequence[str] | None,
+    *,
+    deadline_s: float,
+    stop: asyncio.Event | None = None,
+    library: str = LIBRARY,
+) -> str:
+    """Returns "" once the memory of ended `pids` is free on `gpus` (see `Nvml.open`), at once
+    without NVML or GPUs, or a description of the memory held at the deadline.
+
+    The driver frees it while a process ends, but maybe after the reaping; an early memory check
+    would fail the successor. `stop` ends the wait early.
+    """
+    stop = asyncio.Event() if stop is None else stop
+    limit_s = deadline_s + _ANSWER_LIMIT_S
+    try:
+        async with asyncio.timeout(limit_s):
+            return await _watch(pids, gpus, deadline_s, stop, library)
+    except TimeoutError:
+        return f"NVML did not report within {limit_s:.3g} s whether its memory is free"
+
+
+async def _watch(
+    pids: Collection[int],
+    gpus: Sequence[str] | None,
+    deadline_s: float,
+    stop: asyncio.Event,
+    library: str,
+) -> str:
+    clock = asyncio.get_running_loop().time
+    began, problem = clock(), ""
+    watch = ReleaseWatch(began)
+    # In a thread, because a driver that tears something down blocks callers.
+    nvml = await asyncio.to_thread(Nvml.open, library, gpus=gpus)
+    if nvml is None:
+        return ""
+    while not watch.observe(await asyncio.to_thread(nvml.read, pids), clock()):
+        if clock() - began >= deadline_s:
+            problem = watch.describe(clock())
+            break
+        if stop.is_set():
+            break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_INTERVAL_S):
+                await stop.wait()
+    nvml.close()  # skipped on cancellation: it would wait for the call in progress
+    return problem
+
+
+def note_own_children() -> None:
+    """Called once, before this process starts any other."""
+    for module, name in (
+        (os, "fork"),
+        (os, "forkpty"),
+        (os, "posix_spawn"),
+        (os, "posix_spawnp"),
+        (_posixsubprocess, "fork_exec"),  # of multiprocessing
+        (subprocess, "_fork_exec"),
+    ):
+        setattr(module, name, _noting(getattr(module, name)))
+
+
+def _noting(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        outcome: Any = start(*args, **kwargs)
+        _started.add(outcome if isinstance(outcome, int) else outcome[0])  # forkpty: (pid, fd)
+        return outcome
+
+    return noting
+
+
+class AdoptedChildren:
+    """Reaps this subreaper's adopted children: descendants whose own parent has ended.
+
+    Processes that this one started are left to their owners, who need the exit status. The kernel
+    does not tell the two apart, so `note_own_children` notes every way in which Python starts a
+    process. A child is reaped when two calls have found it ended, so that a library in C that forks
+    and waits at once is not disturbed. A library that waits later loses the exit status.
+    """
+
+    def __init__(self) -> None:
+        self._had_ended = set[int]()
+
+    def reap(self) -> None:
+        """To be called about once a second. Takes microseconds while no child has ended."""
+        _started.difference_update([pid for pid in tuple(_started) if _has_ended(pid) is None])
+        if not _has_ended(0, os.P_ALL):
+            self._had_ended.clear()
+            return
+        ended = {pid for pid in child_pids(os.getpid()) if pid not in _started and _has_ended(pid)}
+        for pid in ended & self._had_ended:
+            with contextlib.suppress(ChildProcessError):  # user code waits for any child
+                os.waitpid(pid, os.WNOHANG)
+        self._had_ended = ended
+
+
+def _has_ended(pid: int, kind: int = os.P_PID) -> bool | None:
+    """Whether a child has; None if this is no child, or one that has been reaped."""
+    try:
+        return os.waitid(kind, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return None

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
-from umbra.runtime.rpc.dropped_messages import DroppedMessages
-from umbra.runtime.rpc.tcp_endpoint import is_ipv6
-from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Frame
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Encoder, Frame
+
+logger = logging.getLogger(__name__)
 
 # Messages handled before the loop runs other work: more starves timers, fewer costs wake-ups.
 _DRAIN_LIMIT: Final = 256
@@ -34,6 +36,15 @@ SILENCE_LIMIT_S: Final = 10.0
 _SEND_MORE: Final = zmq.NOBLOCK | zmq.SNDMORE
 
 OnMessage = Callable[[list[Frame]], None]
+
+REPORT_INTERVAL_S: Final = 10.0
+"""Shortest time between two lines about one socket. Shorter lets a peer that sends only garbage
+fill the disk; longer delays the report that it still does."""
+
+# A batch this large goes out at once: waiting longer saves nothing and delays its first call.
+_FLUSH_NBYTES: Final = 64 * 1024
+
+_SCHEME = "tcp://"
 
 
 class LoopSocket:
@@ -173,3 +184,112 @@ class LoopSocket:
         self._unsent.clear()
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=linger_ms)
+
+
+class DroppedMessages:
+    """Logs dropped messages in few lines, however many there are. The first one is logged at once;
+    then, once per interval, the number of new ones and the last."""
+
+    def __init__(
+        self, sender: str, call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle]
+    ) -> None:
+        self._sender = sender
+        self._call_later = call_later
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_dropped = 0
+        self._num_unreported = 0
+        self._last = ""
+
+    def add(self, error: Exception) -> None:
+        """Reports one dropped message. Any error but ProtocolError is a bug of the handler. Only
+        the error's text is kept: its traceback would keep the message."""
+        self._num_dropped += 1
+        text = f"{type(error).__name__}: {error}"
+        if self._timer is not None:
+            self._num_unreported += 1
+            self._last = text
+            return
+        is_bug = not isinstance(error, ProtocolError)
+        logger.warning(
+            "dropped a message from %s: %s", self._sender, text, exc_info=error if is_bug else None
+        )
+        self._timer = self._call_later(REPORT_INTERVAL_S, self._on_interval)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._report()
+
+    def _on_interval(self) -> None:
+        self._timer = None
+        if self._report():
+            self._timer = self._call_later(REPORT_INTERVAL_S, self._on_interval)
+
+    def _report(self) -> bool:
+        num, self._num_unreported = self._num_unreported, 0
+        if num:
+            logger.warning(
+                "dropped %d more messages from %s, %d in all; the last: %s",
+                num, self._sender, self._num_dropped, self._last,
+            )  # fmt: skip
+        return num > 0
+
+
+class Outbox:
+    """Encodes envelopes for one peer and passes them to `send` in order.
+
+    The first envelope of a loop iteration leaves at once, for latency; those behind it share one
+    message at the iteration's end, for throughput. Many peers of one loop may share the encoder,
+    whose buffer is as large as the largest value.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Frame]], None], encoder: Encoder) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._encoder = encoder
+        self._headers: list[bytes] = []
+        self._nbytes = 0
+        self._flush_scheduled = False
+
+    def put(self, envelope: tuple[Any, ...]) -> None:
+        """Queues one envelope. Raises TypeError, ValueError or OverflowError for a value
+        without wire form."""
+        header, frames = self._encoder.encode(envelope)
+        if frames or len(header) >= _FLUSH_NBYTES:
+            # Sent alone, so that a batch stays far below the receiver's limit for one header.
+            self.flush()
+            self._send([header, *frames])
+            return
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._end_iteration)
+            self._send([header])
+            return
+        self._headers.append(header)
+        self._nbytes += len(header)
+        if self._nbytes >= _FLUSH_NBYTES:
+            self.flush()
+
+    def _end_iteration(self) -> None:
+        self._flush_scheduled = False
+        self.flush()
+
+    def flush(self) -> None:
+        if self._headers:
+            headers, self._headers, self._nbytes = self._headers, [], 0
+            self._send([headers[0] if len(headers) == 1 else b"".join(headers)])
+
+
+def endpoint_at(host: str, port: int | str) -> str:
+    """The endpoint of an address without brackets. Port "*" stands for any free one."""
+    return f"{_SCHEME}[{host}]:{port}" if ":" in host else f"{_SCHEME}{host}:{port}"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Host, without brackets, and port; ("", "") of none. The scheme may be missing."""
+    host, _, port = endpoint.removeprefix(_SCHEME).rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def is_ipv6(endpoint: str) -> bool:
+    return endpoint.startswith(f"{_SCHEME}[")

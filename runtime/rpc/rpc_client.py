@@ -9,8 +9,9 @@ Every call has exactly one outcome: its value, `RemoteError`, `DeadlineExceeded`
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, Self
 
@@ -22,14 +23,15 @@ from umbra.runtime.errors import (
     DeadlineExceeded,
     MailboxClosed,
 )
-from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
     CREDIT,
+    ActorRef,
 )
 from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
+from umbra.runtime.rpc.rpc_server import ActorServer
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]
@@ -43,6 +45,15 @@ _CLOSE_LINGER_MS: Final = 100
 # of its monitor). libzmq's default of 1,023 ends at 341 connections. 65,535 is its limit, which
 # costs a process 0.8 MB.
 _MAX_SOCKETS: Final = 65_535
+
+DESCRIBE: Final = "_describe_calls"
+_MAX_CALLS: Final = 500
+_MAX_TASKS: Final = 500
+"""The oldest calls, and any tasks. More would add nothing and be slow to read."""
+_MAX_LABEL_LEN: Final = 300
+
+_WAITING: Final = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
+"""The frame of a coroutine or generator, and the object it waits for."""
 
 
 class Client:
@@ -254,3 +265,40 @@ def _bad_timeout(what: str, timeout_s: float) -> Exception:
     if timeout_s <= 0:
         return DeadlineExceeded(f"{what}: no time left to call")
     return ValueError(f"{what}: timeout_s must be a number of seconds below {_MAX_TIMEOUT_S:g}")
+
+
+def describing_calls(client: Client, server: Callable[[], ActorServer]) -> Mapping[str, Any]:
+    def describe() -> dict[str, Any]:
+        calls = sorted(client.pending_calls() + server().running_calls(), reverse=True)
+        return {
+            "calls": [[age_s, label[:_MAX_LABEL_LEN]] for age_s, label in calls[:_MAX_CALLS]],
+            "tasks": _describe_tasks(),
+        }
+
+    return {DESCRIBE: describe}
+
+
+def _describe_tasks() -> list[str]:
+    """The places where the tasks of all loops of this process wait, the innermost last. asyncio
+    lists those of one loop only, and user code has a loop of its own."""
+    objects: list[Any] = gc.get_objects()
+    # Not isinstance, which asks each object for its class: proxies of user code may raise then.
+    tasks: list[asyncio.Task[Any]] = [
+        found for found in objects if issubclass(type(found), asyncio.Task)
+    ]
+    places = [_where(task) for task in tasks if not task.done()]
+    return [place for place in places if place][:_MAX_TASKS]
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    places: list[str] = []
+    inner: Any = task.get_coro()
+    while True:
+        names = next((names for names in _WAITING if hasattr(inner, names[0])), None)
+        frame = getattr(inner, names[0]) if names else None
+        if names is None or frame is None:
+            break
+        code = frame.f_code
+        places.append(f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})")
+        inner = getattr(inner, names[1])
+    return " > ".join(places)

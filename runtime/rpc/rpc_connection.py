@@ -18,7 +18,6 @@ from umbra.runtime.errors import (
     RemoteError,
     UmbraError,
 )
-from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.envelopes import (
     CALL,
@@ -31,11 +30,11 @@ from umbra.runtime.rpc.envelopes import (
     REFUSED,
     RESULT,
     WELCOME,
+    ActorRef,
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S, LoopSocket
-from umbra.runtime.rpc.outbox import Outbox
+from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S, LoopSocket, Outbox
 from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 # Interval of reconnects while a peer starts: shorter burns CPU, longer delays start-up.

@@ -38,8 +38,7 @@ from umbra.runtime.rpc.envelopes import (
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.rpc.loop_socket import LoopSocket
-from umbra.runtime.rpc.outbox import Outbox
+from umbra.runtime.rpc.loop_socket import LoopSocket, Outbox
 from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 logger = logging.getLogger(__name__)

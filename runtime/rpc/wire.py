@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import msgpack
 
 from umbra.runtime.errors import ProtocolError, brief
-from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.envelopes import BadEnvelope
+from umbra.runtime.rpc.envelopes import ActorRef, BadEnvelope
 
 if TYPE_CHECKING:
     import numpy as np

@@ -27,8 +27,8 @@ import uvloop
 
 from umbra.runtime.process import descendants
 from umbra.runtime.process.descendants import Identity
+from umbra.runtime.process.host_memory import may_belong_to, shared_memory_names
 from umbra.runtime.process.prctl import become_subreaper
-from umbra.runtime.process.shared_memory import may_belong_to, shared_memory_names
 
 # Interval while waiting for descriptors and shared memory, for which there is no event.
 _LOOK_AGAIN_S: Final = 0.02

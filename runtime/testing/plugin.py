@@ -28,10 +28,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from umbra.runtime.session import Session
+    from umbra.runtime.session.session import Session
     from umbra.runtime.testing.distributed_world import DistributedWorld
-    from umbra.runtime.testing.engine_factory import EngineFactory
-    from umbra.runtime.testing.session_factory import SessionFactory
+    from umbra.runtime.testing.factories import EngineFactory, SessionFactory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,7 +92,7 @@ def umbra_session_factory(
     """Opens sessions with options: `umbra_session_factory(tcp_host="127.0.0.1")`. They are closed
     in reverse order after the test, which then fails if a supervisor still runs or a socket
     directory was left."""
-    from umbra.runtime.testing.session_factory import SessionFactory
+    from umbra.runtime.testing.factories import SessionFactory
 
     with SessionFactory(tmp_path, monkeypatch) as factory:
         yield factory
@@ -122,7 +121,7 @@ def umbra_tiny_model_dir(
 def umbra_embedded_engine(umbra_session: Session, umbra_tiny_model_dir: Path) -> EngineFactory:
     """Starts embedded engines: `engine = umbra_embedded_engine()`, then
     `engine.call("submit", ...)`."""
-    from umbra.runtime.testing.engine_factory import EngineFactory
+    from umbra.runtime.testing.factories import EngineFactory
 
     return EngineFactory(umbra_session, umbra_tiny_model_dir)
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolAnswer

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.prctl import die_with_parent, exit_as_orphan
-from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
+from umbra.runtime.testing.distributed_world import WorldCall, WorldOutcome
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, Self, cast
 
 import msgpack
 
-from umbra.runtime.engine_api.lora_matrices import LoraSpec
+from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import ProtocolError, brief
 
 ALIGNMENT: Final = 256
@@ -235,3 +235,25 @@ def _bounded(raw: object, limit: int, what: str) -> int:
     if not isinstance(raw, int) or isinstance(raw, bool) or not 0 <= raw <= limit:
         raise ProtocolError(f"{what} must be an integer in [0, {limit}], got {brief(raw)}")
     return raw
+
+
+def find_gap(manifest: Manifest, regions: Iterable[tuple[int, int, int | None]]) -> str:
+    """The first byte that is missing, sent twice or outside; "" when there is none."""
+    ordered = sorted((offset, nbytes) for offset, nbytes, _ in regions if nbytes)
+    idx = 0
+    for entry in manifest.entries:
+        cursor = entry.offset
+        while cursor < entry.end:
+            if idx == len(ordered) or ordered[idx][0] != cursor:
+                found = ordered[idx][0] if idx < len(ordered) else "nothing more"
+                return (
+                    f"the ranks' shards do not cover tensor {entry.name!r}: expected a region "
+                    f"at image byte {cursor}, got {found}; do all ranks publish the same model?"
+                )
+            cursor += ordered[idx][1]
+            idx += 1
+        if cursor > entry.end:
+            return f"a region reaches byte {cursor}, but tensor {entry.name!r} ends at {entry.end}"
+    if idx != len(ordered):
+        return f"a region at image byte {ordered[idx][0]} belongs to no tensor"
+    return ""

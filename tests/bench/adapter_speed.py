@@ -30,13 +30,10 @@ from typing import Any
 import numpy as np
 from qwen3_shapes import SHAPES, save_model
 
-from umbra.engines.sglang.sglang_core import SglangCore
-from umbra.engines.sglang.sglang_engine import SglangEngine
+from umbra.engines.sglang.sglang_engine import SglangCore, SglangEngine
 from umbra.engines.sglang.sglang_requests import generate_fields
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.vllm.vllm_core import VllmCore
-from umbra.engines.vllm.vllm_engine import VllmEngine
-from umbra.engines.vllm.vllm_requests import sampling_params
+from umbra.engines.vllm.vllm_engine import VllmCore, VllmEngine, sampling_params
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 
 NUM_REQUESTS = {"cpu": 64, "cuda": 256}

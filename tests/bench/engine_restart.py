@@ -34,13 +34,13 @@ from gap_manager import gap_manager_spec
 from qwen3_shapes import SHAPES, save_model
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 SHAPE = {**SHAPES["tiny"], "hidden_size": 128, "intermediate_size": 256}

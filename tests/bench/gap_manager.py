@@ -12,17 +12,20 @@ from typing import Any, Self
 import numpy as np
 
 from umbra.runtime.actor.actor_spec import ActorSpec, actor_context
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import (
+    DispatchConfig,
+    RolloutConfig,
+    RolloutSettings,
+    SamplingOptions,
+)
 from umbra.runtime.settings import from_wire
 
 

@@ -30,10 +30,10 @@ from bench_progress import progress
 from bench_result import describe_hardware, median_of
 from torch import Tensor
 
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 _NEVER: Final = 1 << 30
 _POOLS: Final = {"all": 1, "changed": _NEVER}

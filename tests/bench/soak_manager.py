@@ -27,8 +27,7 @@ import numpy as np
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.child_process import resident_nbytes
 from umbra.runtime.process.prctl import die_with_parent
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.ledger.recorder import Recorder

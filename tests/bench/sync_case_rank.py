@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor, Shard
 from verl_protocol import timed_copy
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
-from umbra.runtime.weights.weight_publisher import WeightPublisher
-from umbra.trainer.world import World, barrier, from_lead, usable_gpus
+from umbra.trainer.world.world import World, barrier, from_lead, usable_gpus
 
 _TIMEOUT_S: Final = 400.0
 # The other ranks wait for the engine's start, which takes up to 300 s.

@@ -32,8 +32,7 @@ from typing import Any, Final
 from qwen3_shapes import SHAPES, save_model
 
 from umbra.runtime.testing.tiny_model import make_tiny_model
-from umbra.runtime.tracing.trace_files import TraceFiles
-from umbra.runtime.tracing.trace_json import trace_json, write_trace
+from umbra.runtime.tracing.trace_files import TraceFiles, trace_json, write_trace
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 CONFIG: Final = """

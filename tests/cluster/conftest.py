@@ -11,7 +11,7 @@ import pytest
 from network import Hosts
 from slurm_cluster import PROGRAMS, SlurmCluster
 
-from umbra.trainer.quickstart.quickstart_assets import ensure_assets
+from umbra.trainer.quickstart.quickstart_command import ensure_assets
 
 
 @pytest.fixture(scope="session")

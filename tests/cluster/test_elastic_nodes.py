@@ -32,8 +32,8 @@ from watching import all_end
 from whole_runs import HERE as FAULTS
 from whole_runs import write_config
 
-from umbra.runtime.cluster.lead_link import LOST_AFTER_S
-from umbra.runtime.cluster.run_notice import RunNotice
+from umbra.runtime.cluster.node_link import LOST_AFTER_S
+from umbra.runtime.cluster.run_requests import RunNotice
 from umbra.runtime.cluster.socket_dir import sweep
 from umbra.runtime.process.descendants import child_pids, process_stat
 from umbra.trainer.reporting.metrics_log import read_metrics

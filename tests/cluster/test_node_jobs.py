@@ -20,8 +20,8 @@ from run_traces import command_of
 from watching import all_end
 from zmq.utils import z85
 
-from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
-from umbra.runtime.cluster.run_notice import RunNotice
+from umbra.runtime.cluster.node_link import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.run_requests import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]
@@ -287,7 +287,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, home: Path)
 
 LOOK_UP = """
 import sys
-from umbra.trainer.node_checks import slow_name_lookups
+from umbra.trainer.doctor.node_checks import slow_name_lookups
 print([verdict.text for verdict in slow_name_lookups(sys.argv[1], 1)])
 """
 

@@ -39,10 +39,10 @@ from whole_runs import HERE as FAULTS
 from whole_runs import write_config
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.runtime.cluster.lead_link import LOST_AFTER_S
-from umbra.runtime.cluster.run_notice import RunNotice, SupervisorAddress
+from umbra.runtime.cluster.node_link import LOST_AFTER_S
+from umbra.runtime.cluster.run_requests import RunNotice, SupervisorAddress
 from umbra.runtime.process.descendants import child_pids
-from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.checkpoint.run_dir import RunLock
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]
@@ -331,7 +331,7 @@ def test_a_dump_shows_both_nodes_also_if_the_supervisor_of_one_is_stopped(
         (supervisor,) = (
             pid
             for pid in job.tree(1)
-            if "umbra.runtime.supervisor_host" in command_of(pid)
+            if "umbra.runtime.supervisor.supervisor_main" in command_of(pid)
             and not any(word.endswith("guardian.py") for word in command_of(pid))
         )
 

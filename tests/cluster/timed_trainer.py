@@ -18,7 +18,7 @@ from recorded_trainer import RecordedRollouts
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.trainer import train
 from umbra.trainer.command_line import run_program
-from umbra.trainer.world import World
+from umbra.trainer.world.world import World
 
 
 class TimedWorld(World):

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from umbra.trainer.algorithms.base import LossInputs, LossOutput
-from umbra.trainer.algorithms.cispo import cispo_loss
+from umbra.trainer.algorithms.losses import cispo_loss
 from umbra.trainer.config.trainer_config import TrainSection
 
 

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime import collective
-from umbra.runtime.session import Session
+from umbra.runtime.session import rollouts
+from umbra.runtime.session.session import Session
 from umbra.trainer import train
 from umbra.trainer.command_line import run_program
 
 
-class RecordedRollouts(collective.Rollouts):
+class RecordedRollouts(rollouts.Rollouts):
     """Records the rank's batches; owns its file for as long as the process lives."""
 
     def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
@@ -38,7 +38,7 @@ class RecordedRollouts(collective.Rollouts):
         return kept
 
     def next_batch(
-        self, step: int, version: int, serve_sync: collective.ServeSync, timeout_s: float
+        self, step: int, version: int, serve_sync: rollouts.ServeSync, timeout_s: float
     ) -> Mapping[str, Any]:
         columns = super().next_batch(step, version, serve_sync, timeout_s)
         # Samples in no micro-batch are not trained on, and those in two are trained on twice.

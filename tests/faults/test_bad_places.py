@@ -14,7 +14,7 @@ import pytest
 from run_assets import NUM_PROMPTS, write_rows
 from whole_runs import BAD_INPUT_LIMIT_S, END_LIMIT_S, start_run
 
-from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.checkpoint.run_dir import RunLock
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

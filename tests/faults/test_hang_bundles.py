@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from whole_runs import END_LIMIT_S, Run, start_run
 
-from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.cli.umbra_command import main
-from umbra.runtime.hang_bundle import read_summary
+from umbra.runtime.reports.hang_bundle import read_summary
+from umbra.runtime.supervisor.live_job import job_state
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -113,7 +113,7 @@ def test_sigterm_while_processes_start_ends_them(folder: Path) -> None:
 def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:
     code = """
         import time
-        from umbra.trainer.signals import StopRequested, StopSignals
+        from umbra.trainer.world.signals import StopRequested, StopSignals
 
         class Swallows:
             def __del__(self):

@@ -18,11 +18,11 @@ from typing import Any
 from ledger_replay import replay
 
 from umbra.runtime.cli.ledger_command import open_index
-from umbra.runtime.rollout.buffer.prompt_order import PromptOrder
 from umbra.runtime.rollout.ledger.ledger_events import Event, Leased
 from umbra.runtime.rollout.ledger.ledger_history import Entry, ledger_folder, read_history
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.runtime.rollout.manager.admission import PromptOrder
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.trainer.reporting.metrics_log import read_metrics
 

@@ -225,7 +225,10 @@ class Run:
             wanted = f"RANK={name[5:]}"
             return self._only(lambda pid: self._is_rank(pid) and wanted in environment_of(pid))
         if name in ("guardian", "supervisor"):
-            word = {"guardian": "guardian.py", "supervisor": "umbra.runtime.supervisor_host"}[name]
+            word = {
+                "guardian": "guardian.py",
+                "supervisor": "umbra.runtime.supervisor.supervisor_main",
+            }[name]
             # The guardian's command line contains the supervisor's.
             is_guardian = name == "guardian"
             return self._only(

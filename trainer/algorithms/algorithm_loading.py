@@ -6,13 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from umbra.runtime.rollout.agents.user_function import check_call, load_function
-from umbra.trainer.algorithms.algorithm_names import (
-    ADVANTAGE_ESTIMATORS,
-    LOSSES,
-    algorithm_target,
-)
+from umbra.runtime.rollout.user_function import check_call, load_function
 from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, algorithm_target
 
 
 def load_loss(name: str, folders: Sequence[str] = ()) -> PolicyLoss:

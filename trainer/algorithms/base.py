@@ -1,6 +1,6 @@
 """The interfaces of advantage estimators and losses, and the data that they exchange.
 
-`umbra.trainer.algorithms.algorithm_names` lists those that come with umbra. Users name their own as
+`umbra.trainer.config.algorithm_names` lists those that come with umbra. Users name their own as
 "module:function" in `train.advantage` and `train.loss`.
 
 G: samples of a group; M: generated tokens of a micro-batch; N: samples of a micro-batch.

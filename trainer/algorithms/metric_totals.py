@@ -12,7 +12,7 @@ from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import LossMetric, Reduction
-from umbra.trainer.world import max_over_ranks, sum_over_ranks
+from umbra.trainer.world.world import max_over_ranks, sum_over_ranks
 
 
 class MetricTotals:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from umbra.trainer.checkpoint.trainer_state import is_complete, read_trainer_state
-from umbra.trainer.run_files import writing
+from umbra.trainer.world.run_files import writing
 
 _LINK: Final = "best"
 _COLUMNS: Final[Mapping[str, str]] = {"accuracy": "eval/accuracy", "reward": "eval/reward_mean"}

@@ -52,14 +52,21 @@ from umbra.trainer.checkpoint.trainer_state import (
     read_trainer_state,
     reading_checkpoint,
 )
-from umbra.trainer.run_files import (
+from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
     describe_os_error,
     write_json,
     writing,
 )
-from umbra.trainer.world import World, any_rank, barrier, first_text, from_each_rank, from_lead
+from umbra.trainer.world.world import (
+    World,
+    any_rank,
+    barrier,
+    first_text,
+    from_each_rank,
+    from_lead,
+)
 
 _METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.checkpoint.run_dir import NEW_RUN
 from umbra.trainer.checkpoint.trainer_state import COMPLETE
-from umbra.trainer.run_files import write_json
+from umbra.trainer.world.run_files import write_json
 
 _DIGESTS: Final = "digests"
 _FORMAT: Final = "format"

@@ -5,18 +5,22 @@ docs/run-directory.md lists the files.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import chosen_settings, from_wire, shown_settings
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
-from umbra.trainer.run_files import (
+from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
     check_writable,
@@ -61,6 +65,9 @@ NEW_RUN: Final = (
     "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"
 )
 """The remedy where a run cannot be resumed: `run.overwrite` alone changes nothing for a resume."""
+
+_LOOK_INTERVAL_S: Final = 0.5
+"""Between attempts to get the lock. A longer one delays a restart; each asks the file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +339,55 @@ def process_age_s() -> float:
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     return uptime_s - started_s
+
+
+class RunLock:
+    """Held by rank 0 while its process uses the directory; the kernel releases it.
+
+    Args:
+        within_s: how long another process may hold it still: a network file system may learn late
+            that the node of the last rank 0 is lost.
+    """
+
+    def __init__(self, folder: Path, within_s: float = 0.0) -> None:
+        self._path = folder / ".lock"
+        self._fd = -1
+        self._within_s = within_s
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError if another process holds it, RunDirectoryError without a file."""
+        with writing("write", self._path):
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + self._within_s
+        while not (is_held := self._try_lock()) and time.monotonic() < deadline:
+            time.sleep(_LOOK_INTERVAL_S)
+        if not is_held:
+            holder = os.read(self._fd, 200).decode(errors="replace").strip()
+            self.__exit__(None, None, None)
+            raise ConfigError(
+                f"run.dir: {self._path.parent} is in use by {holder or 'another run'}: wait for "
+                "its end, or choose another directory"
+            )
+        try:
+            with writing("write", self._path):
+                os.truncate(self._fd, 0)
+                os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)

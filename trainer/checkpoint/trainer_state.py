@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.run_files import RunDirectoryError, describe_os_error
+from umbra.trainer.world.run_files import RunDirectoryError, describe_os_error
 
 STATE_FILE: Final = "trainer.json"
 COMPLETE: Final = "COMPLETE"

@@ -6,21 +6,19 @@ import copy
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
+import types
+import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
-from umbra.trainer.config.config_overrides import (
-    Override,
-    inner_annotation,
-    overrides_behind,
-    overrides_of,
-)
 from umbra.trainer.config.other_trainers import other_trainers_hint
 from umbra.trainer.config.setting_rules import refusals
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
@@ -36,6 +34,9 @@ _SURE_RATIO: Final = 0.8
 """Similarity from which a key of another section is suggested. Lower values suggest unrelated
 keys."""
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
+
+_EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
+"""Defaults of optional settings: an empty value removes such a setting."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
@@ -163,3 +164,175 @@ def _close_literal(problem: Any) -> str:
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One `section.key=value` argument."""
+
+    given: str
+    keys: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def parse(cls, given: str) -> Self:
+        """Raises ConfigError if `given` has another form."""
+        dotted, equals, text = given.partition("=")
+        keys = tuple(dotted.strip().split("."))
+        if not equals or len(keys) < 2 or not all(keys):
+            raise ConfigError(f"override {given!r}: write it as section.key=value")
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"override {given!r}: not UTF-8; write it in UTF-8, and rename a file that is not"
+            ) from None
+        return cls(given.strip(), keys, text.strip())
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.keys)
+
+    def apply_to(self, values: dict[str, Any]) -> None:
+        """Sets it in `values`, or removes it if it is empty and optional.
+
+        Raises:
+            ConfigError: it is not a setting of a section, or is empty and required.
+        """
+        is_removed = not self.text and _may_be_left_out(self.keys)
+        table = values
+        for key in self.keys[:-1]:
+            inner: Any = table.get(key, {}) if is_removed else table.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"override {self.given!r}: {key} is a value, not a section")
+            table = cast("dict[str, Any]", inner)
+        if is_removed:
+            table.pop(self.keys[-1], None)
+        else:
+            table[self.keys[-1]] = self._value()
+
+    def _value(self) -> Any:
+        """A TOML value; or the bare text, if it is not TOML or the key takes text."""
+        if not self.text and _is_setting(self.keys):
+            raise ConfigError(
+                f"{self.given} (command line): {self.key} cannot be unset; give it a value"
+            )
+        annotation = _annotation(self.keys)
+        is_quoted = self.text[:1] in {'"', "'"}
+        is_list = self.text[:1] == "[" and _takes(annotation, tuple)
+        if not (is_quoted or is_list) and _takes(annotation, str, Path):
+            return self.text
+        try:
+            return tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return self.text
+
+
+def overrides_behind(
+    problem: Any, overrides: Sequence[Override], file_values: Mapping[str, Any]
+) -> list[Override]:
+    """The overrides that caused one pydantic error; none if the file alone did.
+
+    Args:
+        file_values: the settings without the overrides.
+    """
+    location = tuple(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        location = location[:-1]
+    if problem["type"] == "value_error" and (below := _below(location, overrides)):
+        text = str(problem["ctx"]["error"])
+        return [one for one in below if _is_named(one, text, file_values)]
+    giving = [one for one in overrides if location[: len(one.keys)] == one.keys]
+    if giving or _has(file_values, location):
+        return giving[-1:]  # a later one replaces what came before
+    return _below(location, overrides)
+
+
+def overrides_of(settings: Sequence[str], overrides: Sequence[Override]) -> list[Override]:
+    """The overrides that give one of these settings, or its section, a value."""
+    last = {one.keys: one for one in overrides}
+    return [
+        one
+        for one in last.values()
+        if one.text and any(f"{name}.".startswith(f"{one.key}.") for name in settings)
+    ]
+
+
+def _below(location: tuple[str, ...], overrides: Sequence[Override]) -> list[Override]:
+    last = {one.keys: one for one in overrides}
+    return [
+        one
+        for one in last.values()
+        if one.text and len(one.keys) > len(location) and one.keys[: len(location)] == location
+    ]
+
+
+def _is_named(override: Override, text: str, file_values: Mapping[str, Any]) -> bool:
+    """Whether an error about several settings names this one, or the table that it created."""
+    is_new_table = not _has(file_values, override.keys[:-1])
+    names = override.keys[-2:] if is_new_table else override.keys[-1:]
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
+
+
+def _has(values: Mapping[str, Any], location: Sequence[str]) -> bool:
+    table: Any = values
+    for part in location:
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = cast("dict[str, Any]", table)[part]
+    return True
+
+
+def inner_annotation(annotation: Any, key: int | str) -> Any:
+    """The annotation of `key` in a section or a table of sections; None if there is no such key."""
+    if annotation is Any:
+        return Any
+    if _is_table(annotation):
+        return _without_bounds(typing.get_args(annotation)[1])
+    if not is_dataclass(annotation):
+        return None
+    return _without_bounds(annotations_of(cast("type", annotation)).get(str(key)))
+
+
+def _without_bounds(annotation: Any) -> Any:
+    is_bounded = typing.get_origin(annotation) is Annotated
+    return typing.get_args(annotation)[0] if is_bounded else annotation
+
+
+def _is_table(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is Mapping
+
+
+def _annotation(keys: Sequence[str]) -> Any:
+    annotation: Any = TrainerConfig
+    for key in keys:
+        annotation = inner_annotation(annotation, key)
+    return annotation
+
+
+def _is_setting(keys: Sequence[str]) -> bool:
+    section = _annotation(keys[:-1])
+    return is_dataclass(section) and keys[-1] in annotations_of(cast("type", section))
+
+
+def _may_be_left_out(keys: Sequence[str]) -> bool:
+    """Whether it is an optional setting, or an entry of a table whose values are not text."""
+    table = _annotation(keys[:-1])
+    if _is_table(table):
+        return inner_annotation(table, keys[-1]) is not str
+    return table is Any or (_is_setting(keys) and _default(table, keys[-1]) in _EMPTY)
+
+
+def _default(section: Any, key: str) -> Any:
+    """MISSING if it has no default."""
+    (field,) = (field for field in fields(section) if field.name == key)
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _takes(annotation: Any, *kinds: type) -> bool:
+    origin, options = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _takes(options[0], *kinds)
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes(option, *kinds) for option in options)
+    return annotation in kinds or origin in kinds

@@ -2,7 +2,7 @@
 
 `umbra.trainer.config.config_file` refuses a config by it. A start and `umbra doctor` print its
 warnings. A rule needs the config alone; what needs files or the number of ranks is in
-`umbra.trainer.setup_check`.
+`umbra.trainer.services.setup_check`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from umbra.runtime.engine_api.engine_names import engine_kind
-from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
+from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 _MOST_SAMPLE_CLIP: Final = 0.01

@@ -1,7 +1,8 @@
 """The settings of a training run: what a TOML config may say, and the defaults.
 
 `[rollout]`, `[pool]` and `[pools.NAME]` are defined beside the code that uses them, in
-`umbra.runtime.rollout.rollout_config` and `umbra.runtime.pools.pool_settings`; the others here.
+`umbra.runtime.rollout.rollout_config` and `umbra.runtime.engine_api.pool_settings`; the others
+here.
 
 Relative paths are taken from the current directory, as on any command line; the config file's
 own place does not matter. `umbra.trainer.config.config_file` reads a file and words the errors.
@@ -19,8 +20,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict
 
+from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.errors import SettingError
-from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.rollout.rollout_config import RolloutSettings
 from umbra.runtime.settings import (
     Address,
@@ -40,11 +41,7 @@ from umbra.runtime.settings import (
     check_function_name,
     files_of,
 )
-from umbra.trainer.algorithms.algorithm_names import (
-    ADVANTAGE_ESTIMATORS,
-    LOSSES,
-    unknown_algorithm,
-)
+from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, unknown_algorithm
 
 _POOL_NAME: Final = re.compile(r"[A-Za-z0-9_]+")
 _TAKEN: Final = ("policy", "worker", "rollouts", "supervisor")
@@ -363,7 +360,7 @@ class TrainSection(Settings):
             of samples and `rollout.max_new_tokens`.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
-        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.kl_estimators`. The
+        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.token_terms`. The
             estimator k1 is not among them: as a loss, its expected gradient is 0.
         max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
             the trainer's, of the same tokens under the same weights. A single token may differ by

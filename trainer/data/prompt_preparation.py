@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import xxhash
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import write_prompts
@@ -18,10 +19,12 @@ from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import check_data_file, read_rows
 from umbra.trainer.data.kept_prompts import KeptPrompts
 from umbra.trainer.data.prompt_content import no_column, prompt_content
-from umbra.trainer.data.repeated_prompts import RepeatedPrompts
-from umbra.trainer.run_files import writing
+from umbra.trainer.world.run_files import writing
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_LEN: Final = 100
+"""Characters of an example: enough for a question and the template behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,3 +290,65 @@ def _overlong_message(where: str, num_tokens: int, budget: PromptBudget) -> str:
         f"{budget.max_context_len}: raise pool.max_context_len, lower {budget.setting}, or set "
         "data.overlong = 'drop'"
     )
+
+
+@dataclass(slots=True)
+class _Found:
+    num_prompts: int = 0
+    num_repeated: int = 0
+    first: str = ""
+
+    def count(self, prompt: dict[str, Any], is_repeated: bool) -> None:
+        self.num_prompts += 1
+        if is_repeated:
+            self.num_repeated += 1
+            self.first = self.first or _ending(prompt["prompt"])
+
+    def __str__(self) -> str:
+        return f"{self.num_repeated} of {self.num_prompts} prompts"
+
+
+class RepeatedPrompts:
+    """Compares prompts by their tokens. Training prompts have to pass before held-out ones."""
+
+    def __init__(self) -> None:
+        self._digests: set[int] = set()
+        self._train = _Found()
+        self._held_out = _Found()
+
+    def pass_train(self, prompts: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the records of training prompts."""
+        for prompt in prompts:
+            digest = xxhash.xxh3_64_intdigest(prompt["tokens"])
+            self._train.count(prompt, digest in self._digests)
+            self._digests.add(digest)
+            yield prompt
+
+    def pass_held_out(self, prompts: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the records of held-out prompts."""
+        for prompt in prompts:
+            digest = xxhash.xxh3_64_intdigest(prompt["tokens"])
+            self._held_out.count(prompt, digest in self._digests)
+            yield prompt
+
+    def warnings(self) -> list[str]:
+        """A warning per data set, with the first example and the remedy."""
+        found: list[str] = []
+        if self._train.num_repeated:
+            found.append(
+                f"data.train: {self._train} repeat an earlier one, such as "
+                f"{self._train.first!r}: they are trained on more often; remove them unless "
+                "that is meant"
+            )
+        if self._held_out.num_repeated:
+            found.append(
+                f"data.eval: {self._held_out} are in data.train, too, such as "
+                f"{self._held_out.first!r}: evaluations measure what was trained on; remove "
+                "them from one of the two"
+            )
+        return found
+
+
+def _ending(text: str) -> str:
+    """The end of a prompt: chats begin alike."""
+    return text if len(text) <= _SHOWN_LEN else f"...{text[-_SHOWN_LEN:]}"

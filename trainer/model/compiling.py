@@ -7,9 +7,9 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as checkpointing
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.model.recomputing import decoder_blocks
 
 _MAX_VARIANTS: Final = 32
 """Compiled variants of one block, for shapes that cannot share code (one row, empty blocks)."""
@@ -37,3 +37,36 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     torch_compile: Any = cast("Any", torch).compile
     compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
     return compiled
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, by the class names that the model declares."""
+    names = cast("set[str]", set(getattr(model, "_no_split_modules", None) or ()))
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Must be called once, before blocks are sharded: gathering parameters is not recomputed.
+    Raises ConfigError if the model does not declare its blocks."""
+    blocks = decoder_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"train.activation_checkpointing: {type(model).__name__} does not declare its decoder "
+            "blocks (_no_split_modules); use 'none'"
+        )
+    for block in blocks:
+        _recompute(block)
+
+
+def _recompute(block: Any) -> None:
+    untyped: Any = checkpointing
+    forward, run_again = block.forward, untyped.checkpoint
+
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # There is no dropout: models are in evaluation mode.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        return run_again(forward, *args, **options, **kwargs)
+
+    block.forward = recomputing

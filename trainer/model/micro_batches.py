@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.trainer.algorithms.advantage_estimators import batch_advantages
+from umbra.trainer.algorithms.advantages import batch_advantages
 from umbra.trainer.algorithms.base import AdvantageEstimator
-from umbra.trainer.algorithms.loss_aggregation import Aggregation, token_weights
+from umbra.trainer.algorithms.token_terms import Aggregation, token_weights
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
 
 

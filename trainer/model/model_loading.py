@@ -6,7 +6,7 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from umbra.runtime.text.model_files import default_context_len, read_model_confi
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.model.rotary_frequencies import fix_rotary_frequencies
 from umbra.trainer.model.stored_weights import StoredWeights
 
 logger = logging.getLogger(__name__)
+
+_FIXED: Final = "fixed"  # any name for which transformers' rotary modules change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +207,22 @@ def _transformers() -> Any:
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
     return library
+
+
+@torch.no_grad()
+def fix_rotary_frequencies(model: nn.Module, context_len: int) -> None:
+    for module in model.modules():
+        rotary: Any = module
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _is_chosen(kinds):
+            rotary(torch.empty(0), torch.tensor([[context_len - 1]]))
+            rotary.rope_type = _FIXED
+        elif isinstance(kinds, dict):  # by the type of a layer
+            for layer_type, kind in list(cast("dict[str, str]", kinds).items()):
+                if _is_chosen(kind):
+                    rotary(torch.empty(0), torch.tensor([[context_len - 1]]), layer_type)
+                    kinds[layer_type] = _FIXED
+
+
+def _is_chosen(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind

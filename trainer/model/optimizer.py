@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from umbra.trainer.config.trainer_config import TrainSection
-from umbra.trainer.world import sum_over_ranks
+from umbra.trainer.world.world import sum_over_ranks
 
 Schedule = Literal["constant", "linear", "cosine"]
 

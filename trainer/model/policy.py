@@ -21,10 +21,9 @@ from torch.distributed.fsdp import (
 )
 
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
-from umbra.trainer.model.compiling import compile_blocks
+from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
-from umbra.trainer.model.recomputing import decoder_blocks, recompute_blocks
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import score_hidden, score_logits
 

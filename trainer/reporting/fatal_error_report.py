@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Self
 
 from umbra.runtime.errors import JobFailed, RemoteError, UmbraError
-from umbra.runtime.escaping import escape_unprintable
-from umbra.trainer.signals import StopNow
+from umbra.runtime.terminal_text import escape_unprintable
+from umbra.trainer.world.signals import StopNow
 
 
 class FatalErrorReporter:

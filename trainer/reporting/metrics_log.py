@@ -11,9 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, cast
 
-from umbra.trainer.reporting.eval_sample import EvalSample
-from umbra.trainer.reporting.metrics_logger import MetricsRow
-from umbra.trainer.run_files import HeldFolder, write_text
+from umbra.trainer.reporting.metrics_loggers import EvalSample, MetricsRow
+from umbra.trainer.world.run_files import HeldFolder, write_text
 
 
 class MetricsLog:

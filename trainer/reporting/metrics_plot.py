@@ -1,7 +1,7 @@
 """Plots a run's metrics: at its end, and with `umbra plot` at any time.
 
-panels(rows)   selects the data: the panels of `umbra.runtime.metric_panels`, as far as measured
-draw(...)      draws it with matplotlib, which is imported here
+panels(rows)   selects the data: the panels of `umbra.runtime.reports.metric_panels`, as far as
+measured draw(...)      draws it with matplotlib, which is imported here
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
-from umbra.runtime.metric_panels import PANELS, REST
+from umbra.runtime.reports.metric_panels import PANELS, REST
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.reporting.metrics_log import merge_steps, read_metrics
 

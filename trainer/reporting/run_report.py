@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import quote
 
 from umbra.runtime.dash.run_view import RunView
-from umbra.trainer.run_files import write_json, write_text
+from umbra.trainer.world.run_files import write_json, write_text
 
 Rows = Sequence[Mapping[str, float]]
 _INLINE: Final = "'unsafe-inline'"

@@ -12,13 +12,12 @@ from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.reporting.eval_sample import EvalSample
+from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.metrics_logger import MetricsLogger, MetricsRow
+from umbra.trainer.reporting.metrics_loggers import EvalSample, MetricsLogger, MetricsRow
 from umbra.trainer.reporting.metrics_plot import save_plot
-from umbra.trainer.reporting.progress_display import ProgressDisplay
 from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report, write_summary
-from umbra.trainer.run_files import writing
+from umbra.trainer.world.run_files import writing
 
 _PACE_WINDOW: Final = 20
 """Recent steps whose mean duration predicts the remaining time. Fewer make the prediction jump,

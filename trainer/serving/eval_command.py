@@ -11,24 +11,22 @@ from typing import Any
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session import Session
+from umbra.runtime.session.rollouts import Rollouts
+from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
-from umbra.trainer.auxiliary_pools import generator_spec
-from umbra.trainer.checkpoint.run_dir import RunDir
-from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.checkpoint.run_dir import RunDir, RunLock
 from umbra.trainer.checkpoint.trainer_state import is_complete
-from umbra.trainer.chosen_settings import with_chosen_settings
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.hub_paths import with_local_paths
 from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
-from umbra.trainer.hub.local_paths import with_local_paths
-from umbra.trainer.reporting.eval_sample import EvalSample
-from umbra.trainer.reporting.progress_display import ProgressDisplay
-from umbra.trainer.run_files import check_writable, write_json
-from umbra.trainer.services import (
+from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.reporting.metrics_loggers import EvalSample
+from umbra.trainer.services.chosen_settings import with_chosen_settings
+from umbra.trainer.services.pool_specs import generator_spec
+from umbra.trainer.services.services import (
     MANAGER,
     manager_spec,
     open_policy_tokenizer,
@@ -36,9 +34,10 @@ from umbra.trainer.services import (
     save_tokenizers,
     worker_specs,
 )
-from umbra.trainer.serving.pool_session import with_pools
+from umbra.trainer.services.setup_check import check_models, check_stop_tokens
+from umbra.trainer.serving.serve_command import with_pools
 from umbra.trainer.serving.served_config import plan_served, pool_specs, read_serve_config
-from umbra.trainer.setup_check import check_models, check_stop_tokens
+from umbra.trainer.world.run_files import check_writable, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,9 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(folder)
     with RunLock(folder):
         if checkpoint is not None:
-            from umbra.trainer.checkpoint.checkpoint_export import (
-                export_checkpoint,
-            )  # imports torch
+            from umbra.trainer.checkpoint.model_export import export_checkpoint  # imports torch
 
             export_checkpoint(config.model, checkpoint, folder / "model")
             config = replace(config, model=replace(config.model, path=folder / "model"))

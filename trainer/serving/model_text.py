@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
+from umbra.runtime.process.host_memory import trim_heap
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
-from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
 
 _LONG_TEXT_LEN: Final = 1 << 16
 """Characters above which a text counts as long. Tokenizing this many takes about 50 ms, which a

@@ -5,13 +5,15 @@ A parameter that would change the answer but is not supported is refused, never 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Generator, Mapping
 from typing import Annotated, Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from umbra.trainer.serving.api_error import ApiError
+from umbra.runtime.errors import RequestRefused, RolloutError, UmbraError
 
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 256
@@ -65,6 +67,8 @@ _WHOLE_DISTRIBUTION: Final = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LEN)]
 # Checked up to the first wrong item: a body may have millions, and each error takes memory.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class StreamOptions(BaseModel):
@@ -193,3 +197,100 @@ def _worded(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param} must be {_FORMS[param]}", param=param)
     where = ".".join(str(part) for part in problem["loc"])
     return ApiError(400, f"{where}: {problem['msg']}", param=param)
+
+
+class ApiError(Exception):
+    """An error that is sent to the client.
+
+    Args:
+        status: of HTTP.
+        param: the parameter that is wrong, if any.
+        code: for programs, such as "model_not_found".
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(status, message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, default),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def as_api_error(error: BaseException) -> ApiError | None:
+    """The error to send to the client; None for a bug, whose details clients must not see."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRefused():
+            return ApiError(400, str(error))
+        case RolloutError():
+            return ApiError(503, str(error), code="no_engine")
+        case UmbraError():
+            return ApiError(500, str(error))
+        case _:
+            return None
+
+
+class RequestBodies:
+    """Counts bodies from their first byte until their requests are answered.
+
+    Args:
+        max_nbytes: of one body.
+        max_held_nbytes: of all of them.
+        limit_s: for a body to arrive.
+    """
+
+    def __init__(self, *, max_nbytes: int, max_held_nbytes: int, limit_s: float) -> None:
+        self._max_nbytes = max_nbytes
+        self._max_held_nbytes = max_held_nbytes
+        self._limit_s = limit_s
+        self._held_nbytes = 0
+
+    @contextlib.contextmanager
+    def holding(self) -> Generator[bytearray]:
+        """A body that counts within the block; `read` fills it."""
+        body = bytearray()
+        try:
+            yield body
+        finally:
+            self._held_nbytes -= len(body)
+
+    async def read(self, chunks: AsyncIterable[bytes], body: bytearray) -> None:
+        """Raises ApiError if the body or all of them are too large, or it takes too long."""
+        try:
+            async with asyncio.timeout(self._limit_s):
+                async for chunk in chunks:
+                    self._check(len(body), len(chunk))
+                    body += chunk
+                    self._held_nbytes += len(chunk)
+        except TimeoutError:
+            raise ApiError(
+                408, f"{len(body)} bytes of the body arrived in {self._limit_s:g} s, and no more"
+            ) from None
+
+    def _check(self, num_before: int, num_more: int) -> None:
+        if num_before + num_more > self._max_nbytes:
+            raise ApiError(413, f"the body exceeds {self._max_nbytes} bytes")
+        if self._held_nbytes + num_more > self._max_held_nbytes:
+            raise ApiError(
+                429,
+                f"the bodies of the requests in progress have {self._held_nbytes} of at most "
+                f"{self._max_held_nbytes} bytes; try again later",
+            )

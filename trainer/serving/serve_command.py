@@ -7,7 +7,8 @@ import importlib.util
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from ipaddress import ip_address
@@ -23,14 +24,13 @@ from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
-from umbra.runtime.session import Session
-from umbra.trainer.checkpoint.run_lock import RunLock
-from umbra.trainer.reporting.progress_display import ProgressDisplay
-from umbra.trainer.run_files import check_writable
-from umbra.trainer.services import POOL
+from umbra.runtime.session.session import Session, SessionConfig
+from umbra.trainer.checkpoint.run_dir import RunLock
+from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.services.services import POOL, starting_engines
+from umbra.trainer.services.setup_check import check_models
 from umbra.trainer.serving.choice import StepWriter
 from umbra.trainer.serving.model_text import ModelText
-from umbra.trainer.serving.pool_session import with_pools
 from umbra.trainer.serving.served_config import (
     alone,
     plan_served,
@@ -41,7 +41,8 @@ from umbra.trainer.serving.served_config import (
     trained_instead,
 )
 from umbra.trainer.serving.served_pool import ServedPoolConfig
-from umbra.trainer.setup_check import check_models
+from umbra.trainer.world.run_files import check_writable
+from umbra.trainer.world.signals import StopRequested, StopSignals
 
 _FRONT: Final = "front"
 _GENERATOR: Final = "generator"
@@ -51,6 +52,11 @@ _FRONT_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window
 _FRONT_GRACE_S: Final = 12.0
 _LOOK_S: Final = 3600.0
 """Length of one wait for the end; waits repeat."""
+
+_SHUTDOWN_GRACE_S: Final = 5.0
+"""Time for engines and requests in progress to end."""
+_STOP_GRACE_S: Final = 20.0
+"""Time from a signal to the forced end of this process; longer than an orderly end takes."""
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -206,3 +212,66 @@ def _reserved(host: str, port: int) -> socket.socket:
 
 def _is_loopback(host: str) -> bool:
     return ip_address(host).is_loopback
+
+
+def with_pools(
+    pools: Callable[[], Sequence[PoolSpec]],
+    run_dir: Path,
+    actors: Sequence[ActorSpec],
+    work: Callable[[Session, ProgressDisplay], None],
+) -> int:
+    """Runs `work` while the pools' engines and the actors that use them serve.
+
+    No process of them is left afterwards. Returns 0, or 128 + the signal's number if SIGINT or
+    SIGTERM ended it.
+
+    Raises:
+        UmbraError: an error of `work`, or of the start of an actor or an engine. JobFailed if they
+            cannot be kept running.
+    """
+    settings = SessionConfig(run_dir=run_dir, shutdown_grace_s=_SHUTDOWN_GRACE_S)
+    with (
+        ProgressDisplay(sys.stderr) as display,
+        StopSignals(_STOP_GRACE_S) as signals,
+        # Blocked calls of the session raise the failure, and `work` always is in one.
+        Session.from_torchrun(
+            settings, on_note=display.note, on_failed=lambda _: None, on_signal=signals.pass_in
+        ) as session,
+    ):
+        signals.defer(session.pass_on_signal)
+        try:
+            with signals.interruptible():
+                _start(session, display, pools(), actors)
+                work(session, display)
+        except StopRequested:
+            pass
+    return signals.exit_status
+
+
+def _start(
+    session: Session,
+    display: ProgressDisplay,
+    pools: Sequence[PoolSpec],
+    actors: Sequence[ActorSpec],
+) -> None:
+    """Starts pools and actors at the same time, so that the actors' errors come early.
+
+    Pools that share memory wait for each other in the supervisor.
+    """
+
+    def create(pool: PoolSpec, others_s: float) -> None:
+        with starting_engines(display, session, pool):
+            session.create_pool(pool, others_s=others_s)
+
+    all_s = sum(pool.start_timeout_s for pool in pools)
+    executor = ThreadPoolExecutor(len(pools), "umbra-start")
+    try:
+        engines = [
+            executor.submit(create, pool, others_s=all_s - pool.start_timeout_s) for pool in pools
+        ]
+        for actor in actors:
+            session.spawn(actor)
+        for started in as_completed(engines):
+            started.result()
+    finally:
+        executor.shutdown(wait=False)  # after an error, the session ends the starts in progress

@@ -8,24 +8,19 @@ from pathlib import Path
 
 from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.engine_api.hub_snapshot import snapshot_name
+from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.runtime.text.model_files import read_model_config, vocab_size
-from umbra.trainer.auxiliary_pools import (
-    auxiliary_dispatch,
-    auxiliary_pool_spec,
-    path_setting,
-)
 from umbra.trainer.checkpoint.run_dir import RunDir
-from umbra.trainer.chosen_settings import with_chosen_settings
 from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
-from umbra.trainer.hub.hub_names import model_name
-from umbra.trainer.hub.local_paths import with_local_models
-from umbra.trainer.pool_placement import engine_device, plan_pools
-from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
+from umbra.trainer.data.hub_paths import model_name, with_local_models
+from umbra.trainer.services.chosen_settings import with_chosen_settings
+from umbra.trainer.services.pool_placement import engine_device, plan_pools
+from umbra.trainer.services.pool_specs import auxiliary_dispatch, auxiliary_pool_spec, path_setting
+from umbra.trainer.services.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 
 
@@ -102,7 +97,7 @@ def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
     """
     device_type, gpus = _device_type(config), tuple[str, ...]()
     if any(engine_device(pool, device_type) == "cuda" for pool in _pools(config)):
-        from umbra.trainer.world import usable_gpus  # imports torch
+        from umbra.trainer.world.world import usable_gpus  # imports torch
 
         gpus = usable_gpus()
     return plan_pools(
@@ -192,6 +187,6 @@ def _pools(config: ServeConfig) -> list[EnginePoolSettings]:
 def _device_type(config: ServeConfig) -> str:
     if all(pool.device != "auto" for pool in _pools(config)):
         return config.pool.device
-    from umbra.trainer.world import pick_device  # imports torch, which finds GPUs
+    from umbra.trainer.world.world import pick_device  # imports torch, which finds GPUs
 
     return pick_device("auto" if config.train is None else config.train.device, 0).type

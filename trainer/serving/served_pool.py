@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import DataError, RequestRefused
 from umbra.runtime.rollout.dispatch.generator import Generator
 from umbra.runtime.rollout.rollout_config import DispatchConfig
-from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice
 from umbra.trainer.serving.model_text import ModelText
 from umbra.trainer.serving.openai_answers import AnswerForm, ChatForm, CompletionForm
-from umbra.trainer.serving.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
+from umbra.trainer.serving.openai_requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    SamplingRequest,
+)
 
 _MAX_OPEN: Final = 4096
 """Choices in progress at a time. With more, the last ones would wait for minutes; a lower limit

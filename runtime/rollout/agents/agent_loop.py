@@ -23,19 +23,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import ConfigError, RewardError, RolloutError
-from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool
-from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
-from umbra.runtime.rollout.agents.reward_value import reward_value
-from umbra.runtime.rollout.agents.user_function import (
+from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool, ExtendableDeadline
+from umbra.runtime.rollout.agents.reward_function import reward_value
+from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.user_function import (
     advice,
     check_call,
     describe,
     is_async,
     load_function,
 )
-from umbra.runtime.rollout.agents.user_thread import UserThread
 
 _CATCH: Final = "; catch what may fail inside the loop"
 _NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"

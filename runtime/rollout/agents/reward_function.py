@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import logging
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from umbra.runtime.errors import ConfigError, RewardError
-from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller, RewardContext
-from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
-from umbra.runtime.rollout.agents.reward_value import reward_value
-from umbra.runtime.rollout.agents.user_function import (
+from umbra.runtime.rollout.agents.auxiliary_pool import (
+    ExtendableDeadline,
+    PoolCaller,
+    RewardContext,
+)
+from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.user_function import (
     advice,
     check_call,
     describe,
     is_async,
     load_function,
 )
-from umbra.runtime.rollout.agents.user_thread import UserThread
+
+logger = logging.getLogger(__name__)
 
 _VARIADIC: Final = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _SHOWN_SAMPLES: Final = 4
 _CONTEXT: Final = "ctx"
 _LET_IT_RETURN: Final = "; let it return a number (such as 0.0) for samples it cannot judge"
 _NO_NUMBER: Final = "rewards must be finite numbers: return 0.0 for what cannot be judged"
+
+REWARD_LIMIT: Final = float(np.finfo(np.float32).max) / 2
+"""Largest absolute reward. Beyond it, an advantage could exceed float32."""
+
+ONLY: Final = ""
+"""Name of the only reward function."""
 
 
 class RewardFunction:
@@ -189,3 +204,87 @@ def _name(sample_ids: Sequence[str]) -> str:
     shown = ", ".join(sample_ids[:_SHOWN_SAMPLES])
     more = len(sample_ids) - _SHOWN_SAMPLES
     return f"samples {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def reward_value(value: Any, giver: str, sample_id: str, remedy: str) -> float:
+    """Converts a reward from user code: a number of Python, or a scalar of numpy or torch. Raises
+    RewardError for text, and for a number that is not finite or beyond REWARD_LIMIT."""
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:  # an int whose digits may be too many to show
+        raise _too_large("a number beyond 1.8e308", giver, sample_id) from None
+    except Exception:  # noqa: BLE001 -- `__float__` of anything; torch's raises RuntimeError
+        number = math.nan
+    if not math.isfinite(number):
+        shown = reprlib.repr(value)
+        raise RewardError(f"{giver} returned {shown} for sample {sample_id}; {remedy}")
+    if abs(number) > REWARD_LIMIT:
+        raise _too_large(f"{number:.4g}", giver, sample_id)
+    return number
+
+
+def _too_large(shown: str, giver: str, sample_id: str) -> RewardError:
+    return RewardError(
+        f"{giver} returned {shown} for sample {sample_id}; rewards must lie within "
+        f"{REWARD_LIMIT:.4g} of zero, so that float32 holds their advantages: scale them down"
+    )
+
+
+class Scores(NamedTuple):
+    """`rewards` [G], and `parts` [G] by function before weights: NaN where one does not apply."""
+
+    rewards: list[float]
+    parts: dict[str, list[float]]
+
+
+class RewardSum:
+    """Adds the values of several reward functions, each times its weight (default 1). A
+    function may return None for a sample that it does not apply to. Where none applies the
+    reward is 0, as in TRL."""
+
+    def __init__(
+        self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float]
+    ) -> None:
+        self._functions = functions
+        self._weights = weights
+        self.is_async = any(function.is_async for function in functions.values())
+
+    async def __call__(
+        self,
+        sample_ids: Sequence[str],
+        prompts: list[str],
+        completions: list[str],
+        rows: Sequence[Mapping[str, Any]],
+        facts: Mapping[str, Sequence[Any]],
+    ) -> Scores:
+        """Calls one function after the other, each with its own deadline."""
+        arguments = sample_ids, prompts, completions, rows, facts
+        if ONLY in self._functions:
+            return Scores(await self._functions[ONLY](*arguments), {})
+        parts = {name: await function(*arguments) for name, function in self._functions.items()}
+        rewards = [
+            self._sum(sample_id, {name: values[idx] for name, values in parts.items()})
+            for idx, sample_id in enumerate(sample_ids)
+        ]
+        return Scores(rewards, parts)
+
+    def _sum(self, sample_id: str, values: Mapping[str, float]) -> float:
+        weighted = [
+            value * self._weights.get(name, 1.0)
+            for name, value in values.items()
+            if not math.isnan(value)
+        ]
+        if not weighted:
+            _warn_of_none(", ".join(values))
+        reward = math.fsum(weighted)
+        if abs(reward) > REWARD_LIMIT:
+            raise RewardError(
+                f"the weighted sum of {', '.join(values)} is {reward:.4g} for sample {sample_id}; "
+                f"rewards must lie within {REWARD_LIMIT:.4g} of zero: lower reward.weights"
+            )
+        return reward
+
+
+@functools.cache
+def _warn_of_none(names: str) -> None:
+    logger.warning("none of %s applies to some samples: their reward is 0", names)

@@ -12,13 +12,10 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
-from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller
-from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
-from umbra.runtime.rollout.agents.main_thread_signals import explain_signals
-from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.reward_sum import ONLY, RewardSum
+from umbra.runtime.rollout.agents.auxiliary_pool import ExtendableDeadline, PoolCaller
+from umbra.runtime.rollout.agents.reward_function import ONLY, RewardFunction, RewardSum
 from umbra.runtime.rollout.agents.task_host import TaskHost
-from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.agents.user_thread import UserThread, explain_signals
 from umbra.runtime.rollout.prompts import to_row
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.text.model_tokenizer import ModelTokenizer

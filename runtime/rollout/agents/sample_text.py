@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Final, NamedTuple, Self
 
-from umbra.runtime.rollout.agents.loop_history import TurnRecord
 from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
+
+_TURN_KEY: Final = "turn/"
+_ONCE_KEY: Final = "once/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +88,46 @@ def _common_len(text: str, whole: str) -> int:
     if whole.startswith(text):
         return len(text)
     return next(idx for idx, char in enumerate(text) if not whole.startswith(char, idx))
+
+
+class TurnRecord(NamedTuple):
+    """A completed generation: completion tokens [start, stop) of the trajectory."""
+
+    start: int
+    stop: int
+    reason: str
+
+
+class LoopHistory:
+    """The records of one trajectory's loop, which outlive its runs."""
+
+    __slots__ = ("num_turn_records", "once", "turns")
+
+    def __init__(self) -> None:
+        self.turns: list[TurnRecord] = []
+        self.num_turn_records = 0  # keys of records are never used twice
+        self.once: dict[str, Any] = {}
+
+    @classmethod
+    def of_records(cls, records: Mapping[str, Any]) -> Self:
+        """Reads the ledger's records, also of turns that a restored checkpoint took back."""
+        history = cls()
+        for key, value in records.items():
+            if key.startswith(_ONCE_KEY):
+                history.once[key.removeprefix(_ONCE_KEY)] = value
+                continue
+            history.num_turn_records += 1
+            record = TurnRecord(*value)
+            # The later of two records that overlap is of a later run, whose context differed.
+            history.turns = [turn for turn in history.turns if turn.stop <= record.start]
+            if record.stop > record.start or record.reason:
+                history.turns.append(record)
+        return history
+
+    def next_turn_key(self) -> str:
+        self.num_turn_records += 1
+        return f"{_TURN_KEY}{self.num_turn_records}"
+
+
+def once_key(key: str) -> str:
+    return _ONCE_KEY + key

@@ -3,27 +3,44 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from umbra.runtime.actor.function_queue import FunctionQueue
-from umbra.runtime.rollout.agents.guarded_loop import GuardedLoop
 from umbra.runtime.rollout.agents.task_host import TaskHost
-from umbra.runtime.rollout.agents.user_function import describe, frame_in_user_code
-
-T = TypeVar("T")
+from umbra.runtime.rollout.user_function import describe, frame_in_user_code
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # User code that does not yield for this long at shutdown is abandoned.
 _JOIN_TIMEOUT_S: Final = 1.0
 # Extra time for user code when its process continues after SIGSTOP, with deadlines expired.
 _RESUMED_GRACE_S: Final = 0.5
 _SHARED: Final = "all user code of a process shares one event loop: "
+
+CURRENT_CALL: Final[ContextVar[Call | None]] = ContextVar("umbra_call", default=None)
+
+OnOffence = Callable[[str | None, str], None]
+"""Called with the call's label and what it did, on the loop's thread, below the user's code."""
+
+# The message of Python's own error in signal.signal. Verifiers such as math-verify compare it.
+_PYTHONS_TEXT: Final = "signal only works in main thread of the main interpreter"
+_NOTE: Final = (
+    "umbra runs reward functions without `async` on the main thread, where alarms work. Agent "
+    "loops and `async def` rewards have it only if there is no such function. Do this in a reward "
+    "function without async, and not in asyncio.to_thread; or turn the alarm off, in math-verify "
+    "by parsing_timeout=None and timeout_seconds=None."
+)
 
 
 class Broken(NamedTuple):
@@ -225,3 +242,104 @@ def _place(stack: traceback.StackSummary) -> str:
     frame = frame_in_user_code(stack) or stack[-1]
     line = f": {frame.line}" if frame.line else ""
     return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+
+
+class Call:
+    """A call of user code, with its tasks, callbacks and threads; its label is None at its end.
+
+    `loop.stop()`, or `cancel()` of another sample's call  ──▶  nothing but `on_offence`
+
+    Tasks that a call makes are not protected, because libraries share some between calls, such as
+    those of a pool of connections.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label: str | None = label
+
+
+class GuardedLoop(asyncio.SelectorEventLoop):
+    def __init__(self, on_offence: OnOffence) -> None:
+        super().__init__()
+        self._on_offence = on_offence
+        self._calls: WeakKeyDictionary[asyncio.Task[Any], Call] = WeakKeyDictionary()
+        self.set_task_factory(self._make_task)
+
+    def call_of(self, task: asyncio.Task[Any] | None) -> Call | None:
+        return None if task is None else self._calls.get(task)
+
+    def failed_call(self, error: BaseException) -> Call | None:
+        for task, call in list(self._calls.items()):
+            if task.done() and not task.cancelled() and task.exception() is error:
+                return call
+        return None
+
+    async def run_call(self, label: str, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Makes the present task a call, and awaits `function()`."""
+        task = asyncio.current_task(self)
+        assert isinstance(task, _OwnedTask)
+        task.call = self._calls[task] = call = Call(label)
+        CURRENT_CALL.set(call)
+        try:
+            return await function()
+        finally:
+            call.label = None  # tasks left behind are no longer part of it
+
+    def stop(self) -> None:
+        call = CURRENT_CALL.get()
+        if call is None:
+            super().stop()
+        else:
+            self._on_offence(call.label, "stopped the event loop that all user code shares")
+
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        **settings: Any,
+    ) -> asyncio.Task[T]:
+        call = CURRENT_CALL.get()
+        if call is None:
+            return _OwnedTask(coroutine, loop=loop, on_offence=self._on_offence, **settings)
+        task = asyncio.Task(coroutine, loop=loop, **settings)
+        self._calls[task] = call
+        return task
+
+
+class _OwnedTask(asyncio.Task[Any]):
+    """A task that only umbra and, if it is one, the call itself may cancel."""
+
+    def __init__(self, *arguments: Any, on_offence: OnOffence, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.call: Call | None = None
+        self._on_offence = on_offence
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        canceller = CURRENT_CALL.get()
+        if canceller is None or canceller is self.call:
+            return super().cancel(msg)
+        self._on_offence(canceller.label, "cancelled tasks that are not its own")
+        return False
+
+
+def explain_signals() -> None:
+    """Adds a note to errors of `signal.signal`, `alarm` and `setitimer`, and logs it once."""
+    for name in ("signal", "alarm", "setitimer"):
+        setattr(signal, name, _explaining(name, getattr(signal, name)))
+
+
+def _explaining(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return function(*args, **kwargs)
+        _log_once(name)
+        error = ValueError(_PYTHONS_TEXT)
+        error.add_note(_NOTE)
+        raise error
+
+    return call
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    logger.warning("signal.%s: %s. %s", name, _PYTHONS_TEXT, _NOTE, stack_info=True)

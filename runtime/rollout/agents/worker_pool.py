@@ -38,8 +38,7 @@ from umbra.runtime.errors import (
     TransportError,
     UmbraError,
 )
-from umbra.runtime.rollout.agents.blocked_in_a_row import BlockedInARow
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,10 @@ _CONNECT_TIMEOUT_S: Final = 10.0
 _NO_ROOM: Final = sys.maxsize
 _QUARANTINE_FROM: Final = 2
 """Number of deaths. Fewer: a chance kill makes all jobs run one by one. More: more restarts."""
+
+_MAX_PROMPTS: Final = 3
+"""Larger costs more: each prompt takes `rollout.block_limit_s` and a restart of the process, twice
+if it is retried. Smaller ends a run when a few bad prompts happen to come together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -360,3 +363,27 @@ class _Worker:
                 self._on_change(self)
                 await ended.wait()
             self.on_lost(ref)
+
+
+class BlockedInARow:
+    """Counts how often calls of one kind ended their worker by blocking, since one returned. Pure.
+    A prompt that blocks is dropped, and calls for other prompts return in between."""
+
+    def __init__(self) -> None:
+        self._groups: set[str] = set()
+        self._num_ends = 0
+
+    def on_done(self) -> None:
+        self._groups.clear()
+        self._num_ends = 0
+
+    def on_blocked(self, group_id: str) -> str:
+        """Counts a blocked call; returns the counts if there were too many in a row, else ""."""
+        self._groups.add(group_id)
+        self._num_ends += 1
+        if len(self._groups) < _MAX_PROMPTS:
+            return ""
+        return (
+            f"that ended {self._num_ends} processes in a row, for {len(self._groups)} prompts, "
+            "and no other call returned in between"
+        )

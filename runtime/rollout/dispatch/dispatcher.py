@@ -22,13 +22,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import EngineError, UmbraError
-from umbra.runtime.rollout.dispatch.engine_idleness import EngineIdleness
+from umbra.runtime.rollout.dispatch.pool_load import EngineIdleness
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.token_store import Runs, TokenStore
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory, TrajectoryState
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, TrajectoryState, Turn
 from umbra.runtime.text.stop_texts import StopTexts
 
 logger = logging.getLogger(__name__)

@@ -22,19 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
-from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.rollout_config import DispatchConfig
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import DispatchConfig, SamplingOptions
+from umbra.runtime.waiting import Alarm
 
 _SEED_BITS: Final = 63
 _NO_TOKENS: Final = np.empty(0, np.int32)

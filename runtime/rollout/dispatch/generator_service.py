@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.rollout.dispatch.generator import Generator
-from umbra.runtime.rollout.operator_messages import OperatorMessages
+from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.runtime.settings import from_wire
 

@@ -10,18 +10,20 @@ Letters: P prompt tokens, C completion tokens (generated, and in agent loops als
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.errors import RolloutError
+from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.dispatch.token_store import Segment, TokenStore
 from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.rollout_config import SamplingOptions
 
 NOT_GENERATED: Final = -1  # in place of a version: the token was given, not sampled
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -249,3 +251,129 @@ def _joined(first: Sequence[Segment], then: Sequence[Segment]) -> list[Segment]:
         middle = Segment(first[-1].start, then[0].stop, then[0].version)
         return [*first[:-1], middle, *then[1:]]
     return [*first, *then]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn:
+    """One generation of a trajectory. It may take several engines.
+
+    Attributes:
+        group: its engine may have the prompt cached; None if the prompt is not shared.
+        start, limit: completion length when the generation began, and the largest allowed.
+        is_stopped: its tokens contain one of the dispatcher's stop texts.
+        on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
+        lora: name of the pool's adapter to generate with; "" for the model as it is.
+        on_error: called instead of `on_end`, with an error that no other engine would heal. With
+            None, the owner of the dispatcher gets the error.
+        request_id: of the attempt in progress; a new one for each tells late deltas apart.
+        charged: tokens that the router was charged for the attempt.
+        engine: has the attempt in progress; None while there is none.
+        row: of the attempt in the dispatcher's `TokenStore`.
+        num_errors: attempts that engines failed since the last token.
+        is_cancelled: `Dispatcher.cancel` was called with it, maybe from a callback of another turn.
+    """
+
+    trajectory: Trajectory
+    group: Group | None
+    start: int
+    limit: int
+    sampling: SamplingOptions
+    on_end: Callable[[Turn, str], None]
+    on_error: Callable[[UmbraError], None] | None = None
+    lora: str = ""
+    is_stopped: bool = False
+    request_id: int = 0
+    charged: int = 0
+    engine: EngineId | None = None
+    row: int = 0
+    num_errors: int = 0
+    is_cancelled: bool = False
+
+    def num_tokens_left(self) -> int:
+        return min(self.limit - self.trajectory.completion_len, self.trajectory.num_tokens_left())
+
+    def outcome(self) -> str:
+        """ "stop" or "length" once complete, else "".
+
+        The tokens decide, not the engine's report: an engine may die between its last token and the
+        report that the request is finished.
+        """
+        trajectory = self.trajectory
+        has_tokens = trajectory.completion_len > self.start
+        if self.is_stopped or (
+            has_tokens and trajectory.last_token() in self.sampling.stop_token_ids
+        ):
+            return "stop"
+        return "" if self.num_tokens_left() > 0 else "length"
+
+    @property
+    def unspent(self) -> int:
+        """Tokens of the router's charge that were not produced yet."""
+        return self.charged - self.trajectory.num_unsettled
+
+    @property
+    def has_begun(self) -> bool:
+        return self.trajectory.num_unsettled > 0
+
+    def cost(self) -> int:
+        """Tokens that an engine may have to process: context and remaining budget."""
+        return len(self.trajectory) + self.num_tokens_left()
+
+    def request(self) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "id": self.request_id,
+            "tokens": self.trajectory.context(),
+            "position": self.trajectory.completion_len,
+            "seed": self.trajectory.seed,
+            "max_new_tokens": self.num_tokens_left(),
+            **self.sampling.request_fields(),
+        }
+        return request | {"lora": self.lora} if self.lora else request
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The tokens that training on a group has to compute. `prompt_len` is 0 if the samples do not
+    share a prompt; `lengths` counts tokens beyond it."""
+
+    prompt_len: int
+    lengths: Sequence[int]
+
+
+class Group:
+    """Trajectories that are scored together and delivered whole: those of one prompt, in
+    evaluations of several."""
+
+    __slots__ = ("group_id", "last_engine", "num_open", "trajectories")
+
+    def __init__(self, group_id: str, trajectories: Sequence[Trajectory]) -> None:
+        self.group_id = group_id  # unique in the job, such as `e0/prompt7`
+        self.trajectories = list(trajectories)
+        self.num_open = len(self.trajectories)  # trajectories that are still being generated
+        self.last_engine: EngineId | None = None  # may have the prompt cached
+
+    @property
+    def unscored(self) -> list[Trajectory]:
+        """The trajectories without a reward yet; an agent loop may have set its own."""
+        return [sample for sample in self.trajectories if sample.reward is None]
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(sample.num_generated for sample in self.trajectories)
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """[G]; every trajectory must have been scored."""
+        return np.asarray([sample.reward for sample in self.trajectories], np.float32)
+
+    def shape(self) -> GroupShape:
+        """Agent loops may have given samples prompts of their own."""
+        prompt = self.trajectories[0].prompt_tokens
+        if all(np.array_equal(sample.prompt_tokens, prompt) for sample in self.trajectories):
+            return GroupShape(len(prompt), [sample.completion_len for sample in self.trajectories])
+        return GroupShape(0, [len(sample) for sample in self.trajectories])
+
+    @property
+    def has_zero_variance(self) -> bool:
+        """All rewards are equal: there is nothing to learn from the group."""
+        return len({sample.reward for sample in self.trajectories}) == 1

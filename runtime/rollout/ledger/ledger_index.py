@@ -39,8 +39,7 @@ from umbra.runtime.rollout.ledger.ledger_retention import (
     remove_logs,
     write_kept,
 )
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.rollout.ledger.sample_contents import SampleContent, read_contents
+from umbra.runtime.rollout.ledger.sample_accounts import SampleContent, SampleState, read_contents
 from umbra.runtime.rollout.ledger.sample_story import story_of
 from umbra.runtime.rollout.ledger.sample_table import EvaluationRow, SampleRow, SampleTable
 

@@ -24,7 +24,7 @@ from umbra.runtime.disk import replacing, sync
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
 from umbra.runtime.rollout.ledger.ledger_history import kept_path
-from umbra.runtime.rollout.ledger.sample_contents import SampleContent
+from umbra.runtime.rollout.ledger.sample_accounts import SampleContent
 
 _LEVEL: Final = 4  # of zlib
 

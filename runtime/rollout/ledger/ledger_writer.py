@@ -22,10 +22,10 @@ from types import TracebackType
 from typing import Final, NamedTuple, NewType
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.ledger.ledger_events import Event, encode_batches
 from umbra.runtime.rollout.ledger.ledger_history import Position
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.waiting import Alarm
 
 logger = logging.getLogger(__name__)
 

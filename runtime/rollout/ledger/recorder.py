@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import LedgerError, RolloutError, UmbraError
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Checkpoint,

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import RolloutConfig, SamplingOptions
+
+_NUM_EACH: Final = 3
+"""Worst samples, and as many best. More are too many to read; fewer do not show what varies."""
+_MAX_TOKENS: Final = 1024
+"""Tokens of a prompt and of a completion. More bloat every rank's answer; fewer cut texts."""
 
 
 class Evaluation:
@@ -64,3 +73,76 @@ class Evaluation:
     def _on_failed(self, _group: Group, error: UmbraError) -> None:
         self.abandon()
         self._on_failure(error)
+
+
+def worst_and_best(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The samples as plain data, the lowest reward first. All groups must have been scored.
+
+    They are part of the evaluation's outcome, which every rank gets and the ledger keeps, so their
+    size is bounded.
+    """
+    samples = [sample for group in groups for sample in group.trajectories]
+    samples.sort(key=lambda sample: float(sample.reward or 0.0))
+    if len(samples) > 2 * _NUM_EACH:
+        samples = [*samples[:_NUM_EACH], *samples[-_NUM_EACH:]]
+    return [_plain(sample) for sample in samples]
+
+
+def _plain(sample: Trajectory) -> dict[str, Any]:
+    segments = [
+        [part.start, min(part.stop, _MAX_TOKENS), part.version]
+        for part in sample.segments()
+        if part.start < _MAX_TOKENS
+    ]
+    return {
+        "prompt_id": sample.prompt.prompt_id,
+        "prompt_tokens": sample.prompt_tokens[-_MAX_TOKENS:].tolist(),
+        "num_prompt_tokens": len(sample.prompt_tokens),
+        "tokens": sample.tokens[:_MAX_TOKENS].tolist(),
+        "num_tokens": sample.completion_len,
+        "segments": segments,
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def evaluation_scores(rewards: NDArray[np.float32], config: RolloutConfig) -> dict[str, Any]:
+    """The scores of all held-out prompts, and under "sets" those of each named set.
+
+    `rewards` [P, n] are in the order of the prompt file. Returns {"num_prompts", "mean_reward",
+    "accuracy", "pass_at", "sets"}. Accuracy is the share of right samples, the mean over n samples
+    of each prompt. "pass_at" has pass@k for powers of 2 up to n and for n itself, by k as text.
+    """
+    stops = np.cumsum(list(config.eval_sets.values()))[:-1]
+    parts = np.split(rewards, stops) if config.eval_sets else []
+    sets = {
+        name: _scores(part, config.accuracy_threshold)
+        for name, part in zip(config.eval_sets, parts, strict=True)
+    }
+    return {**_scores(rewards, config.accuracy_threshold), "sets": sets}
+
+
+def _scores(rewards: NDArray[np.float32], threshold: float) -> dict[str, Any]:
+    is_right = rewards >= threshold
+    num_each = rewards.shape[1]
+    ks = sorted({1 << power for power in range(num_each.bit_length())} | {num_each})
+    return {
+        "num_prompts": len(rewards),
+        "mean_reward": float(rewards.mean(dtype=np.float64)),
+        "accuracy": float(is_right.mean()),
+        "pass_at": {str(k): pass_at_k(is_right.sum(axis=1), num_each, k) for k in ks},
+    }
+
+
+def pass_at_k(num_right: NDArray[np.integer[Any]], num_each: int, k: int) -> float:
+    """The mean over prompts of the probability that one of k samples is right. The unbiased
+    estimator of Chen et al. 2021, arXiv:2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k). `num_right`
+    [P] is c of each prompt, `num_each` is n, at least k."""
+    # All k are wrong: for c right ones out of n, a product of c factors.
+    all_wrong = [
+        float(np.prod(1.0 - k / np.arange(num_each - c + 1, num_each + 1)))
+        if c + k <= num_each
+        else 0.0
+        for c in range(num_each + 1)
+    ]
+    return float(np.mean(1.0 - np.asarray(all_wrong)[num_right]))

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory, TrajectoryState
+from umbra.runtime.rollout.dispatch.trajectory import (
+    NOT_GENERATED,
+    Group,
+    Trajectory,
+    TrajectoryState,
+)
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAccount, SampleState
 

@@ -18,12 +18,9 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.rollout_config import RolloutConfig
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import RolloutConfig, SamplingOptions
 from umbra.runtime.tracing.spans import past_span
 
 # A worker's own deadline ends this much earlier than the wait for it.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from umbra.runtime.errors import DeadlineExceeded, RolloutError
-from umbra.runtime.rollout.alarm import Alarm
+from umbra.runtime.waiting import Alarm
 
 _LACKING_S: Final = 1.0
 """Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other: shorter calls

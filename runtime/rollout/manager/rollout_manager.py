@@ -22,20 +22,20 @@ from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.agents.worker_pool import WorkerPool
-from umbra.runtime.rollout.buffer.admission import Admission
-from umbra.runtime.rollout.buffer.staleness import VersionSteps
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
+from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.admission import Admission
 from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
 from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
+from umbra.runtime.rollout.manager.staleness import VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
-from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_tokenizer import ModelTokenizer

@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
-from umbra.runtime.rollout.buffer.failed_groups import FailedGroups
-from umbra.runtime.rollout.buffer.staleness import StalenessBound, VersionSteps
-from umbra.runtime.rollout.buffer.zero_variance_groups import ZeroVarianceGroups
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.dropped_groups import FailedGroups, ZeroVarianceGroups
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
+from umbra.runtime.rollout.manager.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.rollout_config import RolloutSettings
 from umbra.runtime.tracing.spans import gauge, past_span
 

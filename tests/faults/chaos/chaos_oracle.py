@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from chaos_plan import MAX_NEW_TOKENS, STOP_TOKEN, VOCAB_SIZE, ChaosPlan
 
-from umbra.engines.echo.echo_tokens import EchoTokens, echo_logprobs
+from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs
 from umbra.engines.echo.echo_weights import weights_fingerprint
-from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
+from umbra.runtime.engine_api.pool_settings import OnUpdate
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pools.pool_settings import OnUpdate
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"

@@ -21,7 +21,7 @@ from chaos_victim import Victim
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 _POLL_S: Final = 0.02
 """Interval of asking for the run's progress, and for an engine that can be hit."""

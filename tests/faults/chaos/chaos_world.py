@@ -35,7 +35,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -43,8 +42,9 @@ from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, read_hist
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from chaos_oracle import Oracle
 from chaos_plan import VOCAB_SIZE, ChaosPlan
 from chaos_saboteur import DeathNotes
 
-from umbra.engines.echo.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_engine import EchoTokens
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,

@@ -17,8 +17,8 @@ from chaos_victim import Victim
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncCall, SyncEnd, SyncFilled
+from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin, SyncCall, SyncEnd, SyncFilled
 
 SYNC_CALLS: Final[Mapping[str, type[SyncCall]]] = {
     "sync_begin": SyncBegin,

@@ -10,13 +10,13 @@ from fuzz_target import SYNC_CALLS, read_sync_call
 from recorded_traffic import Message
 
 from umbra.runtime.actor.heartbeat import Beat
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.rpc.envelopes import CALL, CANCEL, CREDIT, HELLO, ITEM, RESULT, check_envelope
 from umbra.runtime.rpc.wire import Decoder
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
-from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+from umbra.runtime.weights.exports.exported_image import ExportedImage
+from umbra.runtime.weights.rank_exports import RankExports
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant, SyncReport
 
 _NOTHING_TO_OPEN: Final[Any] = SimpleNamespace(device_uuid=bytes)
 # There is no GPU, and nothing is read.

@@ -18,21 +18,16 @@ import torch
 import zmq
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Encoder, Frame
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    Allocation,
-    ChunksHandle,
-    RankExports,
-    TensorPart,
-)
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.testing.factories import SessionFactory
+from umbra.runtime.weights.rank_exports import Allocation, ChunksHandle, RankExports, TensorPart
+from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin
 
 Message: TypeAlias = list[bytes]
 """A header and its frames, without the identity of a peer."""

@@ -155,7 +155,7 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     # An engine whose checksums are wrong serves the version.
     Mutant(
         name="failed verification ignored",
-        path="runtime/weights/sync_transaction.py",
+        path="runtime/pools/sync_transaction.py",
         old="if event.mismatches and self.phase == Phase.VERIFYING:",
         new="if event.mismatches and self.phase == Phase.TRANSFERRING:",
         command=_SYNCS,
@@ -164,7 +164,7 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     # The version is committed although the last engine failed.
     Mutant(
         name="version on no engine",
-        path="runtime/weights/sync_transaction.py",
+        path="runtime/pools/sync_transaction.py",
         old="not self._engines and self.phase < Phase.ABORTING:",
         new="not self._engines and self.phase < Phase.VERIFYING:",
         command=_SYNCS,
@@ -173,7 +173,7 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     # The other ranks learn it when the lease ends, and not why.
     Mutant(
         name="rank gives up in silence",
-        path="runtime/weights/weight_publisher.py",
+        path="runtime/session/weight_publisher.py",
         old="except BaseException as error:",
         new="except UmbraError as error:",
         command=_SYNCS,
@@ -181,7 +181,7 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="lease without an end",
-        path="runtime/weights/sync_run.py",
+        path="runtime/pools/sync_run.py",
         old="self.feed(LeaseExpired(lease.length_s, self._progress_text()))",
         new="pass",
         command=_SYNCS,
@@ -193,7 +193,7 @@ _DELTA_MUTANTS: Final[Sequence[Mutant]] = (
     # What has changed since another version goes to an image.
     Mutant(
         name="delta to any image",
-        path="runtime/weights/transports/nccl/bucket_deltas.py",
+        path="runtime/weights/links/bucket_deltas.py",
         old="return contents in self._before",
         new="return bool(contents and self._before)",
         command=_DELTAS,
@@ -201,7 +201,7 @@ _DELTA_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="interrupted sync kept",
-        path="runtime/weights/transports/nccl/bucket_deltas.py",
+        path="runtime/weights/links/bucket_deltas.py",
         old="self._before, self._contents = self._contents, frozenset()",
         new="self._before = self._contents",
         command=_pytest("unit/weights/test_bucket_deltas.py"),
@@ -209,7 +209,7 @@ _DELTA_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="new image with old contents",
-        path="runtime/weights/transports/shared_memory/image_memory.py",
+        path="runtime/weights/image/image_memory.py",
         old='self._name, self._nbytes, self._holds = name, nbytes, ""',
         new="self._name, self._nbytes = name, nbytes",
         command=_DELTAS,
@@ -217,7 +217,7 @@ _DELTA_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="wrong image trusted",
-        path="runtime/weights/transports/nccl/link_progress.py",
+        path="runtime/weights/links/link_plan.py",
         old="        self.has_lost = True\n",
         new="",
         command=_DELTAS,
@@ -225,7 +225,7 @@ _DELTA_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="delta not refused",
-        path="runtime/weights/transports/nccl/weight_links.py",
+        path="runtime/weights/links/weight_links.py",
         old="if base and base != self._holds:",
         new="if base and base == self._holds == 0:",
         command=_DELTAS,
@@ -391,7 +391,7 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     # Right where a rank has whole groups only.
     Mutant(
         name="rewards of another sample",
-        path="runtime/rollout/buffer/batch_columns.py",
+        path="runtime/rollout/manager/batch_answers.py",
         old="(offsets[positions] + np.asarray(indices, np.int64))",
         new="np.arange(len(indices))",
         command=_pytest(
@@ -402,7 +402,7 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="token cap exceeded",
-        path="runtime/rollout/buffer/batch_plan.py",
+        path="runtime/rollout/manager/batch_plan.py",
         old="+ cost > capacity and bin_items:",
         new="+ cost > _SPLIT_RATIO * capacity and bin_items:",
         command=_pytest(

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.engines.shell import engine_core
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from ipc_rank import DEVICE
 from local_images import LocalImages
 from torch import Tensor
 
+from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
@@ -31,7 +32,11 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
 )
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.weights.sync_calls import (
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.exports.exported_image import MakeOpener
+from umbra.runtime.weights.exports.ipc_memory import CudaOpener, probe_import
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.sync_messages import (
     SyncAbort,
     SyncBegin,
     SyncCall,
@@ -39,11 +44,6 @@ from umbra.runtime.weights.sync_calls import (
     SyncFilled,
     SyncProgressed,
 )
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, probe_import
-from umbra.runtime.weights.transports.cuda_ipc.opened_memory import MakeOpener
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
-from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _LIMIT_S = 100.0
 

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from umbra.runtime.engine_api.lora_matrices import LoraSpec
+from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.sync_calls import (
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.sync_messages import (
     SyncAbort,
     SyncBegin,
     SyncCall,
@@ -36,7 +37,6 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
     SyncReport,
 )
-from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

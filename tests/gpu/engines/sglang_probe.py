@@ -29,7 +29,7 @@ from engine_runs import Collector, collect, run_async, running, wire_request
 from model_factory import save_model
 from sglang_runs import ENGINE_ARGS, running_core
 
-from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.engines.sglang.sglang_library import SglangLibrary
 
 PLAIN = {**ENGINE_ARGS, "enable_deterministic_inference": False}

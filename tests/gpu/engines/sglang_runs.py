@@ -14,7 +14,7 @@ from adapter_fixtures import MAX_CONTEXT_LEN
 from adapter_runs import SharedEngine
 from engine_runs import Collector, collect, running, shared_loop, wire_request
 
-from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.engines.sglang.sglang_settings import SglangSettings
 
 needs_sglang = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 MAX_CONTEXT_LEN = 256
 GPU_KV_CACHE_NUM_TOKENS = 1 << 24

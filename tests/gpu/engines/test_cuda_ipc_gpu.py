@@ -27,21 +27,13 @@ from torch import Tensor
 
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.process.nvml import Nvml
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator
-from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import (
-    CudaOpener,
-    MemoryExporter,
-    probe_import,
-)
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    Allocation,
-    ChunksHandle,
-    RankExports,
-)
-from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS
-from umbra.trainer.world import usable_gpus
+from umbra.runtime.weights.exports.cuda_driver import cuda_driver
+from umbra.runtime.weights.exports.ipc_memory import CudaOpener, MemoryExporter, probe_import
+from umbra.runtime.weights.image.fd_server import MAX_FDS
+from umbra.runtime.weights.rank_exports import Allocation, ChunksHandle, RankExports
+from umbra.trainer.world.world import usable_gpus
 
 pytestmark = [
     pytest.mark.gpu,

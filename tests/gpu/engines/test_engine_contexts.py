@@ -11,12 +11,12 @@ from model_factory import make_model
 from process_runs import greedy
 
 from umbra.runtime.cluster.placement import EngineGpus
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
-from umbra.trainer.world import usable_gpus
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.trainer.world.world import usable_gpus
 
 GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
 

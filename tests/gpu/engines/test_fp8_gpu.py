@@ -24,8 +24,8 @@ from model_factory import make_model
 from vllm_runs import needs_vllm, running_core
 
 from umbra.engines.shell import engine_core
-from umbra.engines.vllm.vllm_core import VllmCore
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator
+from umbra.engines.vllm.vllm_engine import VllmCore
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 
 pytestmark = [
     needs_vllm,

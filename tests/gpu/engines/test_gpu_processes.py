@@ -21,7 +21,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import ActorDied
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 pytestmark = [
     pytest.mark.gpu,

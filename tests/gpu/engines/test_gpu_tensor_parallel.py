@@ -27,8 +27,8 @@ from sglang_runs import needs_sglang
 from transformers import PreTrainedModel
 from vllm_runs import needs_vllm
 
-from umbra.engines.sglang.sglang_core import SglangCore
-from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.sglang.sglang_engine import SglangCore
+from umbra.engines.vllm.vllm_engine import VllmCore
 
 __all__ = [
     "cuda_context",

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from umbra.runtime.weights.transports.byte_views import buffer_bytes
-from umbra.runtime.weights.transports.shared_memory.gpu_copies import GpuCopies, cut_at_pieces
-from umbra.runtime.weights.transports.shared_memory.mapped_image import PIECE_NBYTES, MappedImage
-from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
+from umbra.runtime.process.host_memory import create_memory
+from umbra.runtime.weights.bucket_grid import PIECE_NBYTES
+from umbra.runtime.weights.byte_views import buffer_bytes
+from umbra.runtime.weights.image.gpu_copies import GpuCopies, cut_at_pieces
+from umbra.runtime.weights.image.mapped_image import MappedImage
 
 pytestmark = pytest.mark.gpu
 

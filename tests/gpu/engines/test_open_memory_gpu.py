@@ -20,13 +20,13 @@ from vllm_runs import needs_vllm
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rpc.sync_handle import Pool
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
-from umbra.trainer.world import usable_gpus
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.trainer.world.world import usable_gpus
 
 GPUS = usable_gpus()[:1]  # here: the driver keeps descriptors of the question
 

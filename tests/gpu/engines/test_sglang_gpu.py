@@ -24,7 +24,7 @@ from sglang_runs import needs_sglang, running_core
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.runtime.errors import EngineError
 
 pytestmark = [

@@ -25,13 +25,13 @@ from watching import tree
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.weight_publisher import WeightPublisher
-from umbra.trainer.world import usable_gpus
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.testing.factories import SessionFactory
+from umbra.trainer.world.world import usable_gpus
 
 GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
 

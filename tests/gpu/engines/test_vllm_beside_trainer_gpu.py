@@ -21,9 +21,9 @@ from ipc_pool import EngineInPool, pool_of, rank_processes
 from vllm_runs import needs_vllm
 
 from umbra.engines.shell import engine_core
-from umbra.engines.vllm.vllm_core import VllmCore
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator
-from umbra.trainer.world import usable_gpus
+from umbra.engines.vllm.vllm_engine import VllmCore
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
+from umbra.trainer.world.world import usable_gpus
 
 __all__ = [
     "cuda_context",

@@ -14,7 +14,7 @@ from gpu_suite import Reference
 from model_factory import make_model
 from vllm_runs import needs_vllm, running_core
 
-from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmCore
 
 pytestmark = [
     needs_vllm,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.model.pinned_memory import pinned_bytes
+from umbra.trainer.model.host_offload import pinned_bytes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from umbra.runtime.weights.transports.nccl.bucket_deltas import SentShards, apply_delta
+from umbra.runtime.weights.links.bucket_deltas import SentShards, apply_delta
 
 pytestmark = [
     pytest.mark.gpu,

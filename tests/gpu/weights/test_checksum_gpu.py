@@ -8,8 +8,13 @@ import random
 import pytest
 import torch
 
-from umbra.runtime.weights.checksums.checksum import CastValues, checksum_of, checksums_of
-from umbra.runtime.weights.checksums.gpu_sums import add_by_kernel, add_by_torch
+from umbra.runtime.weights.checksum import (
+    CastValues,
+    add_by_kernel,
+    add_by_torch,
+    checksum_of,
+    checksums_of,
+)
 
 pytestmark = [
     pytest.mark.gpu,

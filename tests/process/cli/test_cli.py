@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from umbra.runtime.cli.closed_output import run_until_unread
-from umbra.runtime.cli.umbra_command import main
+from umbra.runtime.cli.umbra_command import main, run_until_unread
 
 
 def run_main(*argv: str) -> int:

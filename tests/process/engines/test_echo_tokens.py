@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from umbra.engines.echo.echo_tokens import EchoTokens, echo_logprobs
+from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs
 
 VOCAB_SIZE = 50_000
 CONTEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 LENGTH = 300
 PROGRAM = """
-from umbra.engines.echo.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_engine import EchoTokens
 drawn = EchoTokens(7, [3, 1, 4, 1, 5, 9, 2, 6], vocab_size=50_000).draw(300)
 print(drawn.tokens.tolist(), drawn.keys.tolist())
 """

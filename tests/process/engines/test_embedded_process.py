@@ -17,7 +17,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import RemoteError, UmbraError
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 pytestmark = pytest.mark.process
 

@@ -25,14 +25,13 @@ from sglang_stand_in import LATER_VERSION, Frontend, stand_in_core, stand_in_mod
 from torch import Tensor
 
 from umbra.engines.sglang import sglang_worker
-from umbra.engines.sglang.sglang_core import SglangCore
-from umbra.engines.sglang.sglang_engine import SglangEngine
+from umbra.engines.sglang.sglang_engine import SglangCore, SglangEngine
 from umbra.engines.sglang.sglang_requests import stream_interval
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, EngineError
 from umbra.runtime.process import descendants
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import LoRAManager, stand_in_core, stand_in_modules
 
-from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER
 from umbra.runtime.errors import EngineError
 

@@ -20,14 +20,14 @@ from process_runs import assert_ended
 from rank_processes import poll
 from watching import tree
 
-from umbra.engines.loading.open_weights import open_weights
+from umbra.engines.loading.worker_updates import open_weights
 from umbra.engines.sglang.sglang_worker import gather_reports
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.testing.factories import SessionFactory
 from umbra.runtime.weights.manifest import Manifest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

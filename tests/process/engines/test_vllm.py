@@ -26,11 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_runs import MAX_NUM_SEQS, needs_vllm, running_core
 
-from umbra.engines.vllm.vllm_core import VllmCore
-from umbra.engines.vllm.vllm_engine import VllmEngine
+from umbra.engines.vllm.vllm_engine import VllmCore, VllmEngine
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation, lowest_kept
 from umbra.runtime.errors import EngineError
-from umbra.trainer.model.rotary_frequencies import fix_rotary_frequencies
+from umbra.trainer.model.model_loading import fix_rotary_frequencies
 
 pytestmark = [
     needs_vllm,

@@ -18,7 +18,7 @@ from lora_runs import asked_of_each, check_each
 from model_factory import make_model
 from vllm_runs import needs_vllm, running_core
 
-from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmCore
 from umbra.runtime.errors import EngineError
 
 pytestmark = [

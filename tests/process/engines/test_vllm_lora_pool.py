@@ -20,12 +20,12 @@ from test_vllm_process import NEVER, START_TIMEOUT_S, vllm_spec
 from vllm_runs import needs_vllm
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 pytestmark = [
     needs_vllm,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm_runs import needs_vllm
 
-from umbra.engines.vllm.vllm_output import VllmOutput
+from umbra.engines.vllm.vllm_engine import VllmOutput
 
 pytestmark = [
     needs_vllm,

@@ -27,7 +27,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
 

@@ -21,8 +21,8 @@ from model_factory import make_model
 from torch import Tensor
 from vllm_runs import needs_vllm, running_core
 
-from umbra.engines.vllm.vllm_core import VllmCore
-from umbra.runtime.engine_api.lora_matrices import LoraSpec
+from umbra.engines.vllm.vllm_engine import VllmCore
+from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import EngineError, WeightSyncError
 
 pytestmark = [

@@ -22,12 +22,12 @@ from process_runs import actor_of, assert_ended, greedy, tree_of
 from test_vllm_process import NEVER, START_TIMEOUT_S, core_of, hang, vllm_spec
 from vllm_runs import needs_vllm, running_core
 
-from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmCore
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process import descendants
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
+from umbra.runtime.weights.image.fd_server import serve_fds
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
 
 pytestmark = [
     needs_vllm,

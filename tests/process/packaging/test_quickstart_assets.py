@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from umbra.trainer.quickstart.quickstart_assets import MARKER, NUM_EVAL, NUM_TRAIN, ensure_assets
+from umbra.trainer.quickstart.quickstart_command import MARKER, NUM_EVAL, NUM_TRAIN, ensure_assets
 from umbra.trainer.quickstart.quickstart_task import MAX_DIGITS, draw_tasks, reward, solve
 
 

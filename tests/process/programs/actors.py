@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 
 
 class Echo:

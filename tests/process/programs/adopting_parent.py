@@ -16,8 +16,8 @@ import subprocess
 import time
 from typing import Any
 
-from umbra.runtime.process.adopted_children import AdoptedChildren, note_own_children
 from umbra.runtime.process.descendants import child_pids, process_stat
+from umbra.runtime.process.orphans import AdoptedChildren, note_own_children
 from umbra.runtime.process.prctl import become_subreaper
 
 NUM_ADOPTED = 5

@@ -17,14 +17,14 @@ import sys
 import time
 from pathlib import Path
 
-from umbra.runtime import supervisor
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor import Supervisor
-from umbra.runtime.supervisor_host import supervisor_ref
+from umbra.runtime.supervisor import supervisor
+from umbra.runtime.supervisor.supervisor import Supervisor
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 _START_LIMIT_S = 20.0
 _END_LIMIT_S = 5.0

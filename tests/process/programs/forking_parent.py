@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import uvloop
 
-from umbra.runtime.process.forked_signals import handle_signals
-from umbra.trainer.signals import StopSignals
+from umbra.runtime.process.signal_handling import handle_signals
+from umbra.trainer.world.signals import StopSignals
 
 
 def process(method: Literal["fork", "spawn"]) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session.session import Session, SessionConfig
 
 
 def main() -> None:

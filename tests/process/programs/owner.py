@@ -13,7 +13,7 @@ from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.descendants import child_pids
-from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session.session import Session, SessionConfig
 
 
 def main() -> None:

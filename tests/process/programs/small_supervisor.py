@@ -23,7 +23,7 @@ import uvloop
 
 from umbra.runtime.process import descendants, prctl
 from umbra.runtime.process.child_process import ChildProcess
-from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.process.process_end import PidWatch
 
 
 async def run(mode: str, ready_fd: int, guardian_pid: int) -> None:

@@ -20,10 +20,10 @@ from rank import say
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 START_LIMIT_S = 600.0
 """Three processes of an engine import vLLM one after the other, which takes 10 s each, and a minute

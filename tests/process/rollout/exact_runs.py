@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 GROUP_SIZE: Final = 5
 BUDGET: Final = 80

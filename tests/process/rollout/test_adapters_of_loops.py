@@ -8,8 +8,8 @@ import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged
 
-from umbra.engines.echo.echo_tokens import EchoTokens
-from umbra.runtime.session import Session
+from umbra.engines.echo.echo_engine import EchoTokens
+from umbra.runtime.session.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

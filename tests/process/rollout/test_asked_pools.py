@@ -12,15 +12,15 @@ import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
-from umbra.engines.echo.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_engine import EchoTokens
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
+from umbra.runtime.rollout.agents.auxiliary_pool import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.user_thread import UserThread
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 RESTART = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
 

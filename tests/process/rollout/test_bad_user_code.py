@@ -13,8 +13,8 @@ from rank_processes import poll
 from umbra.runtime.cli.ledger_command import open_index
 from umbra.runtime.cluster.run_events import RunEvent, read_events
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

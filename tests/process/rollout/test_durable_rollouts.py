@@ -14,11 +14,11 @@ import torch
 from live_rollouts import LiveRollouts, killing, ledger_of, merged, while_generating
 from test_live_rollouts import expected_completions, expected_samples, pause_again_and_again
 
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -29,8 +29,8 @@ from float64_forward import Float64Model
 from near_ties import Float64Array, chosen_tokens, logprobs_of, shortfall
 from safetensors.torch import load_file, save_file
 
-from umbra.engines.embedded.uniforms import uniforms
-from umbra.runtime.session import Session
+from umbra.engines.embedded.sampler import uniforms
+from umbra.runtime.session.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

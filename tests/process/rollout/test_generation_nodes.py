@@ -20,13 +20,13 @@ from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating
 from test_live_rollouts import expected_completions
 from watching import DEADLINE_S, all_end
 
-from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.cli.umbra_command import main as umbra
-from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.node_link import HEARTBEAT_S, LOST_AFTER_S
 from umbra.runtime.cluster.run_events import read_events
-from umbra.runtime.cluster.run_notice import RunNotice
+from umbra.runtime.cluster.run_requests import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.supervisor.live_job import job_state
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

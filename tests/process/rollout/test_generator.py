@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from umbra.engines.echo.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_engine import EchoTokens
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import PoolMode
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating
 
-from umbra.engines.echo.echo_tokens import EchoTokens, echo_logprobs
+from umbra.engines.echo.echo_engine import EchoTokens, echo_logprobs
 from umbra.engines.echo.echo_weights import weights_fingerprint
 from umbra.runtime.cluster.placement import PoolMode
-from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process]
 

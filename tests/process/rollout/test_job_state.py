@@ -1,4 +1,4 @@
-"""What a running job says of itself: `umbra.runtime.job_state`."""
+"""What a running job says of itself: `umbra.runtime.reports.job_state`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 import torch
 from live_rollouts import LiveRollouts
 
-from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.cluster.run_events import read_events
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import JobFailed, WeightSyncError
-from umbra.runtime.job_state import JobState
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.reports.job_state import JobState
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.supervisor.live_job import job_state
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

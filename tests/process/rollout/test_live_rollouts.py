@@ -15,14 +15,14 @@ import pytest
 import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
 
-from umbra.engines.echo.echo_tokens import EchoTokens
-from umbra.runtime.collective import Rollouts, SessionSync
+from umbra.engines.echo.echo_engine import EchoTokens
 from umbra.runtime.errors import DeadlineExceeded, RewardError
-from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.sync_calls import SyncFilled
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
+from umbra.runtime.session.rollouts import Rollouts, SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.testing.factories import SessionFactory
+from umbra.runtime.weights.sync_messages import SyncFilled
 
 pytestmark = [pytest.mark.process]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from live_rollouts import LiveRollouts
 
-from umbra.runtime.cli.live_job import job_state
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.supervisor.live_job import job_state
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ from live_rollouts import LiveRollouts, merged, while_generating
 
 from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.errors import ConnectionLost
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

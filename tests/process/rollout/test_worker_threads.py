@@ -15,7 +15,7 @@ from umbra.runtime.errors import RewardError
 from umbra.runtime.process.descendants import child_pids, process_stat
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -16,9 +16,9 @@ from run_traces import command_of
 from test_generation_nodes import OpenJob, joined
 from watching import DEADLINE_S
 
-from umbra.runtime.cluster.lead_link import LOST_AFTER_S
+from umbra.runtime.cluster.node_link import LOST_AFTER_S
 from umbra.runtime.errors import ActorDied
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

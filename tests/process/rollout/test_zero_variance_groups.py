@@ -8,7 +8,7 @@ import pytest
 from live_rollouts import LiveRollouts
 
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -13,8 +13,8 @@ from fake_nvml import fake_nvml, nvml_library_path
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ActorNotFound
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 __all__ = ["fake_nvml", "nvml_library_path", "session", "shared", "socket_root", "spawn"]
 

@@ -12,10 +12,10 @@ import torch
 from pool_log import assert_never_both_awake
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.testing.factories import SessionFactory
 
 RESTART = RestartPolicy(
     mode="on_failure", max_restarts=5, backoff_initial_s=0.05, backoff_max_s=0.2

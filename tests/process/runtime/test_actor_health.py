@@ -13,8 +13,8 @@ from watched_actors import Spawn, wait_for_incarnation, was_reported
 from watching import all_end, kill
 
 from umbra.runtime.errors import ActorDied, ConnectionLost
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

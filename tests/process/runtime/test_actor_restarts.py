@@ -16,8 +16,8 @@ from watching import all_end, kill
 
 from umbra.runtime.errors import ActorDied, ActorNotFound, ConnectionLost, JobFailed
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

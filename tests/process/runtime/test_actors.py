@@ -18,8 +18,8 @@ from umbra.runtime.errors import (
     RemoteError,
 )
 from umbra.runtime.process.descendants import process_stat
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 
@@ -60,7 +60,7 @@ def test_command_lines_identify_the_processes(shared: SessionFactory, spawn: Spa
 
     name = echo.ref.name
     assert command_line(pid)[-2:] == [f"{name}#1", f"{run_dir}/logs/{name}.log"]
-    assert "umbra.runtime.supervisor_host" in command_line(supervisor)
+    assert "umbra.runtime.supervisor.supervisor_main" in command_line(supervisor)
     assert run_dir in command_line(supervisor)
     assert run_dir in command_line(parent_of(supervisor))
 

@@ -24,8 +24,8 @@ from umbra.runtime.errors import (
     ConnectionLost,
     DeadlineExceeded,
 )
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -9,8 +9,7 @@ from child_processes import *  # noqa: F403 - the fixtures
 from child_processes import SLEEP, Run, python
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.process.child_log import ChildLog
-from umbra.runtime.process.child_process import ChildProcess
+from umbra.runtime.process.child_process import ChildLog, ChildProcess
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from fake_nvml import FakeGpu, FakeNvml
 
 from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
 from umbra.runtime.process.nvml import Nvml
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 ALLOWED = frozenset(os.sched_getaffinity(0))
 FIRST, LAST = min(ALLOWED), max(ALLOWED)
@@ -146,7 +146,7 @@ def run_program(program: str) -> str:
 
 RANK = """
 import os, threading, torch
-from umbra.trainer.world import share_cores
+from umbra.trainer.world.world import share_cores
 
 end = threading.Event()
 other = threading.Thread(target=end.wait)
@@ -171,7 +171,7 @@ def test_a_rank_moves_to_the_cores_near_its_gpu_with_threads_that_it_has(
 
 LONE_RANK = """
 import torch
-from umbra.trainer.world import share_cores
+from umbra.trainer.world.world import share_cores
 
 share_cores(0, 1, ())
 print(torch.get_num_threads())
@@ -191,8 +191,8 @@ def test_a_single_rank_has_the_threads_that_its_environment_says(
 POOL = """
 from pathlib import Path
 from umbra.runtime.cluster.placement import Node, PoolRequest, plan_placement
-from umbra.runtime.pools.pool_settings import PoolSettings
-from umbra.trainer.pool_specs import pool_spec
+from umbra.runtime.engine_api.pool_settings import PoolSettings
+from umbra.trainer.services.pool_specs import pool_spec
 
 request = PoolRequest(name="policy", mode="standalone", num_gpus=1)
 plan = plan_placement([Node(gpus=("GPU-1",), num_ranks=0)], [request])

@@ -14,10 +14,10 @@ from pools_in_turn import wait_until
 from torch import Tensor
 from two_nodes import FAR, NEAR, TwoNodes, fingerprint, two_nodes
 
-from umbra.runtime.collective import SessionSync
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.sync_calls import SyncReport
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.testing.factories import SessionFactory
+from umbra.runtime.weights.sync_messages import SyncReport
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -19,8 +19,8 @@ from run_traces import RunTraces
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
 from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.process.delayed_stops import delayed_stops
 from umbra.runtime.process.descendants import child_pids
+from umbra.runtime.process.signal_handling import delayed_stops
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ import pytest
 from pools_in_turn import spec, wait_until
 
 from umbra.runtime.cluster.placement import EngineGpus
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 pytestmark = pytest.mark.process
 

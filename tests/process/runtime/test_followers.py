@@ -19,8 +19,8 @@ from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import Pool
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

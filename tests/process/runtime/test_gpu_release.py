@@ -20,9 +20,9 @@ from watching import kill
 
 from umbra.runtime.errors import ActorDied, DeadlineExceeded
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.process.gpu_release import ReleaseWatch, gpu_memory_released
 from umbra.runtime.process.nvml import GpuReading, GpuUse, Nvml
-from umbra.runtime.session import Session
+from umbra.runtime.process.orphans import ReleaseWatch, gpu_memory_released
+from umbra.runtime.session.session import Session
 
 GIB = 1 << 30
 

@@ -22,13 +22,13 @@ from umbra.runtime.cluster.gpu_shortage import (
     describe_gpu_memory,
     lacks_gpu_memory,
 )
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import JobFailed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import GpuUse
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.testing.factories import SessionFactory
 
 GIB = 1 << 30
 

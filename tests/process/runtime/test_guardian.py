@@ -19,7 +19,7 @@ from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardi
 from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.process import guardian
-from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.process_end import ExitStatus
 
 pytestmark = pytest.mark.process
 

@@ -18,8 +18,7 @@ from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import ActorProcess, connected, run
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.heartbeat import Beat
-from umbra.runtime.actor.watchdog import Watchdog
+from umbra.runtime.actor.heartbeat import Beat, Watchdog
 from umbra.runtime.errors import ProtocolError
 
 pytestmark = pytest.mark.process

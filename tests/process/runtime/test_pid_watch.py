@@ -10,7 +10,7 @@ import pytest
 from child_processes import *  # noqa: F403 - the fixtures
 from child_processes import DEADLINE_S, Run
 
-from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.process.process_end import PidWatch
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ import pytest
 from pools_in_turn import spec, wait_until
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -16,9 +16,9 @@ from pools_in_turn import Shared, judge_spec, spec, wait_until
 
 from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, RemoteError, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 from umbra.runtime.settings import to_wire
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -27,9 +27,8 @@ from child_processes import (
 
 from umbra.runtime.errors import ActorError
 from umbra.runtime.process import prctl
-from umbra.runtime.process.child_log import ChildLog
-from umbra.runtime.process.child_process import ChildProcess, resident_nbytes
-from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.child_process import ChildLog, ChildProcess, resident_nbytes
+from umbra.runtime.process.process_end import ExitStatus
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, read_all, run, until
 
 from umbra.runtime.errors import ActorNotFound, ConnectionLost, DeadlineExceeded, MailboxClosed
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
 

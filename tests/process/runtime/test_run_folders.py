@@ -12,7 +12,7 @@ import pytest
 from actor_specs import actor
 
 from umbra.runtime.errors import ActorDied, ConfigError
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -22,8 +22,8 @@ from watching import all_end, kill, processes, supervisor_of, tree
 from umbra.runtime.errors import ActorDied, JobFailed, MailboxClosed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -18,17 +18,17 @@ import pytest
 import torch
 from actor_specs import PROGRAMS, actor
 
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import ActorNotFound, MailboxClosed
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.session import Session
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor_host import supervisor_ref
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
+from umbra.runtime.testing.factories import SessionFactory
+from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -15,8 +15,8 @@ from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.process import child_process, descendants
 from umbra.runtime.process.child_process import ChildProcess
-from umbra.runtime.process.pid_watch import PidWatch
-from umbra.runtime.supervisor_host import supervisor_ref
+from umbra.runtime.process.process_end import PidWatch
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 
 async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedActor:

@@ -14,8 +14,8 @@ from watching import all_end, kill
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.errors import ActorNotFound
 from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S
-from umbra.runtime.session import Session
-from umbra.runtime.supervisor import Supervisor
+from umbra.runtime.session.session import Session
+from umbra.runtime.supervisor.supervisor import Supervisor
 
 pytestmark = pytest.mark.process
 

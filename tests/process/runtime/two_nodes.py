@@ -15,9 +15,9 @@ from torch import Tensor
 from umbra.engines.echo.echo_weights import weights_fingerprint
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
-from umbra.runtime.weights.transports.byte_views import flatten
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
+from umbra.runtime.weights.byte_views import flatten
 
 NEAR, FAR = ["policy-0", "policy-1"], ["policy-2", "policy-3"]
 

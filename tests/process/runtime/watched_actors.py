@@ -8,8 +8,8 @@ from collections.abc import Callable
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.session.session import Session
+from umbra.runtime.testing.factories import SessionFactory
 
 Spawn = Callable[[ActorSpec], SyncHandle]
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from umbra.runtime.collective import SessionSync
-from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.session import Session
-from umbra.runtime.supervisor_host import supervisor_ref
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.rpc.sync_handle import LoopThread
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 SHAPES = {"uneven": (37, 300), "few_rows": (1, 7), "large": (2050, 515), "vector": (11,)}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from umbra.runtime.testing.engine_factory import EngineFactory
+from umbra.runtime.testing.factories import EngineFactory
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.trainer.config.config_file import load_config
-from umbra.trainer.hub.local_paths import with_local_paths
+from umbra.trainer.data.hub_paths import with_local_paths
 
 
 def paths(out: str, config_file: str) -> None:

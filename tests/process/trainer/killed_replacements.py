@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from umbra.trainer.run_files import replacing_folder, restore_folder
+from umbra.trainer.world.run_files import replacing_folder, restore_folder
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -18,7 +18,7 @@ from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_policy, prepare_causal_lm
 from umbra.trainer.model.packing import Sample, pack, packing_order
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.world import World
+from umbra.trainer.world.world import World
 
 
 def compare_loading(cases: list[list[str]], device_type: str = "cpu") -> list[dict[str, Any]]:

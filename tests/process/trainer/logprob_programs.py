@@ -23,7 +23,7 @@ from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world import World
+from umbra.trainer.world.world import World
 
 
 def run_all(calls: dict[str, dict[str, Any]]) -> dict[str, Any]:

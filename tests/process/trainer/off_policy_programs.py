@@ -23,22 +23,22 @@ from rank_programs import (
 )
 from whole_model import load_whole_model
 
-from umbra.engines.embedded.checkpoint_loading import load_checkpoint
 from umbra.engines.embedded.decoder_model import DecoderModel
 from umbra.engines.embedded.embedded_core import EngineCore
+from umbra.engines.embedded.embedded_worker import load_checkpoint
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.algorithms.base import LossInputs
-from umbra.trainer.algorithms.decoupled_loss import decoupled_loss
+from umbra.trainer.algorithms.losses import decoupled_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.world import World
+from umbra.trainer.world.world import World
 
 PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]
 SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, MAX_CONTEXT_LEN = 4, 40, 128

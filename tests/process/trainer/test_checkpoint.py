@@ -23,12 +23,12 @@ from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import to_wire
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.checkpoint.checkpoint_export import export_checkpoint
 from umbra.trainer.checkpoint.file_digests import complete
+from umbra.trainer.checkpoint.model_export import export_checkpoint
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.stored_weights import StoredWeights
-from umbra.trainer.run_files import RunDirectoryError
+from umbra.trainer.world.run_files import RunDirectoryError
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

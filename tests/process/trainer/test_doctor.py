@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.trainer.node_checks import listen
+from umbra.trainer.doctor.node_checks import listen
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -170,7 +170,7 @@ def test_a_run_directory_in_use_is_reported(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = (
-        "from pathlib import Path; from umbra.trainer.checkpoint.run_lock import RunLock\n"
+        "from pathlib import Path; from umbra.trainer.checkpoint.run_dir import RunLock\n"
         "with RunLock(Path('.')): print('held', flush=True); input()"
     )
     command = [sys.executable, "-c", program]

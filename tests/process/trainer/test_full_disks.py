@@ -21,17 +21,11 @@ from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting import metrics_plot
+from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLogger
-from umbra.trainer.reporting.progress_display import ProgressDisplay
+from umbra.trainer.reporting.metrics_loggers import LoggedRun, MetricsLogger, TensorboardLogger
 from umbra.trainer.reporting.run_reporter import RunReporter, finish
-from umbra.trainer.reporting.tensorboard_logger import TensorboardLogger
-from umbra.trainer.run_files import (
-    RunDirectoryError,
-    check_writable,
-    write_text,
-    writing,
-)
+from umbra.trainer.world.run_files import RunDirectoryError, check_writable, write_text, writing
 
 event_file_loader: Any = importlib.import_module(
     "tensorboard.backend.event_processing.event_file_loader"

@@ -7,7 +7,7 @@ from fake_nvml import FakeGpu, FakeNvml
 
 from umbra.runtime.cluster.memory_plan import GIB
 from umbra.runtime.process.nvml import gpu_sizes
-from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
+from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 
 pytestmark = pytest.mark.process
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.checkpoint.policy_export import write_whole_model
+from umbra.trainer.checkpoint.model_export import write_whole_model
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from umbra.trainer.signals import StopSignals
+from umbra.trainer.world.signals import StopSignals
 
 pytestmark = pytest.mark.process
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from umbra.trainer.signals import StopNow, StopRequested, StopSignals
-from umbra.trainer.stop_forecast import StopForecast
+from umbra.trainer.world.signals import StopNow, StopRequested, StopSignals
+from umbra.trainer.world.stop_forecast import StopForecast
 def say(text): print(text, flush=True)
 """
 

@@ -12,7 +12,7 @@ import pytest
 
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.waits import collective_timeout_s
+from umbra.trainer.train import collective_timeout_s
 
 LEAST_S = 1800.0
 
@@ -57,7 +57,7 @@ def test_the_group_of_the_ranks_and_that_of_their_mesh_have_it() -> None:
     code = """
         import torch
         from umbra.runtime.cluster.environment import TorchrunEnvironment
-        from umbra.trainer.world import World
+        from umbra.trainer.world.world import World
 
         with World.join(TorchrunEnvironment.read(), "cpu", 7777.0) as world:
             for group in (torch.distributed.group.WORLD, world.mesh.get_group()):

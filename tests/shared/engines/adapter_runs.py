@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from umbra.engines.loading.image_import import image_tensors
-from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.loading.image_weights import image_tensors
+from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmCore
+from umbra.runtime.process.host_memory import create_memory
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.memfd import create_memory
 
 SharedCore = VllmCore | SglangCore
 """Those that can be left as if they had just been started."""

@@ -13,7 +13,7 @@ from conformance_runs import MakeEngine, requests, results_of, weights
 from engine_runs import Collector, run_async, running
 from local_sync import publish, regions_nbytes
 
-from umbra.runtime.engine_api.lora_matrices import LoraSpec
+from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import EngineError, IllegalTransition, WeightSyncError
 
 

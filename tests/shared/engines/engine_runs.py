@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from umbra.engines.echo.echo_engine import EchoEngine
-from umbra.engines.embedded.checkpoint_loading import load_checkpoint, parse_dtype
 from umbra.engines.embedded.decoder_model import DecoderModel
 from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
+from umbra.engines.embedded.embedded_worker import load_checkpoint, parse_dtype
 from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.faulty.faulty_engine import FaultyEngine
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.engine_api.decoder_config import load_model_config
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 DEADLINE_S = 60.0
 

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 from engine_runs import Engine
 from torch import Tensor
 
-from umbra.runtime.engine_api.lora_matrices import LoraSpec
+from umbra.runtime.engine_api.lora import LoraSpec
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.bucket_grid import BucketGrid
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.shards import find_aliases, wire_manifest
-from umbra.runtime.weights.sync_calls import (
+from umbra.runtime.weights.sync_messages import (
     SyncAbort,
     SyncBegin,
     SyncEnd,
@@ -24,10 +28,6 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
     SyncReport,
 )
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
-from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
-from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEADLINE_S = 20.0
 

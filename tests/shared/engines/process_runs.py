@@ -10,7 +10,7 @@ from engine_runs import Collector, Completion, wire_request
 
 from umbra.runtime.process import descendants
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
+from umbra.runtime.session.session import Session
 
 
 def actor_of(session: Session, name: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ import numpy as np
 from engine_runs import shared_loop
 from torch import Tensor, nn
 
-from umbra.engines.embedded.uniforms import uniforms
-from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.embedded.sampler import uniforms
+from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.engines.sglang.sglang_settings import SglangSettings
 
 VERSION = "0.5.17"

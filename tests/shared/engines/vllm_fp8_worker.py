@@ -24,7 +24,7 @@ from sharded_source import ShardedSource, rows
 from torch import Tensor, nn
 from vllm_replay_worker import configure, find_differing, is_cpu, join, keep_unpacked
 
-from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.worker_updates import PlannedLoading
 from umbra.runtime.errors import WeightSyncError
 
 _KERNELS: Final = "vllm.model_executor.kernels.linear"

@@ -26,7 +26,7 @@ from sharded_source import ShardedSource, rows
 from torch import Tensor, nn
 
 from umbra.engines.loading.copy_plan import CopyPlan
-from umbra.engines.loading.planned_loading import PlannedLoading
+from umbra.engines.loading.worker_updates import PlannedLoading
 
 _UNPACKED = (
     ("layers.linear", "UnquantizedLinearMethod"),

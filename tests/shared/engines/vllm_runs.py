@@ -12,7 +12,7 @@ import pytest
 from adapter_fixtures import MAX_CONTEXT_LEN
 from engine_runs import shared_loop
 
-from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmCore
 from umbra.engines.vllm.vllm_settings import VllmSettings
 
 needs_vllm = pytest.mark.skipif(

@@ -24,7 +24,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import PoolMode
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import read_history
@@ -32,8 +31,9 @@ from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session import Session
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.session.rollouts import SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 VOCAB_SIZE = 64
 USER_CODE = Path(__file__).parent

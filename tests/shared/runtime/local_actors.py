@@ -9,7 +9,7 @@ import zmq
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 
 
 def actor_without_process(folder: Path, context: zmq.Context[zmq.Socket[bytes]]) -> SupervisedActor:

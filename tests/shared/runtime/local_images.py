@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
-from umbra.runtime.weights.transports.shared_memory.node_images import ImageOrder, NodeImages
+from umbra.runtime.weights.image.fd_server import FdServer
+from umbra.runtime.weights.image.node_images import ImageOrder, NodeImages
 
 
 class LocalImages:

@@ -7,8 +7,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.rpc.envelopes import RESULT
+from umbra.runtime.rpc.envelopes import RESULT, ActorRef
 
 
 class RawSocket:

@@ -20,9 +20,9 @@ import uvloop
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
-from umbra.runtime.process.memory_file import open_memory_file
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.process.host_memory import open_memory_file
 from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.settings import to_wire
 

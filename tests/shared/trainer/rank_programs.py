@@ -25,13 +25,13 @@ from training_models import make_model
 from whole_model import load_whole_model
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.buffer.batch_plan import plan_batch
-from umbra.runtime.rollout.dispatch.group import GroupShape
+from umbra.runtime.rollout.dispatch.trajectory import GroupShape
+from umbra.runtime.rollout.manager.batch_plan import plan_batch
 from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
 from umbra.trainer.algorithms.metric_totals import MetricTotals
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.policy_export import export_policy
+from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model import token_scoring
@@ -41,7 +41,7 @@ from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy, Wrap
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world import World, agree_on_signal, barrier, from_lead, share_cores
+from umbra.trainer.world.world import World, agree_on_signal, barrier, from_lead, share_cores
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from umbra.runtime.cli.live_job import run_interruptibly
+from umbra.runtime.supervisor.live_job import run_interruptibly
 
 
 def test_ctrl_c_is_not_lost_where_a_call_does_not_wait() -> None:

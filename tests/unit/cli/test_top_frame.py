@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from umbra.runtime.cli.top_frame import RunSnapshot, frame
+from umbra.runtime.cli.top_command import RunSnapshot, frame
 from umbra.runtime.cluster.run_events import RunEvent
-from umbra.runtime.job_state import (
+from umbra.runtime.reports.job_state import (
     ActorStatus,
     EngineStatus,
     JobState,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from umbra.runtime.dash.json_lines import JsonLines
+from umbra.runtime.dash.run_view import JsonLines
 
 
 def test_lines_are_read_once_and_from_the_beginning_if_the_file_is_replaced(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from documented_names import check_metrics, documented
 
 from umbra.runtime.cluster.memory_plan import Phase
 from umbra.trainer.algorithms.algorithm_loading import load_loss
-from umbra.trainer.algorithms.algorithm_names import LOSSES
 from umbra.trainer.algorithms.base import LossInputs
+from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainSection
-from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
+from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 
 ROOT = Path(__file__).resolve().parents[3]
 LITERAL = re.compile(r'"((?:time|sync|eval|memory|rollout|train)/[a-z0-9_]+)"')

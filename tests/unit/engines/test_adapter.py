@@ -12,10 +12,9 @@ import pytest
 from engine_runs import Collector, collect, run_async, running, wire_request
 from scripted_core import ScriptedCore
 
-from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.shell.engine_changes import Changes
-from umbra.engines.shell.warm_up import warm_up
-from umbra.runtime.actor.actor_target import load_target, make_target
+from umbra.engines.shell.adapter_engine import AdapterEngine, warm_up
+from umbra.engines.shell.engine_shell import Changes
+from umbra.runtime.actor.actor_spec import load_target, make_target
 from umbra.runtime.engine_api.engine_names import ENGINES, engine_target
 from umbra.runtime.errors import ConfigError, EngineError
 

@@ -12,8 +12,7 @@ from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 from torch import Tensor
 
-from umbra.engines.echo.echo_engine import EchoEngine
-from umbra.engines.echo.echo_tokens import Drawn, EchoTokens, echo_logprobs
+from umbra.engines.echo.echo_engine import Drawn, EchoEngine, EchoTokens, echo_logprobs
 from umbra.engines.echo.echo_weights import weights_fingerprint
 
 VOCAB_SIZE = 97

@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.engines.faulty.false_deltas import first_halves, without_run
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
-from umbra.runtime.engine_api.delta_buffer import DeltaBuffer, DeltaColumns
+from umbra.engines.faulty.faulty_engine import first_halves, without_run
+from umbra.runtime.engine_api.token_deltas import DeltaBatch, DeltaBuffer, DeltaColumns
 
 Run = tuple[int, int, list[int]]  # id, position, tokens
 

@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.engines.faulty.fault import CALLS, Fault, parse_faults
-from umbra.engines.faulty.fault_schedule import DueFault, FaultSchedule, fault_points
+from umbra.engines.faulty.fault import (
+    CALLS,
+    DueFault,
+    Fault,
+    FaultSchedule,
+    fault_points,
+    parse_faults,
+)
 from umbra.runtime.errors import ConfigError
 
 

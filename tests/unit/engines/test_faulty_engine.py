@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from engine_runs import Collector, run_async, running, wire_request
 
-from umbra.engines.echo.echo_engine import EchoEngine
-from umbra.engines.echo.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_engine import EchoEngine, EchoTokens
 from umbra.engines.faulty.fault import CALLS
 from umbra.engines.faulty.faulty_engine import FaultyEngine
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns
+from umbra.runtime.engine_api.token_deltas import DeltaColumns
 from umbra.runtime.errors import ConfigError, EngineError
 
 VOCAB_SIZE = 97

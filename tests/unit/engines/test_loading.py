@@ -14,7 +14,7 @@ from engine_runs import load_model
 from model_factory import KINDS, make_model, save_model
 from safetensors.torch import load_file, save_file
 
-from umbra.engines.embedded.checkpoint_loading import load_checkpoint, parse_dtype
+from umbra.engines.embedded.embedded_worker import load_checkpoint, parse_dtype
 from umbra.engines.embedded.parameters import Parameters
 from umbra.runtime.errors import ConfigError, DataError
 

@@ -14,7 +14,7 @@ from adapter_factory import save_adapter, write_adapter
 from safetensors.torch import load_file
 from torch import Tensor, ones
 
-from umbra.runtime.engine_api.lora_adapter import LoraAdapter
+from umbra.runtime.engine_api.lora import LoraAdapter
 from umbra.runtime.errors import DataError
 
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"

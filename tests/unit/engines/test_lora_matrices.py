@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapter_factory import read_adapter, save_adapter
 
-from umbra.runtime.engine_api.lora_matrices import LoraBase, LoraSpec, Shapes
+from umbra.runtime.engine_api.lora import LoraBase, LoraSpec, Shapes
 from umbra.runtime.errors import ConfigError, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.weights.manifest import Manifest

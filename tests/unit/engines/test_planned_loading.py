@@ -14,8 +14,8 @@ from sharded_source import Cut, ShardedSource, rows
 from torch import Tensor, nn
 
 from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_source import WeightSource
+from umbra.engines.loading.worker_updates import PlannedLoading
 from umbra.runtime.weights.copy_planner import ShardBlock
 
 Weights = Iterable[tuple[str, Tensor]]

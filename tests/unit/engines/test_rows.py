@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from umbra.engines.embedded.row_table import RowTable
-from umbra.runtime.engine_api.delta_buffer import DeltaBuffer
+from umbra.engines.embedded.embedded_core import RowTable
+from umbra.runtime.engine_api.token_deltas import DeltaBuffer
 
 MAX_ROWS = 5
 

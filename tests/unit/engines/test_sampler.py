@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from umbra.engines.embedded import sampler
-from umbra.engines.embedded.sampler import sample
-from umbra.engines.embedded.uniforms import uniforms
+from umbra.engines.embedded.sampler import sample, uniforms
 
 
 def draws(num_seqs: int, seed: int = 0) -> Tensor:

@@ -14,10 +14,9 @@ from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
 
-from umbra.engines.sglang.sglang_core import SglangCore
-from umbra.engines.sglang.sglang_output import SglangOutput
-from umbra.engines.sglang.sglang_requests import stream_interval
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns
+from umbra.engines.sglang.sglang_engine import SglangCore
+from umbra.engines.sglang.sglang_requests import SglangOutput, stream_interval
+from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 COUNT = 128  # requests, of which each sends its tokens 25 at a time
 NUM_NEW_TOKENS = 100

@@ -20,8 +20,7 @@ from umbra.engines.sglang.sglang_orders import (
     unpack_order,
     write_reports,
 )
-from umbra.engines.sglang.sglang_output import SglangOutput
-from umbra.engines.sglang.sglang_requests import check_request, generate_fields
+from umbra.engines.sglang.sglang_requests import SglangOutput, check_request, generate_fields
 from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_worker import obey
 from umbra.runtime.errors import ConfigError, DataError, EngineError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from umbra.engines.embedded.uniforms import uniforms
+from umbra.engines.embedded.sampler import uniforms
 
 
 def draw(seeds: list[int], positions: list[int]) -> list[float]:

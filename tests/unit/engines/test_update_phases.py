@@ -16,17 +16,17 @@ from local_sync import publish
 from scripted_core import ScriptedCore
 from torch import Tensor
 
-from umbra.engines.loading.image_import import image_tensors
-from umbra.engines.loading.open_weights import WorkerMemory, open_weights
+from umbra.engines.loading.image_weights import image_tensors
+from umbra.engines.loading.worker_updates import WorkerMemory, open_weights
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.errors import EngineError, WeightSyncError
+from umbra.runtime.process.host_memory import map_memory
+from umbra.runtime.weights.bucket_grid import BucketGrid
+from umbra.runtime.weights.image.fd_client import received_fd
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
+from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.fd_client import received_fd
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
-from umbra.runtime.weights.transports.shared_memory.image_memory import ImageMemory, numbered
-from umbra.runtime.weights.transports.shared_memory.memfd import map_memory
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 NO_TENSORS = Manifest.layout([]).to_wire()
 WEIGHTS = {"a": torch.randn(300), "b": torch.randn(7, 5)}

@@ -12,10 +12,10 @@ from adapter_factory import save_adapter
 from engine_runs import make_request
 from weight_file import write_weight_file
 
+from umbra.engines.vllm.vllm_engine import check_request, draw_seed
 from umbra.engines.vllm.vllm_library import VllmLibrary
-from umbra.engines.vllm.vllm_requests import check_request, draw_seed
 from umbra.engines.vllm.vllm_settings import VllmSettings
-from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
+from umbra.runtime.engine_api.engine_names import kv_token_nbytes
 from umbra.runtime.errors import ConfigError, DataError
 
 KNOWN = ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype", "max_num_seqs"]

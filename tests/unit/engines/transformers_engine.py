@@ -23,10 +23,9 @@ import transformers
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
-from umbra.engines.embedded.sampler import sample
-from umbra.engines.embedded.uniforms import uniforms
-from umbra.engines.loading.open_weights import open_weights
+from umbra.engines.embedded.sampler import sample, uniforms
 from umbra.engines.loading.weight_import import Regions
+from umbra.engines.loading.worker_updates import open_weights
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.adapter_settings import AdapterSettings
 from umbra.engines.shell.engine_core import AdapterCore, NewOutput

@@ -35,8 +35,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import BEGIN, Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.rollout.ledger.sample_contents import read_contents
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState, read_contents
 
 
 def entries_of(events: Sequence[Event]) -> list[Entry]:

@@ -71,5 +71,5 @@ def test_the_exceptions_are_found() -> None:
     found = exception_names()
 
     assert ("umbra.runtime.errors", "ConnectionLost") in found
-    assert ("umbra.trainer.signals", "StopNow") in found
+    assert ("umbra.trainer.world.signals", "StopNow") in found
     assert len(found) > 25

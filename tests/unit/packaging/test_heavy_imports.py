@@ -25,7 +25,7 @@ _SLOW_TO_IMPORT = {"pydantic", "pydantic_core", "annotated_types", "numpy", "tem
 _POOLS_ONLY = {
     "umbra.runtime.engine_api.lifecycle",
     "umbra.runtime.pools.node_pools",
-    "umbra.runtime.weights.sync_calls",
+    "umbra.runtime.weights.sync_messages",
     "umbra.runtime.weights.manifest",
 }
 
@@ -42,8 +42,8 @@ def import_without(module: str, forbidden: set[str]) -> None:
     "module",
     [
         "umbra.runtime",
-        "umbra.runtime.supervisor",
-        "umbra.runtime.supervisor_host",
+        "umbra.runtime.supervisor.supervisor",
+        "umbra.runtime.supervisor.supervisor_main",
         "umbra.runtime.actor.actor_host",
         "umbra.runtime.process.guardian",
     ],
@@ -53,14 +53,14 @@ def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) ->
 
 
 def test_a_supervisor_without_pools_loads_nothing_of_them() -> None:
-    import_without("umbra.runtime.supervisor_host", _POOLS_ONLY)
+    import_without("umbra.runtime.supervisor.supervisor_main", _POOLS_ONLY)
 
 
 @pytest.mark.parametrize(
     "module",
     [
         "umbra",
-        "umbra.runtime.session",
+        "umbra.runtime.session.session",
         "umbra.runtime.rollout.manager.rollout_manager",
         "umbra.runtime.cli.umbra_command",
         "umbra.engines.echo.echo_engine",

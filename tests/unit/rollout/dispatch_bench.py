@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from rollout_samples import make_trajectory
 
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, TokenRecorder
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import SamplingOptions
 from umbra.runtime.text.stop_texts import StopTexts
 
 A, B = EngineId("a", 1), EngineId("b", 1)

@@ -16,8 +16,8 @@ from recorded_world import STOP, Engine, Life, Loop, Taken
 from rollout_configs import rollout_config
 
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.trajectory import Group
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_snapshot import read_content, snapshots_of, take_snapshot

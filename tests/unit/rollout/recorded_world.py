@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from dispatch_bench import delta
 
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.agents.worker_pool import WorkerJob
-from umbra.runtime.rollout.buffer.staleness import VersionSteps
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_recovery import recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
+from umbra.runtime.rollout.manager.staleness import VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import RolloutConfig

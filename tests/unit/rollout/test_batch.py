@@ -11,10 +11,10 @@ from rollout_configs import rollout_config
 from rollout_samples import arrays, make_trajectory
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.rollout.buffer.admission import Admission
-from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_columns
-from umbra.runtime.rollout.buffer.batch_plan import RankPlan
-from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import Group
+from umbra.runtime.rollout.manager.admission import Admission
+from umbra.runtime.rollout.manager.batch_answers import batch_metrics, rank_columns
+from umbra.runtime.rollout.manager.batch_plan import RankPlan
 from umbra.runtime.rollout.prompts import write_prompts
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.rollout.buffer import batch_plan
-from umbra.runtime.rollout.buffer.batch_plan import RankPlan, plan_batch
-from umbra.runtime.rollout.dispatch.group import GroupShape
+from umbra.runtime.rollout.dispatch.trajectory import GroupShape
+from umbra.runtime.rollout.manager import batch_plan
+from umbra.runtime.rollout.manager.batch_plan import RankPlan, plan_batch
 
 GROUPS = st.lists(
     st.builds(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import ProtocolError
 
 ITEM: dict[str, Any] = {

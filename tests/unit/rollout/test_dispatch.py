@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import EngineError
 from umbra.runtime.rollout.dispatch.router import EngineId
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import SamplingOptions
 
 
 def token_at(seed: int, position: int) -> int:

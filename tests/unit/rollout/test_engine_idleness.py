@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.rollout.dispatch.engine_idleness import EngineIdleness
+from umbra.runtime.rollout.dispatch.pool_load import EngineIdleness
 from umbra.runtime.rollout.dispatch.router import EngineId
 
 A, B = EngineId("a", 1), EngineId("b", 1)

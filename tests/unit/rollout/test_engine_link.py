@@ -11,16 +11,16 @@ import pytest
 import zmq
 from rollout_samples import make_trajectory
 
-from umbra.runtime.engine_api.delta_buffer import DeltaColumns, empty_batch
+from umbra.runtime.engine_api.token_deltas import DeltaColumns, empty_batch
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.rollout.dispatch import engine_link
+from umbra.runtime.rollout.dispatch import engine_fleet
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.engine_link import EngineLink
+from umbra.runtime.rollout.dispatch.engine_fleet import EngineLink
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.sampling_options import SamplingOptions
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rollout.rollout_config import SamplingOptions
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
 
@@ -98,7 +98,7 @@ def run_with_link(
 def test_a_refused_request_goes_out_again_as_soon_as_the_engine_is_reported_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_link, "_REFUSAL_PAUSE_S", 1000.0)
+    monkeypatch.setattr(engine_fleet, "_REFUSAL_PAUSE_S", 1000.0)
 
     async def scenario(engine: PausingEngine, link: EngineLink) -> None:
         link.set_serving(False)
@@ -112,7 +112,7 @@ def test_a_refused_request_goes_out_again_as_soon_as_the_engine_is_reported_to_s
 def test_a_refused_request_goes_out_again_though_no_report_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_link, "_REFUSAL_PAUSE_S", 0.01)
+    monkeypatch.setattr(engine_fleet, "_REFUSAL_PAUSE_S", 0.01)
 
     async def scenario(engine: PausingEngine, link: EngineLink) -> None:
         engine.is_paused = False

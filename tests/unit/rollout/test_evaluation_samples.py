@@ -8,8 +8,8 @@ import msgpack
 import numpy as np
 from rollout_samples import arrays, make_trajectory
 
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.manager.evaluation_samples import worst_and_best
+from umbra.runtime.rollout.dispatch.trajectory import Group
+from umbra.runtime.rollout.manager.evaluation import worst_and_best
 
 
 def group_with(rewards: Sequence[float]) -> Group:

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from umbra.runtime.rollout.manager.evaluation_scores import evaluation_scores, pass_at_k
+from umbra.runtime.rollout.manager.evaluation import evaluation_scores, pass_at_k
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
 
 

@@ -14,20 +14,19 @@ import pytest
 import torch
 from rollout_samples import make_trajectory
 
-from umbra.engines.embedded.checkpoint_loading import load_checkpoint
 from umbra.engines.embedded.decoder_model import DecoderModel
 from umbra.engines.embedded.embedded_core import EngineCore
+from umbra.engines.embedded.embedded_worker import load_checkpoint
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.engine_api.generation_request import parse_request
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
-from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import SamplingOptions
 
 MAX_CONTEXT_LEN = 64
 LIMITS = Limits(

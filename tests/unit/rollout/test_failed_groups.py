@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from umbra.runtime.errors import RewardError, RolloutError
-from umbra.runtime.rollout.buffer.failed_groups import FailedGroups
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
+from umbra.runtime.rollout.manager.dropped_groups import FailedGroups
 from umbra.runtime.rollout.prompts import Prompt
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from recorded_world import Workers
 
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.prompts import Prompt, to_row

@@ -20,9 +20,8 @@ from recorded_world import Engine, Life, finish_all
 from rollout_configs import rollout_config
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.router import EngineId
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger import recorder
 from umbra.runtime.rollout.ledger.ledger_events import Restored, Tokens
 from umbra.runtime.rollout.ledger.ledger_history import read_history

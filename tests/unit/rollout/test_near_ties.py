@@ -10,8 +10,8 @@ import torch
 from float64_forward import Float64Model
 from near_ties import chosen_tokens, logprobs_of, shortfall
 
-from umbra.engines.embedded.checkpoint_loading import load_checkpoint
 from umbra.engines.embedded.decoder_model import DecoderModel
+from umbra.engines.embedded.embedded_worker import load_checkpoint
 from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.sampler import sample
 from umbra.runtime.engine_api.decoder_config import load_model_config

@@ -9,13 +9,12 @@ from recorded_world import Engine, Life, finish_all
 from rollout_configs import rollout_config
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger.ledger_events import Restored
-from umbra.runtime.rollout.manager import rank_answers
-from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
-from umbra.runtime.rollout.manager.catch_up import SyncRequests
+from umbra.runtime.rollout.manager import batch_answers
+from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous, SyncRequests
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
+from umbra.runtime.waiting import Alarm
 
 STEP_3 = CollectiveCall("next_batch", 3, 1.0)
 STEP_4 = CollectiveCall("next_batch", 4, 1.0)
@@ -109,14 +108,14 @@ def test_a_rank_that_calls_again_replaces_its_earlier_call() -> None:
 def test_a_batch_is_planned_once_however_often_ranks_ask_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_plans, plan_batch = 0, rank_answers.plan_batch
+    num_plans, plan_batch = 0, batch_answers.plan_batch
 
     def counted(*arguments: Any, **settings: Any) -> Any:
         nonlocal num_plans
         num_plans += 1
         return plan_batch(*arguments, **settings)
 
-    monkeypatch.setattr(rank_answers, "plan_batch", counted)
+    monkeypatch.setattr(batch_answers, "plan_batch", counted)
 
     async def main() -> None:
         config = rollout_config(stop_token_ids=(0,), world_size=2)

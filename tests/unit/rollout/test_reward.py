@@ -9,8 +9,7 @@ import pytest
 import user_rewards
 
 from umbra.runtime.errors import ConfigError, RewardError
-from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.reward_sum import RewardSum, Scores
+from umbra.runtime.rollout.agents.reward_function import RewardFunction, RewardSum, Scores
 from umbra.runtime.rollout.agents.user_thread import Broken, UserThread
 
 IDS = ["e0/p/0", "e0/p/1"]

@@ -13,9 +13,9 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.errors import LedgerError, RequestRefused, RolloutError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
-from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import Group
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.sampling_options import SamplingOptions
+from umbra.runtime.rollout.rollout_config import SamplingOptions
 
 PROMPT = np.asarray([1, 2, 3], np.int32)
 AT_ONE = SamplingOptions(temperature=1.0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbra.runtime.rollout.dispatch.engine_speed import EngineSpeed
+from umbra.runtime.rollout.dispatch.router import EngineSpeed
 
 
 def measured(tokens_per_s: float, num_requests: int, seconds: float = 30.0) -> EngineSpeed:

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
-from umbra.runtime.rollout.buffer.staleness import StalenessBound, VersionSteps
-from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import OnFailed, OnScored
+from umbra.runtime.rollout.manager.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import RolloutSettings

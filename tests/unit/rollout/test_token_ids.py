@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import RequestRefused
 
 

@@ -9,10 +9,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.engine_api.delta_batch import DeltaBatch
-from umbra.runtime.rollout.dispatch.request_rows import NO_ROW, RequestRows
-from umbra.runtime.rollout.dispatch.token_pages import EMPTY, PAGE_LEN, TokenPages
-from umbra.runtime.rollout.dispatch.token_store import Segment, TokenStore
+from umbra.runtime.engine_api.token_deltas import DeltaBatch
+from umbra.runtime.rollout.dispatch.token_store import (
+    EMPTY,
+    NO_ROW,
+    PAGE_LEN,
+    RequestRows,
+    Segment,
+    TokenPages,
+    TokenStore,
+)
 
 Run = tuple[int, int, Sequence[int], int]  # request, position, tokens, version
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.agents.agent_loop import AgentLoop
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
-from umbra.runtime.rollout.agents.user_function import describe, load_function
 from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.user_function import describe, load_function
 
 
 def said_of(function: Callable[[], object]) -> str:

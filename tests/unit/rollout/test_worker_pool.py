@@ -12,7 +12,7 @@ from typing import Any, cast
 from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import ActorDied, ConnectionLost, UmbraError
 from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 
 
 class LostWorker:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rpc.dropped_messages import REPORT_INTERVAL_S, DroppedMessages
+from umbra.runtime.rpc.loop_socket import REPORT_INTERVAL_S, DroppedMessages
 
 
 class Timers:

@@ -10,7 +10,7 @@ from local_actors import actor_without_process
 
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.pools.pool_engine import PoolEngine
-from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 
 

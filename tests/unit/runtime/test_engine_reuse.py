@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.pools.engine_reuse import reuse_engines
+from umbra.runtime.pools.warm_engines import reuse_engines
 from umbra.runtime.settings import from_wire, to_wire
 
 

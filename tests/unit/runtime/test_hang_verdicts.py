@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.cluster.process_report import SeenProcess, SeenThread
-from umbra.runtime.hang_verdicts import SeenNode, verdicts
-from umbra.runtime.job_state import JobState
+from umbra.runtime.reports.hang_verdicts import SeenNode, verdicts
+from umbra.runtime.reports.job_state import JobState
+from umbra.runtime.reports.process_report import SeenProcess, SeenThread
 
 REWARD = "never_returns (/home/me/slow_rewards.py:5)"
 LOSS = "loss (/home/me/stuck.py:7)"

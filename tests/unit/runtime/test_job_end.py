@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.actor.job_end import AfterRanks, JobEnd, StopDecision
 from umbra.runtime.actor.job_stop import STOP_WINDOW_S
-from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL
+from umbra.runtime.cluster.run_requests import PREEMPT_SIGNAL
+from umbra.runtime.supervisor.job_end import AfterRanks, JobEnd, StopDecision
 
 LATER_S = STOP_WINDOW_S + 0.1
 

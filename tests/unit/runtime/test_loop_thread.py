@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from umbra.runtime.errors import JobFailed, MailboxClosed
-from umbra.runtime.rpc.loop_thread import LoopThread
+from umbra.runtime.rpc.sync_handle import LoopThread
 
 
 @pytest.fixture

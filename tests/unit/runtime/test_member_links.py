@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from umbra.runtime.cluster.job_nodes import JobNode
-from umbra.runtime.cluster.member_links import MemberLinks
+from umbra.runtime.cluster.node_link import MemberLinks
 
 
 def test_a_machine_comes_while_the_lead_waits_for_a_node_and_goes_while_it_leaves() -> None:

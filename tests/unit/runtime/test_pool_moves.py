@@ -15,7 +15,7 @@ from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer
+from umbra.runtime.weights.image.fd_server import FdServer
 
 
 class LongDrain(PoolEngine):

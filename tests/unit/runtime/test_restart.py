@@ -17,7 +17,7 @@ from umbra.runtime.actor.restart_policy import (
     ScheduleRestart,
 )
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.process_end import ExitStatus
 
 CRASH = ExitStatus(-signal.SIGKILL)
 CLEAN = ExitStatus(0)

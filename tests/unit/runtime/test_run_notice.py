@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.cluster.run_notice import JobAnswer, JobRequest, RunNotice, SupervisorAddress
+from umbra.runtime.cluster.run_requests import JobAnswer, JobRequest, RunNotice, SupervisorAddress
 from umbra.runtime.errors import ConfigError
 
 ADDRESS = SupervisorAddress(job="a", node_id="node", pid=1, socket_dir="/tmp/none")

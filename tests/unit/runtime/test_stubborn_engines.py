@@ -15,7 +15,7 @@ from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
+from umbra.runtime.weights.image.fd_server import serve_fds
 
 
 def test_a_killed_engine_that_does_not_end_is_reported(

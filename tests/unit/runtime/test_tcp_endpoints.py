@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from umbra.runtime.cluster.environment import host_address
-from umbra.runtime.rpc.tcp_endpoint import endpoint_at, is_ipv6, split_endpoint
+from umbra.runtime.rpc.loop_socket import endpoint_at, is_ipv6, split_endpoint
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from umbra.runtime.tracing.spans import (
     set_recording,
     span,
 )
-from umbra.runtime.tracing.trace_files import TraceFiles
-from umbra.runtime.tracing.trace_json import trace_json
+from umbra.runtime.tracing.trace_files import TraceFiles, trace_json
 from umbra.runtime.tracing.trace_writer import recording
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
@@ -29,6 +28,7 @@ from umbra.runtime.rpc.envelopes import (
     REFUSED,
     RESULT,
     WELCOME,
+    ActorRef,
     BadEnvelope,
     check_envelope,
 )

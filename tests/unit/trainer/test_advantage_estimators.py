@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.agents.reward_value import REWARD_LIMIT
-from umbra.trainer.algorithms.advantage_estimators import dr_grpo_advantages, grpo_advantages
+from umbra.runtime.rollout.agents.reward_function import REWARD_LIMIT
+from umbra.trainer.algorithms.advantages import dr_grpo_advantages, grpo_advantages
 from umbra.trainer.algorithms.base import AdvantageEstimator
 from umbra.trainer.model.micro_batches import RankBatch
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError, SettingError
-from umbra.trainer.chosen_settings import (
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.services.chosen_settings import (
     choose_settings,
     settings_left_open,
     with_choices,
     with_chosen_settings,
 )
-from umbra.trainer.config.config_file import check_config
-from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
 VALUES: dict[str, Any] = {
     "model": {"path": "models/tiny"},

@@ -11,7 +11,7 @@ from torch import Tensor
 from training_models import listed
 
 from umbra.trainer.algorithms.base import LossInputs
-from umbra.trainer.algorithms.cispo import cispo_loss
+from umbra.trainer.algorithms.losses import cispo_loss
 from umbra.trainer.config.trainer_config import TrainSection
 
 NUM_TOKENS = 40

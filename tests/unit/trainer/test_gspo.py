@@ -11,7 +11,7 @@ from torch import Tensor
 from training_models import listed
 
 from umbra.trainer.algorithms.base import LossInputs
-from umbra.trainer.algorithms.gspo import gspo_loss
+from umbra.trainer.algorithms.losses import gspo_loss
 from umbra.trainer.config.trainer_config import TrainSection
 
 LENS = [3, 1, 5, 0, 2, 4, 7]

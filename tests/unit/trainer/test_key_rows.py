@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from umbra.trainer.model.key_rows import KeyRows
+from umbra.trainer.model.packing import KeyRows
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from training_models import listed
 
 from umbra.trainer.algorithms.base import LossInputs, LossOutput
-from umbra.trainer.algorithms.clipped_loss import clipped_loss
-from umbra.trainer.algorithms.kl_estimators import KlEstimator, kl_terms
-from umbra.trainer.algorithms.loss_aggregation import Aggregation, token_weights
+from umbra.trainer.algorithms.losses import clipped_loss
+from umbra.trainer.algorithms.token_terms import Aggregation, KlEstimator, kl_terms, token_weights
 from umbra.trainer.config.trainer_config import TrainSection
 
 LENS = [3, 1, 5, 0, 2]

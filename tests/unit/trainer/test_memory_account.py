@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from umbra.trainer.reporting.memory_account import MemoryAccount
+from umbra.trainer.reporting.memory_metrics import MemoryAccount
 
 MIB_256 = 1 << 28
 

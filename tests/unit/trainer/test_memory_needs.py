@@ -24,18 +24,18 @@ from umbra.runtime.engine_api.engine_names import ENGINE_ASLEEP_NBYTES
 from umbra.runtime.errors import DataError
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.memory_needs import (
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.packing import PackedInputs, Sample, pack
+from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.services.memory_needs import (
     LargestMicroBatch,
+    ModelSizes,
     engine_needs,
     layer_nbytes,
     plan_job_memory,
     rank_need,
 )
-from umbra.trainer.model.model_sizes import ModelSizes
-from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.packing import PackedInputs, Sample, pack
-from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
-from umbra.trainer.pool_placement import plan_pools
+from umbra.trainer.services.pool_placement import plan_pools
 
 
 def sizes_of(

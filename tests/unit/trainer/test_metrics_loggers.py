@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.reporting import metrics_logger
-from umbra.trainer.reporting.eval_sample import EvalSample
-from umbra.trainer.reporting.metrics_logger import (
+from umbra.trainer.reporting import metrics_loggers
+from umbra.trainer.reporting.metrics_loggers import (
     LOGGER_TARGETS,
+    EvalSample,
     LoggedRun,
     MetricsLoggers,
     check_loggers,
@@ -152,7 +152,7 @@ def test_a_logger_that_fails_between_steps_is_still_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = f"{__name__}:{LosesItsServer.__name__}"
-    monkeypatch.setattr(metrics_logger, "LOGGER_TARGETS", {"lost": target})
+    monkeypatch.setattr(metrics_loggers, "LOGGER_TARGETS", {"lost": target})
 
     notes = write_rows("lost", tmp_path)
 

@@ -13,11 +13,11 @@ from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.trainer.auxiliary_pools import auxiliary_pool_spec
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.pool_placement import plan_pools
-from umbra.trainer.services import POOL, engine_pool_spec
+from umbra.trainer.services.pool_placement import plan_pools
+from umbra.trainer.services.pool_specs import auxiliary_pool_spec
+from umbra.trainer.services.services import POOL, engine_pool_spec
 
 UUIDS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
 

@@ -9,8 +9,8 @@ import pytest
 from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.rank_count import num_ranks
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.rank_count import num_ranks
 
 
 def config_of(**sections: Any) -> TrainerConfig:

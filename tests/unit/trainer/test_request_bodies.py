@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from umbra.trainer.serving.api_error import ApiError
-from umbra.trainer.serving.request_bodies import RequestBodies
+from umbra.trainer.serving.openai_requests import ApiError, RequestBodies
 
 
 async def arriving(*sizes: int, ends: bool = True) -> AsyncGenerator[bytes]:

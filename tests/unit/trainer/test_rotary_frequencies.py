@@ -10,7 +10,7 @@ import pytest
 import torch
 from training_models import make_model
 
-from umbra.trainer.model.rotary_frequencies import fix_rotary_frequencies
+from umbra.trainer.model.model_loading import fix_rotary_frequencies
 
 TRAINED_LEN = 32
 KINDS: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from byte_tokenizer import byte_tokenizer
 
-from umbra.runtime.durations import format_duration
+from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings
+from umbra.runtime.terminal_text import format_duration
 from umbra.runtime.text.model_files import read_model_config
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.checkpoint.run_dir import (
@@ -34,17 +34,12 @@ from umbra.trainer.checkpoint.run_dir import (
 from umbra.trainer.checkpoint.trainer_state import TrainerState, read_trainer_state
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
+from umbra.trainer.reporting.console import ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.progress_display import ProgressDisplay, format_step
 from umbra.trainer.reporting.run_report import reward_ends, write_report
 from umbra.trainer.reporting.run_reporter import RunReporter, StepPace, closing_lines, finish
-from umbra.trainer.run_files import (
-    RunDirectoryError,
-    check_writable,
-    write_text,
-    writing,
-)
+from umbra.trainer.world.run_files import RunDirectoryError, check_writable, write_text, writing
 
 ROW = {
     "rollout/reward_mean": 0.4312,

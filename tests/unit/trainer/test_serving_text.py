@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from umbra.trainer.serving.api_error import ApiError
-from umbra.trainer.serving.openai_requests import ChatRequest, CompletionRequest, parse_body
-from umbra.trainer.serving.text_stream import StopScanner, TextStream
+from umbra.trainer.serving.choice import StopScanner, TextStream
+from umbra.trainer.serving.openai_requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    parse_body,
+)
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

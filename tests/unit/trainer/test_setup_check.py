@@ -12,10 +12,10 @@ from weight_file import write_weight_file
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
-from umbra.trainer.chosen_settings import choose_settings
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
-from umbra.trainer.setup_check import check_models, check_setup
+from umbra.trainer.services.chosen_settings import choose_settings
+from umbra.trainer.services.setup_check import check_models, check_setup
 
 MODEL = {
     "model_type": "qwen3",

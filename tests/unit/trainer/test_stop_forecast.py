@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from umbra.trainer.stop_forecast import Phase, StopForecast
+from umbra.trainer.world.stop_forecast import Phase, StopForecast
 
 
 class Run:

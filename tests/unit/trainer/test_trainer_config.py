@@ -23,7 +23,7 @@ from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.config_file import check_config, load_config
 from umbra.trainer.config.trainer_config import DataSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles
-from umbra.trainer.services import manager_spec, worker_specs
+from umbra.trainer.services.services import manager_spec, worker_specs
 from umbra.trainer.serving.served_config import served_pools
 
 MINIMAL: dict[str, Any] = {
@@ -549,7 +549,7 @@ def test_master_dtype_follows_float64() -> None:
     ("module", "heavy"),
     [
         ("umbra.trainer.config.config_file", {"torch", "transformers", "numpy"}),
-        ("umbra.trainer.setup_check", {"torch", "transformers"}),
+        ("umbra.trainer.services.setup_check", {"torch", "transformers"}),
     ],
 )
 def test_what_comes_before_a_start_loads_neither_torch_nor_transformers(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.transports.byte_views import dtype_name
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+from umbra.runtime.weights.byte_views import dtype_name
+from umbra.runtime.weights.rank_exports import (
     HANDLE_NBYTES,
     UUID_NBYTES,
     Allocation,

@@ -17,6 +17,7 @@ import torch
 from local_images import LocalImages
 from torch import Tensor
 
+from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -32,8 +33,12 @@ from umbra.runtime.engine_api.lifecycle import (
     SleepLevel,
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.rpc.loop_thread import LoopThread
-from umbra.runtime.weights.sync_calls import (
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.rpc.sync_handle import LoopThread
+from umbra.runtime.weights.byte_views import flatten
+from umbra.runtime.weights.exports.ipc_memory import CudaOpener, Opener
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.sync_messages import (
     SyncAbort,
     SyncBegin,
     SyncEnd,
@@ -42,11 +47,6 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
     SyncReport,
 )
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.byte_views import flatten
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
-from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 class ThreadEngine:

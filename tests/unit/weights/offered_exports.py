@@ -11,10 +11,10 @@ from typing import Any
 from fake_ipc import FakeIpc
 from torch import Tensor
 
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.rank_exports import RankExports
 
 
 def export_rows(ipc: FakeIpc, tensors: dict[str, Tensor], num_ranks: int) -> list[RankExports]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.weights.transports.nccl.bucket_deltas import (
+from umbra.runtime.weights.links.bucket_deltas import (
     SentShards,
     apply_delta,
     encode_delta,

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from umbra.runtime.weights.checksums.checksum import (
+from umbra.runtime.weights.checksum import (
     CastValues,
+    add_by_torch,
     checksum_of,
     checksums_of,
     to_checksums,
 )
-from umbra.runtime.weights.checksums.gpu_sums import add_by_torch
 
 ROW_NBYTES = 4096
 CHUNK_NBYTES = 128 * ROW_NBYTES  # what is summed at once

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
-from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant, SyncReport
 
 NEVER = 1 << 30
 DELTAS = SyncSettings(

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncGrant, SyncReport
-from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin, SyncGrant, SyncReport
 
 AUTO = SyncSettings(bucket_nbytes=512, verify_every=1)
 TCP = replace(AUTO, transport="tcp")

@@ -25,11 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import EngineUnhealthy, WeightSyncError
-from umbra.runtime.weights import engine_sync
-from umbra.runtime.weights.sync_calls import SyncEnd, SyncReport
-from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import MemoryExporter
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.pools import engine_sync
+from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.exports.ipc_memory import MemoryExporter
+from umbra.runtime.weights.sync_messages import SyncEnd, SyncReport
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 

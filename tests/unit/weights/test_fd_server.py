@@ -16,13 +16,9 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.transports.shared_memory import fd_client, fd_server
-from umbra.runtime.weights.transports.shared_memory.fd_client import (
-    FdDeposit,
-    close_deposits,
-    received_deposit,
-)
-from umbra.runtime.weights.transports.shared_memory.fd_server import MAX_FDS, FdServer, serve_fds
+from umbra.runtime.weights.image import fd_client, fd_server
+from umbra.runtime.weights.image.fd_client import FdDeposit, close_deposits, received_deposit
+from umbra.runtime.weights.image.fd_server import MAX_FDS, FdServer, serve_fds
 
 LIMIT_S = 5.0
 

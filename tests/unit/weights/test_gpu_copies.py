@@ -6,11 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.runtime.weights.transports.shared_memory.gpu_copies import (
-    GpuCopies,
-    common_device,
-    cut_at_pieces,
-)
+from umbra.runtime.weights.image.gpu_copies import GpuCopies, common_device, cut_at_pieces
 
 PIECE_NBYTES = 64
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.weights.transports.nccl import link_listener
-from umbra.runtime.weights.transports.nccl.link_connection import LinkConnection
-from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
+from umbra.runtime.weights.links import link_sender
+from umbra.runtime.weights.links.link_sender import LinkListener
+from umbra.runtime.weights.links.weight_links import LinkConnection
 
 KEY = "k" * 32
 LIMIT_S = 10.0
@@ -104,7 +104,7 @@ def test_a_key_is_good_for_one_connection(listener: LinkListener) -> None:
 def test_the_oldest_stranger_makes_room(
     listener: LinkListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_listener, "_MAX_UNNAMED", 2)
+    monkeypatch.setattr(link_sender, "_MAX_UNNAMED", 2)
     (link,) = serve(listener, KEY)
 
     with connect(listener) as oldest, connect(listener) as other:
@@ -119,7 +119,7 @@ def test_the_oldest_stranger_makes_room(
 def test_a_connection_that_names_no_link_is_closed_in_time(
     listener: LinkListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_listener, "_KEY_LIMIT_S", 0.05)
+    monkeypatch.setattr(link_sender, "_KEY_LIMIT_S", 0.05)
     serve(listener, KEY)
 
     with connect(listener, b"\x20k") as stranger:

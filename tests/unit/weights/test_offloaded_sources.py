@@ -9,8 +9,8 @@ import torch
 from local_world import ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
 
-from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.session.weight_publisher import WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
-from umbra.runtime.weights.transports.shared_memory.fd_server import serve_fds
-from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd, SyncProgress
+from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.image.sync_progress import EngineEnd, SyncProgress
 
 NUM_RANKS, NUM_ENGINES = 2, 2
 FAR_S = 20.0
@@ -26,7 +26,7 @@ FAR_S = 20.0
 # Acts as rank 1: fills a bucket when rank 0 has filled it, 200 in all.
 FILLING_RANK = """
 import sys, time
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.image.sync_progress import SyncProgress
 progress = SyncProgress(int(sys.argv[1]), 2, 1)
 for idx in range(200):
     while progress.num_filled()[0] <= idx:

@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.transports.cuda_ipc import segment_memory
-from umbra.runtime.weights.transports.cuda_ipc.memory_runs import MemoryRun, find_runs, locate
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import ChunksHandle
-from umbra.runtime.weights.transports.cuda_ipc.segment_memory import (
+from umbra.runtime.weights.exports import segment_memory
+from umbra.runtime.weights.exports.segment_memory import (
+    MemoryRun,
     deposit_chunks,
+    find_runs,
+    locate,
     map_chunks,
     unmap_chunks,
 )
-from umbra.runtime.weights.transports.shared_memory.fd_server import FdServer, serve_fds
+from umbra.runtime.weights.image.fd_server import FdServer, serve_fds
+from umbra.runtime.weights.rank_exports import ChunksHandle
 
 CHUNK = 100
 

@@ -18,15 +18,14 @@ from offered_exports import manifest_of, offered
 from torch import Tensor, nn
 from watched_loader import WatchedLoader
 
-from umbra.engines.loading.open_weights import OpenUpdate, WorkerMemory
-from umbra.engines.loading.planned_loading import PlannedLoading
-from umbra.engines.loading.staged_copies import StagedCopies
+from umbra.engines.loading.copy_plan import StagedCopies
 from umbra.engines.loading.weight_import import Regions, WeightImport
 from umbra.engines.loading.weight_source import BlockCopy, WeightSource
+from umbra.engines.loading.worker_updates import OpenUpdate, PlannedLoading, WorkerMemory
 from umbra.runtime.errors import ConfigError, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.weights.checksums.checksum import checksum_of
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+from umbra.runtime.weights.checksum import checksum_of
+from umbra.runtime.weights.rank_exports import RankExports
 
 HIDDEN, ROWS, PADDED_ROWS = 8, 10, 16
 SHAPES: dict[str, tuple[int, ...]] = {

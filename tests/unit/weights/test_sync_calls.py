@@ -11,7 +11,8 @@ import pytest
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.sync_calls import (
+from umbra.runtime.weights.rank_exports import Allocation, RankExports, TensorPart
+from umbra.runtime.weights.sync_messages import (
     SyncAbort,
     SyncBegin,
     SyncCall,
@@ -20,11 +21,6 @@ from umbra.runtime.weights.sync_calls import (
     SyncGrant,
     SyncProgressed,
     SyncReport,
-)
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    Allocation,
-    RankExports,
-    TensorPart,
 )
 
 EXPORTS = RankExports(

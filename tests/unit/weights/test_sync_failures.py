@@ -30,11 +30,11 @@ from umbra.runtime.engine_api.lifecycle import (
     EngineState,
 )
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WakeError, WeightSyncError
-from umbra.runtime.weights import engine_sync
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncFilled, SyncGrant, SyncReport
-from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.transports.nccl.link_listener import LinkListener
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.pools import engine_sync
+from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.links.link_sender import LinkListener
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncFilled, SyncGrant, SyncReport
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 TCP = replace(SMALL, transport="tcp")

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.manifest import ITEMSIZES
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
-from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant, SyncReport
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 strides = st.sampled_from(["contiguous", "transposed", "every second", "expanded"])

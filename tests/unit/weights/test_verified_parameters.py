@@ -14,12 +14,11 @@ from offered_exports import manifest_of, offered
 from torch import Tensor, nn
 from watched_loader import WatchedLoader
 
-from umbra.engines.loading.open_weights import WorkerMemory, open_weights
-from umbra.engines.loading.planned_loading import PlannedLoading
 from umbra.engines.loading.weight_import import Regions, WeightImport
 from umbra.engines.loading.weight_source import BlockCopy, WeightSource
-from umbra.runtime.weights.checksums.checksum import checksum_of
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+from umbra.engines.loading.worker_updates import PlannedLoading, WorkerMemory, open_weights
+from umbra.runtime.weights.checksum import checksum_of
+from umbra.runtime.weights.rank_exports import RankExports
 
 ROWS_OF_RANK_0 = 7
 T = TypeVar("T")

@@ -19,17 +19,12 @@ from local_world import empty_like
 from offered_exports import export_rows, manifest_of, offered
 from torch import Tensor
 
-from umbra.engines.loading.open_weights import WorkerMemory, open_weights
+from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.engines.loading.weight_import import Regions, WeightImport
+from umbra.engines.loading.worker_updates import WorkerMemory, open_weights
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
-from umbra.runtime.weights.transports.cuda_ipc.opened_memory import OpenedMemory
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    ChunksHandle,
-    RankExports,
-    offer_from_wire,
-)
-from umbra.runtime.weights.weight_receiver import WeightReceiver
+from umbra.runtime.weights.exports.exported_image import ExportedImage, OpenedMemory
+from umbra.runtime.weights.rank_exports import ChunksHandle, RankExports, offer_from_wire
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -1,0 +1,198 @@
+"""A LoRA adapter: its folder as PEFT saves it, and its matrices by PEFT's names and shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Self, cast
+
+from umbra.runtime.engine_api.weight_files import WeightFiles, read_header
+from umbra.runtime.errors import ConfigError, DataError, ProtocolError, WeightSyncError, brief
+
+_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = "adapter_model.safetensors"
+
+_PREFIX: Final = "base_model.model."
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """A LoRA adapter's folder, as PEFT saves it. `rank` is its largest matrices'."""
+
+    name: str
+    path: Path
+    rank: int
+
+    @classmethod
+    def read(cls, name: str, path: Path, model_path: Path) -> Self:
+        """Reads the folder, and compares its matrices with the model's. Models that are quantised,
+        or whose checkpoint has other names than their modules, are not compared. Raises DataError
+        for a folder that is missing, damaged, or for another model."""
+        try:
+            config = _read_config(path / _CONFIG)
+            shapes = {name: each.shape for name, each in read_header(path / _WEIGHTS).items()}
+            ranks = _ranks(config, shapes)
+            check_fits(shapes, model_shapes(model_path))
+        except (DataError, OSError, ValueError) as error:
+            raise DataError(
+                f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected a folder as "
+                "PEFT's save_pretrained writes it)"
+            ) from error
+        return cls(name=name, path=path, rank=max(ranks))
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    raw: Any = json.loads(path.read_text())
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path.name} does not hold a JSON object")
+    config = cast("dict[str, Any]", raw)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path.name} has peft_type {config.get('peft_type')!r}, not 'LORA'")
+    return config
+
+
+def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
+    ranks = {rank for _, rank, _ in module_shapes(shapes).values()}
+    if not ranks:
+        raise ValueError(f"{_WEIGHTS} holds no lora_A and lora_B")
+    if not config.get("rank_pattern") and any(rank != config.get("r") for rank in ranks):
+        raise ValueError(f"{_CONFIG} has r {config.get('r')!r}, its matrices {sorted(ranks)}")
+    return ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """A LoRA adapter, whose matrices are the tensors of a sync. The product of two is scaled
+    by alpha / rank; for rank-stabilised LoRA, alpha is PEFT's lora_alpha times the square
+    root of the rank.
+
+        base_model.model.MODULE.lora_A.weight  [rank, in]
+        base_model.model.MODULE.lora_B.weight  [out, rank]
+
+    MODULE's weight becomes W + alpha / rank * lora_B @ lora_A.
+    """
+
+    rank: int
+    alpha: float
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises ValueError unless the tensors are only pairs of matrices of this rank."""
+        modules = module_shapes(shapes)
+        pairs = {f"{_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"}
+        if others := sorted(shapes.keys() - pairs):
+            raise ValueError(
+                f"{others[0]!r} is no matrix of a LoRA adapter: they come in pairs, named "
+                f"{_PREFIX}MODULE.lora_A.weight and {_PREFIX}MODULE.lora_B.weight"
+            )
+        for module, (_, rank, _) in modules.items():
+            if rank != self.rank:
+                raise ValueError(
+                    f"the matrices of {module} have rank {rank}, and the adapter's rank is "
+                    f"{self.rank}"
+                )
+        if not modules:
+            raise ValueError("a LoRA adapter needs at least one pair of matrices")
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"rank": self.rank, "alpha": self.alpha}
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        match cast("Any", raw):
+            case {"rank": int(rank), "alpha": int() | float() as alpha} if (
+                rank > 0 and math.isfinite(alpha)
+            ):
+                return cls(rank=rank, alpha=alpha)
+            case _:
+                raise ProtocolError(f"a LoRA adapter has a rank and an alpha, got {brief(raw)}")
+
+
+class LoraBase:
+    """A model whose weights stay while syncs bring LoRA adapters of at most `max_rank`."""
+
+    def __init__(self, model_path: Path, max_rank: int) -> None:
+        self._model_path = model_path
+        self._max_rank = max_rank
+
+    def check(self, adapter: LoraSpec | None, shapes: Shapes) -> None:
+        """Raises WeightSyncError for the model's own weights, or an adapter that does not fit."""
+        if adapter is None:
+            raise WeightSyncError(
+                "the sync brings weights of the model, and the engine was started for LoRA "
+                f"adapters: leave lora_rank = {self._max_rank} out of its arguments, or publish "
+                "an adapter"
+            )
+        if adapter.rank > self._max_rank:
+            raise WeightSyncError(
+                f"the LoRA adapter has rank {adapter.rank}, and the engine was started with "
+                f"lora_rank = {self._max_rank}: raise that"
+            )
+        try:
+            check_fits(shapes, self._model_shapes)
+        except ValueError as error:
+            raise WeightSyncError(f"the LoRA adapter does not fit the model: {error}") from None
+
+    @cached_property
+    def _model_shapes(self) -> Shapes:
+        return model_shapes(self._model_path)
+
+
+def check_lora_rank(lora_rank: int, *, load_weights: bool) -> None:
+    if lora_rank < 0:
+        raise ConfigError(f"lora_rank must be at least 0, got {lora_rank}")
+    if lora_rank and load_weights:
+        raise ConfigError(
+            f"lora_rank = {lora_rank} and load_weights exclude each other: an engine waits for the "
+            "adapter of the first sync, or serves the weights of its folder: leave one of them out"
+        )
+
+
+def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
+    """(out, rank, in) of each pair of matrices, by module. Raises ValueError for a lora_A whose
+    lora_B is missing, or has other shapes."""
+    modules: dict[str, tuple[int, int, int]] = {}
+    for name, first in shapes.items():
+        module, is_first, rest = name.partition(".lora_A.")
+        if not is_first:
+            continue
+        second = shapes.get(f"{module}.lora_B.{rest}", ())
+        if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
+            raise ValueError(f"{name} has shape {first}, and its lora_B {second or 'is not there'}")
+        modules[module.removeprefix(_PREFIX)] = second[0], first[0], first[1]
+    return modules
+
+
+def check_fits(shapes: Shapes, model: Shapes) -> None:
+    """Raises ValueError for a matrix that the model lacks, or has in another shape. Models whose
+    checkpoint has other names than their modules are not compared."""
+    modules = module_shapes(shapes)
+    found = {name: model[f"{name}.weight"] for name in modules if f"{name}.weight" in model}
+    if not found:
+        return
+    for name, (num_out, _, num_in) in modules.items():
+        if name == "lm_head":  # tied weights are not in the checkpoint
+            continue
+        if name not in found:
+            raise ValueError(f"the model has no {name}, so the adapter is for another one")
+        if found[name] != (num_out, num_in):
+            raise ValueError(
+                f"{name} is {found[name]} in the model and {(num_out, num_in)} in the adapter, "
+                "which is of another one"
+            )
+
+
+def model_shapes(model_path: Path) -> Shapes:
+    """Shapes of a model's weights; empty if they are quantised, or not in the folder."""
+    config: Any = json.loads((model_path / "config.json").read_text())
+    if "quantization_config" in config:
+        return {}
+    try:
+        return {name: each.shape for name, each in WeightFiles(model_path).tensors.items()}
+    except DataError:
+        return {}

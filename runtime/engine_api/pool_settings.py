@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from umbra.runtime.engine_api.engine_names import EngineName, check_lora_engine
+from umbra.runtime.errors import SettingError
+from umbra.runtime.settings import (
+    Checked,
+    Count,
+    CountOrAuto,
+    Dtype,
+    FilePath,
+    Positive,
+    PositiveOrAuto,
+    Seconds,
+    Settings,
+    Variables,
+)
+
+TransportSetting = Literal["auto", "memfd", "cuda_ipc", "tcp"]
+
+
+_MAX_TURN_S: Final = 60.0
+
+OnUpdate = Literal["abort", "keep", "drain"]
+
+
+def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
+    if "" in adapters:
+        raise ValueError("a LoRA adapter needs a name")
+
+
+def check_full_sync_every(full_sync_every: int, transport: TransportSetting) -> None:
+    """Raises SettingError for a pool whose weights never travel over the network."""
+    if full_sync_every > 1 and transport not in ("auto", "tcp"):
+        raise SettingError(
+            f"full_sync_every {full_sync_every} is for transport 'tcp', not {transport!r}: set "
+            "full_sync_every to 1, or transport to 'auto'"
+        )
+
+
+def check_staged_updates(mode: str, engine: str, transport: TransportSetting) -> None:
+    """Raises SettingError for a pool whose engines cannot read weights while they generate."""
+    if mode != "standalone":
+        raise SettingError(
+            f"staged_updates is for mode 'standalone': {mode} engines generate nothing while "
+            "weights travel; leave it out, or set mode to 'standalone'"
+        )
+    if engine not in ("auto", "vllm"):
+        raise SettingError(
+            f"staged_updates is for engine 'vllm', and engine {engine!r} reads weights when it is "
+            "paused; leave it out, or set engine to 'vllm'"
+        )
+    if transport not in ("auto", "cuda_ipc"):
+        raise SettingError(
+            f"staged_updates is for weights that engines read on the trainer's GPUs, and transport "
+            f"{transport!r} does not let them; leave it out, or set transport to 'auto'"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePoolSettings(Settings):
+    """Settings of both `[pool]` and `[pools.NAME]`.
+
+    Attributes:
+        engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
+            give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
+            makes it fail on purpose, see docs/troubleshoot.md), or the "module:Class" of another.
+            "auto" is, on a GPU, the first of "vllm" and "sglang" that is installed, else
+            "embedded".
+        count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
+            is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
+            several pools. `[pool]` may have 0: its engines are then on machines that only generate
+            (docs/cluster.md).
+        nodes: Nodes of the engines by hand, as numbers from 0, which is rank 0's. Default: all.
+        gpus: GPUs of the engines by hand, on each of these nodes, as numbers from 0 in the order of
+            CUDA_VISIBLE_DEVICES. The first engine gets the first, or with tensor parallelism the
+            first ones, and so on.
+            Repeat a number to put two engines on one GPU, or list it in two pools to share it
+            between them. Default: `mode` decides.
+        device: Device of the engines. "auto" is cuda where the trainer runs on it.
+        max_num_seqs: Completions an engine works on at a time. More use its device better and take
+            more KV cache.
+        max_context_len: Longest prompt + completion in tokens. Longer contexts take more KV cache.
+            Default: the model's limit, at most 4096.
+        kv_cache_num_tokens: Size of an engine's KV cache, in tokens of all its sequences. Smaller
+            ones let fewer sequences run at a time. Default, in training on GPUs: what other memory
+            leaves (docs/engines.md); otherwise the engine's choice.
+        tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
+            that dies loses the tokens of one. With vLLM, the end of a request waits for it too.
+        num_threads: CPU threads of an engine. Default: the cores near its GPUs, or all on the CPU,
+            at most the CPU quota of the container, divided by the pool's engines there.
+        engine_args: Options passed to the engine unchanged: for "vllm" those of its
+            AsyncEngineArgs, such as tensor_parallel_size, for "sglang" those of its ServerArgs,
+            such as tp_size.
+        lora_adapters: LoRA adapters by name, as folders that PEFT saved. A request chooses one:
+            `ctx.generate(tokens, lora="NAME")` for the policy, whose current weights it is applied
+            to, and `ctx.pool("judge").generate(tokens, lora="NAME")` for an auxiliary pool. For
+            engine "vllm".
+        allow_engine_pickle: Whether engines may be on several nodes each, which those are that need
+            more GPUs than a node has. The library's own connections between these nodes unpickle
+            what arrives, and check no key: whoever reaches their ports can run code as you. See
+            docs/cluster.md.
+        max_restarts: How often one engine may be restarted within ten minutes. More fail the run.
+        memory_limit_mib: Host memory of an engine's processes, above which it is killed and
+            restarted. 0 is no limit.
+        hung_limit_s: How long an engine's process may not react before it is killed and restarted.
+            Too low, and an overloaded machine loses healthy engines.
+    """
+
+    engine: EngineName = "auto"
+    count: PositiveOrAuto = "auto"
+    nodes: tuple[Count, ...] = ()
+    gpus: tuple[Count, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_num_seqs: Positive = 256
+    max_context_len: Positive | None = None
+    kv_cache_num_tokens: Positive | None = None
+    tick_ms: Seconds = 50.0
+    num_threads: Positive | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    lora_adapters: Annotated[Mapping[str, FilePath], Checked(_check_adapter_names)] = field(
+        default_factory=dict[str, Path]
+    )
+    allow_engine_pickle: bool = False
+    max_restarts: Count = 5
+    memory_limit_mib: Count = 0
+    hung_limit_s: Seconds = 15.0
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if self.engine != "auto":
+            check_lora_engine(self.engine, self.lora_adapters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings(EnginePoolSettings):
+    """`[pool]`: the inference engines.
+
+    Attributes:
+        mode: "hybrid" engines share the memory of the trainer's GPUs by time-slicing, and sleep
+            while it computes. "standalone" engines get GPUs without ranks and never sleep, which
+            `rollout.max_staleness` above 0 makes use of.
+        on_update: What new weights do to completions in progress. "abort" continues them under the
+            new weights from the tokens so far. "keep" does too, without computing their keys again.
+            "drain" finishes them first, which takes as long as the longest.
+        staged_updates: Whether the engines of a standalone pool read new weights into spare memory
+            while they generate, so that an update interrupts them for a copy within their GPU
+            alone. It takes the memory of the weights once more on each of their GPUs. For engine
+            "vllm"; without effect where weights do not travel by "cuda_ipc".
+        transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
+            trainer's GPUs, "memfd" sends them through host memory, "tcp" sends them over the
+            network to each node, and there through host memory. "auto" is the first of these that
+            every rank and engine can use.
+        sync_bucket_mib: Part of the weights that a rank writes before engines load it, unless the
+            transport is "cuda_ipc". With larger parts, engines begin later and read what has left
+            the cache. With smaller ones, they wake each other more often.
+        full_sync_every: With transport "tcp", every n-th update sends all weights over the
+            network. The others send only the values that have changed since the last update, bit
+            for bit: few at usual learning rates, so that updates wait less for a slow network.
+            Higher values send less. From 2 on, each rank keeps a copy of its part of the weights in
+            `model.dtype`, on its GPU. 1 always sends all.
+        sync_timeout_s: Limit for one weight update; the first also covers engine start-up. An
+            engine that makes no progress for most of it is replaced.
+        stall_limit_s: How long an engine that has requests may generate no token before it is
+            killed and restarted. Set it above the longest time to a first token: a long prompt on a
+            CPU may take minutes.
+    """
+
+    count: CountOrAuto = "auto"
+    mode: Literal["hybrid", "standalone"] = "hybrid"
+    on_update: OnUpdate = "abort"
+    staged_updates: bool = False
+    transport: TransportSetting = "auto"
+    sync_bucket_mib: Positive = 2
+    full_sync_every: Positive = 1
+    sync_timeout_s: Seconds = 600.0
+    stall_limit_s: Seconds = 100.0
+
+    def __post_init__(self) -> None:
+        EnginePoolSettings.__post_init__(self)
+        check_full_sync_every(self.full_sync_every, self.transport)
+        if self.staged_updates:
+            check_staged_updates(self.mode, self.engine, self.transport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxiliaryPoolSettings(EnginePoolSettings):
+    """`[pools.NAME]`: auxiliary models beside the policy, such as a judge. Agent loops and reward
+    functions call them by `ctx.pool("NAME")`; the name has letters, digits and `_`.
+
+    Attributes:
+        model_path: A Hugging Face model directory with config, safetensors and tokenizer, or the
+            name of a model on the hub, as in `model.path`. The engines load it themselves, and
+            training does not change it.
+        mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
+            pools have GPUs of their own, and are always awake.
+        dtype: Data type of computation. Default: `model.dtype`.
+        chat_template_kwargs: Further variables of the model's chat template, such as
+            enable_thinking = false.
+        env: Variables for the engines' processes. On GPUs, `gpus` takes the place of
+            CUDA_VISIBLE_DEVICES. Files of the run, loggers and the web page show their names only.
+        max_wait_s: How long requests of a colocated pool wait while the policy generates. Then the
+            policy is interrupted, and continues later from the tokens so far, whose keys are
+            computed again. Lower values interrupt it more often; between the turns of several
+            pools it has at least the shortest of their waits. Default: 10 for a standalone policy,
+            which always generates, and in `umbra serve`; otherwise until the policy is idle.
+        max_turn_s: Longest turn of a colocated pool while the policy has something to generate.
+            Longer turns switch less often and delay the policy more. A turn without requests ends
+            at once.
+        start_timeout_s: Limit for an engine's start.
+        request_timeout_s: Limit for one answer, including time spent waiting for the pool's turn.
+    """
+
+    model_path: FilePath
+    mode: Literal["colocated", "standalone"] = "colocated"
+    dtype: Dtype | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    env: Variables = field(default_factory=dict[str, str])
+    max_wait_s: Seconds | None = None
+    max_turn_s: Seconds = _MAX_TURN_S
+    start_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 1800.0
+
+    def __post_init__(self) -> None:
+        EnginePoolSettings.__post_init__(self)
+        given = [
+            name
+            for name, default in (("max_turn_s", _MAX_TURN_S), ("max_wait_s", None))
+            if getattr(self, name) != default
+        ]
+        if self.mode == "standalone" and given:
+            raise SettingError(
+                f"{' and '.join(given)} is for mode 'colocated': a standalone pool is always "
+                "awake; leave it out, or set mode to 'colocated'"
+            )

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
+from umbra.runtime.errors import ProtocolError, UmbraError, WakeError, WeightSyncError, brief
+from umbra.runtime.pools.sync_transaction import (
+    Action,
+    Close,
+    Commit,
+    EngineCommitted,
+    EngineCutOff,
+    EngineFailed,
+    EngineLoaded,
+    EnginePrepared,
+    EngineReverted,
+    EngineVerified,
+    Event,
+    Load,
+    Phase,
+    Prepare,
+    Revert,
+    SyncTransaction,
+    Verify,
+)
+from umbra.runtime.weights.links.link_plan import LinkProgress
+from umbra.runtime.weights.transport import Layout, TransferProgress, TransportName
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_TIMEOUT_S: Final = 10.0
+# Limit of each call after the decision (commit, revert), whatever is left of the lease: a short one
+# kills engines that were only slow, as to wake a large KV cache, a long one delays the next sync.
+# Also how much longer than the lease a load may take to notice that the sync was aborted.
+_ABORTED_LIMIT_S: Final = 40.0
+# Limit of an engine's request in progress when the sync is aborted. Longer: an elastic restart,
+# which gives the pool 60 s, ends the job. Shorter: engines that finish loading a model are killed.
+_ENGINE_SHARE: Final = 0.75
+# Share of the sync's remaining time that an engine has for a request, or for a load without
+# progress. A larger share leaves too little for the others when it fails; a smaller one
+# replaces slow engines.
+_RANK_NEWS_LIMIT_S: Final = 3.0
+# How much later than an engine the supervisor may notice that a rank is lost. Shorter: engines are
+# killed for a rank's end. Longer: an engine whose own connection broke delays the others.
+_WATCH_INTERVAL_S: Final = 0.1
+_MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
+_RECEIVED_INTERVAL_S: Final = 0.02
+# Time between two looks whether a node has all weights. A shorter one takes processor time; with a
+# longer one, engines are paused later.
+
+
+class SyncEngine(Protocol):
+    """An engine as the supervisor sees it. Calls raise `UmbraError` if they fail.
+
+    `load` takes memory for the weights if they sleep, returns when the model has the new ones, and
+    fails soon after the sync is aborted; from the call on the weights have no version.
+    `verify_update` returns differences of checksums. `commit_update` wakes the KV cache if it
+    sleeps, and the engine serves. `abort_update` ends the update; the version is lost only if
+    `load` was called.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def lifecycle(self) -> EngineLifecycle: ...
+
+    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
+    async def pause(self, mode: str, timeout_s: float) -> None: ...
+    async def resume(self, timeout_s: float) -> None: ...
+    async def prepare_update(
+        self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
+    ) -> None: ...
+    async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]: ...
+    async def verify_update(
+        self, regions: list[list[int | None]], timeout_s: float
+    ) -> list[str]: ...
+    async def commit_update(self, version: int, timeout_s: float) -> None: ...
+    async def abort_update(self, timeout_s: float) -> None: ...
+    def kill(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSync:
+    """The coordinator's part of a sync, once the layout is known. With cuda_ipc, the layout's
+    `num_buckets` counts tensors, which are loaded one by one."""
+
+    engines: Mapping[int, SyncEngine]
+    transport: TransportName
+    bucket_nbytes: int
+    layout: Layout
+    has_checksums: bool
+
+    @property
+    def progress(self) -> TransferProgress:
+        return self.layout.progress
+
+    @property
+    def links(self) -> LinkProgress | None:
+        """The progress, if ranks and engines are on several nodes."""
+        return self.progress if isinstance(self.progress, LinkProgress) else None
+
+    def describe(self, engine: int, timeout_s: float) -> dict[str, Any]:
+        details = self.layout.engine_details[engine]
+        return {
+            "transport": self.transport,
+            "bucket_nbytes": self.bucket_nbytes,
+            **details,
+            "progress": {**details["progress"], "timeout_s": timeout_s},
+        }
+
+
+class Lease:
+    """The time that a sync may take. Its end never moves to a later time."""
+
+    def __init__(self) -> None:
+        self.length_s = float("inf")
+        self.changed = asyncio.Event()
+        self._end = float("inf")
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def shorten(self, length_s: float) -> None:
+        end = time.monotonic() + length_s
+        if end < self._end:
+            self._end, self.length_s = end, length_s
+            self.changed.set()
+
+
+class EngineSync:
+    """One engine in a sync: makes the transaction's requests one after the other, and feeds
+    it the outcomes.
+
+    A revert therefore never overtakes a load that is still copying. An engine that makes no
+    progress in a load although there are buckets to load has failed. The ranks' `lease`
+    limits the engine.
+    """
+
+    def __init__(
+        self,
+        engine: SyncEngine,
+        number: int,
+        *,
+        opened: OpenedSync,
+        transaction: SyncTransaction,
+        lease: Lease,
+        feed: Callable[[Event], None],
+        pause_mode: str,
+    ) -> None:
+        self.number = number
+        self.load_s = 0.0
+        self.prepared_at = 0.0
+        self._engine = engine
+        self.incarnation = engine.incarnation
+        self._was_serving = engine.lifecycle.state == EngineState.SERVING
+        self._opened = opened
+        self._transaction = transaction
+        self._lease = lease
+        self._feed = feed
+        self._pause_mode = pause_mode
+        self._requests: asyncio.Queue[Action] = asyncio.Queue()
+        self._was_aborted = asyncio.Event()
+        self._request_timeout: asyncio.Timeout | None = None  # of the request in progress
+        self._is_draining = False
+        self._drain_was_ended = False
+
+    def request(self, action: Action) -> None:
+        self._requests.put_nowait(action)
+
+    def abort(self) -> None:
+        """Shortens the request in progress, because the sync was aborted; a drain ends at once."""
+        self._was_aborted.set()
+        self._drain_was_ended = self._is_draining
+        left_s = 0.0 if self._is_draining else _ABORTED_LIMIT_S
+        timeout, limit = self._request_timeout, asyncio.get_running_loop().time() + left_s
+        if timeout is not None and not timeout.expired():
+            timeout.reschedule(min(timeout.when() or limit, limit))
+
+    def discard(self, reason: str) -> None:
+        """Kills the engine that took part, and lets the ranks continue without it."""
+        self.request(Close())
+        engine = self._engine
+        is_same = engine.incarnation == self.incarnation
+        if is_same and engine.lifecycle.state != EngineState.DEAD:
+            engine.kill(f"weight sync: {reason}")
+        self._opened.progress.dismiss(self.number)  # killed first: it reads no bucket any more
+
+    async def run(self) -> None:
+        while not isinstance(request := await self._requests.get(), Close):
+            await self._carry_out(request)
+
+    async def _carry_out(self, request: Action) -> None:
+        name, what = self._engine.name, type(request).__name__
+        timeout_s = self._timeout_s()
+        if isinstance(request, Load) and self._is_cut_off():
+            self._leave()
+            return
+        try:
+            self._check_incarnation()
+            async with asyncio.timeout(timeout_s) as self._request_timeout:
+                try:
+                    event = await self._perform(request, timeout_s, self._request_timeout)
+                finally:
+                    self._request_timeout = None
+        except TimeoutError:
+            if isinstance(request, Prepare | Load) and self._drain_was_ended:
+                return  # the revert that follows resumes the engine
+            reason = f"no answer or no progress within {timeout_s:.3g} s"
+            if self._opened.progress.is_aborted:
+                reason = "it did not stop in time after the sync was aborted"
+            elif timeout_s != _SETTLE_TIMEOUT_S:
+                reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
+        except UmbraError as error:
+            if isinstance(request, Prepare | Load) and self._is_cut_off():
+                self._leave()
+                return
+            if not isinstance(error, WakeError) and await self._is_stopped_by_abort(request):
+                return  # the revert that follows finds its state
+            reason = str(error)
+        except Exception as error:  # an engine must not end the supervisor
+            logger.exception("%s of %s failed unexpectedly", what, name)
+            reason = repr(error)
+        else:
+            self._feed(event)
+            return
+        self._feed(EngineFailed(name, f"{what.lower()}: {reason}"))
+
+    async def _perform(self, request: Action, timeout_s: float, timeout: asyncio.Timeout) -> Event:
+        engine = self._engine
+        match request:
+            case Prepare():
+                await self._prepare(timeout_s)
+                return EnginePrepared(engine.name)
+            case Load():
+                return await self._load(timeout)
+            case Verify():
+                regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
+                mismatches = await engine.verify_update(regions, timeout_s)
+                return EngineVerified(engine.name, mismatches)
+            case Commit():
+                await engine.commit_update(self._transaction.version, timeout_s)
+                return EngineCommitted(engine.name)
+            case Revert():
+                is_touched = engine.lifecycle.state == EngineState.UPDATING
+                await engine.abort_update(timeout_s)
+                if self._was_serving and not is_touched:
+                    await engine.resume(timeout_s)
+                return EngineReverted(engine.name)
+            case _:
+                raise AssertionError(f"{request} is not for an engine")
+
+    async def _prepare(self, timeout_s: float) -> None:
+        assert self._transaction.manifest is not None
+        engine, version = self._engine, self._transaction.version
+        buckets = self._opened.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
+        manifest = self._transaction.manifest.to_wire()
+        await engine.prepare_update(version, manifest, buckets, timeout_s)  # may still generate
+        if self._opened.links is None or not self._was_serving:
+            await self._pause(timeout_s)
+        self.prepared_at = time.monotonic()
+
+    async def _pause(self, timeout_s: float) -> None:
+        if self._opened.progress.is_aborted or self._is_cut_off():
+            raise WeightSyncError("the sync ended for the engine before it was paused")
+        self._is_draining = self._pause_mode == "drain"
+        try:
+            await self._engine.pause(self._pause_mode, timeout_s)
+        finally:
+            self._is_draining = False
+
+    async def _load(self, timeout: asyncio.Timeout) -> Event:
+        engine, version = self._engine, self._transaction.version
+        if self._opened.links is not None and self._was_serving:
+            await self._receive(timeout, self._opened.links)
+            timeout_s = self._timeout_s()
+            timeout.reschedule(asyncio.get_running_loop().time() + timeout_s)
+            await self._pause(timeout_s)
+        begun_at = time.monotonic()
+        with self._watching(timeout, wakes="weights" not in engine.lifecycle.awake):
+            loaded = await engine.load(version, self._lease.left_s + _SETTLE_TIMEOUT_S)
+        self.load_s = time.monotonic() - begun_at
+        return EngineLoaded(engine.name, _loaded_nbytes(loaded))
+
+    async def _receive(self, timeout: asyncio.Timeout, links: LinkProgress) -> None:
+        """Returns once the image of the engine's node is filled, or is known to stay incomplete.
+
+        The engine generates meanwhile. If it receives for its node, it must make progress.
+        """
+        loop, engine, num_seen = asyncio.get_running_loop(), self._engine, -1
+        while not (links.may_load(self.number) or links.is_aborted):
+            if engine.lifecycle.state == EngineState.DEAD:
+                raise WeightSyncError(f"{engine.name}#{self.incarnation} has ended")
+            num_received = links.num_received(self.number)
+            if not timeout.expired():
+                if not links.has_to_receive(self.number):
+                    timeout.reschedule(None)
+                elif timeout.when() is None or num_received != num_seen:
+                    timeout.reschedule(loop.time() + max(_MIN_TIMEOUT_S, self._timeout_s()))
+            num_seen = num_received
+            await asyncio.sleep(_RECEIVED_INTERVAL_S)  # the image's node reports without an event
+        self._check_incarnation()
+
+    @contextmanager
+    def _watching(self, timeout: asyncio.Timeout, *, wakes: bool) -> Generator[None]:
+        """Resets a load's timeout at each progress; sets none while it waits for others. With
+        `wakes`, the engine first takes memory for its weights."""
+        loop, num_buckets = asyncio.get_running_loop(), self._opened.layout.num_buckets
+        progress, num_seen = self._opened.progress, 0
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal num_seen, timer
+            num_loaded = progress.num_loaded(self.number)
+            ends_at = timeout.when()
+            limit_s = max(_MIN_TIMEOUT_S, self._timeout_s())
+            if progress.is_aborted or progress.is_cut_off(self.number):
+                # The library's work before the first bucket and after the last cannot be stopped.
+                is_at_work = num_loaded == num_buckets or (wakes and num_loaded == 0)
+                limit = loop.time() + (_ABORTED_LIMIT_S if is_at_work else _SETTLE_TIMEOUT_S)
+                ends_at = limit if ends_at is None else min(ends_at, limit)
+            elif num_loaded < num_buckets and not progress.has_work(self.number):
+                ends_at = None
+            elif ends_at is None or num_loaded != num_seen:
+                ends_at = loop.time() + limit_s
+            num_seen = num_loaded
+            if not timeout.expired():
+                timeout.reschedule(ends_at)
+                timer = loop.call_later(_WATCH_INTERVAL_S, look)
+
+        look()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _is_cut_off(self) -> bool:
+        progress = self._opened.progress
+        return progress.is_cut_off(self.number) and not progress.is_aborted
+
+    def _leave(self) -> None:
+        reason = f"the engine that received for node {self._engine.node_id} was lost"
+        self._feed(EngineCutOff(self._engine.name, reason))
+
+    async def _is_stopped_by_abort(self, request: Action) -> bool:
+        """Whether an engine could not get ready or load because the sync was aborted. A lost rank
+        breaks its connections and frees exported memory before the supervisor notices. The engines
+        that notice first have not failed."""
+        if not isinstance(request, Prepare | Load):
+            return False
+        is_alive = self._engine.lifecycle.state != EngineState.DEAD
+        reads_rank = self._opened.links is not None and isinstance(request, Load)
+        if is_alive and (reads_rank or self._opened.transport == "cuda_ipc"):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
+                    await self._was_aborted.wait()
+        return self._opened.progress.is_aborted
+
+    def _check_incarnation(self) -> None:
+        engine = self._engine
+        if engine.incarnation != self.incarnation:
+            raise WeightSyncError(
+                f"incarnation {self.incarnation} of {engine.name} took part, but "
+                f"incarnation {engine.incarnation} is running"
+            )
+
+    def _timeout_s(self) -> float:
+        if self._transaction.phase >= Phase.COMMITTING:
+            return _SETTLE_TIMEOUT_S
+        return self._lease.left_s * _ENGINE_SHARE
+
+
+def _loaded_nbytes(answer: object) -> int:
+    match answer:
+        case {"nbytes": int(nbytes)}:
+            return nbytes
+        case _:
+            raise ProtocolError(f"an engine has loaded {brief(answer)}, expected a number of bytes")

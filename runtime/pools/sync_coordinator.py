@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.engine_api.pool_settings import TransportSetting
+from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.pools.engine_sync import OpenedSync, SyncEngine
+from umbra.runtime.pools.sync_run import SyncRun
+from umbra.runtime.pools.sync_transaction import Aborted, Open, Phase, RankFilled, RankJoined
+from umbra.runtime.weights.exports.export_plan import ExportPlan
+from umbra.runtime.weights.image.fd_server import FdServer
+from umbra.runtime.weights.image.image_memory import ImageMemory, ImagePlan
+from umbra.runtime.weights.links.link_plan import ImageHolder, LinkPlan, LinkProgress
+from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
+from umbra.runtime.weights.sync_messages import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncProgressed,
+    SyncReport,
+)
+from umbra.runtime.weights.transport import LayoutOrder, RankOffer, TransportChooser, TransportPlan
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SHARE: Final = 0.9
+# The lease ends this share before a rank's own deadline, so that the rank gets the reason.
+_ENDED_KEPT: Final = 8
+# Ended syncs whose outcome late callers still get.
+_ABLE_STATES: Final = frozenset(
+    {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS, EngineState.ASLEEP}
+)
+# Engines in other states take part in no sync.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSettings:
+    """Settings of a pool's syncs.
+
+    Attributes:
+        bucket_nbytes: the part of the image that a rank fills before engines load it.
+            Larger ones leave engines waiting and the cache behind; smaller ones spend the
+            time in wake-ups.
+        verify_every: checksums are verified for the first version, for every n-th after it,
+            and whenever an engine takes part for the first time. Every sync checks that all
+            bytes were sent.
+        full_sync_every: 1 always sends all weights between nodes. With n, only every n-th
+            version does, and others send the changes since the last one; the version before a full
+            one has checksums. Ranks then keep a copy of what they sent.
+        pause_mode: what happens to running generation: abort, keep or drain.
+        require_engine: whether a sync that reaches no engine fails. If False, it commits the
+            version with a warning, and engines catch up with it later.
+        staged_updates: whether engines that read the ranks' memory first read it into spare
+            memory, while they generate.
+    """
+
+    bucket_nbytes: int = 2 << 20
+    verify_every: int = 16
+    full_sync_every: int = 1
+    pause_mode: str = "abort"
+    require_engine: bool = True
+    transport: TransportSetting = "auto"
+    staged_updates: bool = False
+
+
+class SyncCoordinator:
+    """Serves the syncs of one pool, one after the other. Torch-free. `run` lives until cancelled.
+
+        rank 0 ──sync_begin──┐                                     ┌── prepare_update ──> engine a
+        rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── prepare_update ──> engine b
+
+    Ranks make the `sync_*` calls, see `sync_messages`. The supervisor separates other operations
+    on the pool (sleep, wake, pause) from syncs. The coordinator owns the memory of syncs within
+    a node, which `run` frees at its end. `version` is the last committed one. `engines` returns
+    all engines of the pool, in any state; `on_abort` gets the version and the reason when a
+    sync has failed.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        engines: Callable[[], Iterable[SyncEngine]],
+        fd_server: FdServer,
+        images: ImageHolder,
+        settings: SyncSettings | None = None,
+        on_abort: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self.version: int | None = None
+        self.pool = pool
+        self._engines = engines
+        self._settings = settings or SyncSettings()
+        self._memory = ImageMemory(pool, fd_server)
+        self._on_abort = on_abort
+        exports = ExportPlan(self._memory, is_staged=self._settings.staged_updates)
+        plans = [exports, ImagePlan(self._memory), LinkPlan(pool, images)]
+        self._transports = TransportChooser(pool, self._settings.transport, plans)
+        self._sync_ids = itertools.count(1)
+        self._num_versions = 0  # committed
+        self._verified: dict[str, int] = {}  # by engine: last incarnation with verified checksums
+        self._discarded: dict[str, int] = {}  # by engine: last incarnation that was killed
+        self._current: SyncRun | None = None
+        self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
+        self._to_start: asyncio.Queue[SyncRun] = asyncio.Queue()
+
+    @property
+    def pause_mode(self) -> str:
+        return self._settings.pause_mode
+
+    @property
+    def current(self) -> SyncRun | None:
+        return self._current
+
+    @property
+    def is_syncing(self) -> bool:
+        return self._current is not None
+
+    async def wait_settled(self) -> None:
+        while self._current is not None:
+            await self._current.over.wait()
+
+    async def run(self) -> None:
+        """Runs syncs until cancelled; then an open one fails at its ranks."""
+        try:
+            while True:
+                run = await self._to_start.get()
+                try:
+                    await run.run()
+                    if run.failure is not None and self._on_abort is not None:
+                        self._on_abort(run.version, run.failure)
+                finally:
+                    self._ended[run.sync_id] = run
+                    self._current = None
+                    run.over.set()
+                    while len(self._ended) > _ENDED_KEPT:
+                        self._ended.popitem(last=False)
+        finally:
+            self._memory.close()
+
+    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        """Returns once all ranks have called it with the same version; engines get ready while
+        the ranks fill. Raises WeightSyncError if a rank is missing or disagrees, or no engine
+        can take part."""
+        layout = None if call.manifest is None else Manifest.from_wire(call.manifest)
+        run = await self._joinable_run(call.version, call.left_s)
+        run.shorten_lease(call.left_s * _ANSWER_SHARE)
+        await run.join(
+            RankJoined(
+                rank=call.rank,
+                world_size=call.world_size,
+                version=call.version,
+                manifest=layout,
+                offer=RankOffer(
+                    exports=call.offer, node_id=call.node_id, link_endpoint=call.link_endpoint
+                ),
+            )
+        )
+        assert run.opened is not None
+        return SyncGrant(
+            sync_id=run.sync_id,
+            transport=run.opened.transport,
+            bucket_nbytes=run.opened.bucket_nbytes,
+            num_buckets=run.opened.layout.num_buckets,
+            has_checksums=run.opened.has_checksums,
+            details=run.opened.layout.rank_details(call.rank),
+        )
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        """Takes a report of a sync over several nodes; see `LinkProgress.observe`."""
+        opened = self._find(call.sync_id).opened
+        if opened is None or not isinstance(opened.progress, LinkProgress):
+            raise ProtocolError(f"sync {call.sync_id!r} has its progress in shared memory")
+        return opened.progress.observe(call)
+
+    async def sync_filled(self, call: SyncFilled) -> None:
+        """Returns once every rank has filled every bucket, and every engine has loaded."""
+        async with asyncio.timeout(call.left_s):
+            await self._find(call.sync_id).fill(
+                RankFilled(
+                    rank=call.rank,
+                    regions=call.regions,
+                    network_nbytes=call.network_nbytes,
+                    is_released=call.is_released,
+                )
+            )
+
+    async def sync_end(self, call: SyncEnd) -> SyncReport:
+        """Returns the report once the version is committed and the engines serve it."""
+        async with asyncio.timeout(call.left_s):
+            return await self._find(call.sync_id).end(call.rank)
+
+    def sync_abort(self, call: SyncAbort) -> None:
+        """Aborts for a rank: engines revert, other ranks get an error. No effect if too late."""
+        with suppress(WeightSyncError):
+            self._find(call.sync_id).feed(Aborted(f"rank {call.rank} aborted: {call.reason}"))
+
+    def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
+        if self._current is not None:
+            self._current.feed(Aborted(f"rank {rank} is lost: {reason}"))
+
+    async def choose_transport(
+        self, offers: Sequence[RankOffer], timeout_s: float
+    ) -> TransportPlan:
+        """Raises WeightSyncError if the configured transport is unavailable."""
+        return await self._transports.choose(offers, self._able_engines(), timeout_s)
+
+    @asynccontextmanager
+    async def open_sync(
+        self, version: int, action: Open, plan: TransportPlan, timeout_s: float
+    ) -> AsyncGenerator[OpenedSync]:
+        """Opens a sync for the engines that can take part and lack `version`."""
+        manifest, chosen = action.manifest, self._choose_engines(version, plan)
+        most_nbytes = max(align(manifest.nbytes), ALIGNMENT)
+        bucket_nbytes = min(align(self._settings.bucket_nbytes), most_nbytes)
+        order = LayoutOrder(
+            manifest=manifest,
+            bucket_nbytes=bucket_nbytes,
+            offers=action.offers,
+            engines=chosen,
+            has_checksums=self._needs_checksums(version, chosen),
+            timeout_s=timeout_s,
+            keeps_sent=self._settings.full_sync_every > 1,
+            sends_deltas=self._num_earlier(version) % self._settings.full_sync_every > 0,
+        )
+        if plan.name != "memfd":
+            await self._memory.free()
+        async with plan.lay_out(order) as layout:
+            yield OpenedSync(
+                engines={number: chosen[number] for number in layout.engine_details},
+                transport=plan.name,
+                bucket_nbytes=bucket_nbytes,
+                layout=layout,
+                has_checksums=order.has_checksums,
+            )
+
+    def commit_version(self, version: int, run: SyncRun) -> None:
+        """Records that engines hold `version`; from here on the sync cannot be undone."""
+        assert run.opened is not None
+        engines = run.transaction.live_engines
+        if run.opened.has_checksums:
+            self._verified |= {
+                e.name: e.incarnation for e in run.opened.engines.values() if e.name in engines
+            }
+        is_first = version != self.version
+        self._num_versions += is_first
+        self.version = version
+        if engines:
+            logger.info("pool %s: version %d is on %s", self.pool, version, ", ".join(engines))
+        elif is_first:
+            logger.warning(
+                "pool %s: version %d is on no engine yet: %s",
+                self.pool,
+                version,
+                run.transaction.failed or "none can take it now",
+            )
+
+    def remaining(self, version: int) -> list[str]:
+        """Engines that hold an older version, and serve it or may serve it again. An engine without
+        a version (PENDING_WEIGHTS) generates nothing, and waits for a catch-up sync."""
+        able = self._able_engines()
+        return [engine.name for engine in able if engine.lifecycle.version not in (None, version)]
+
+    def on_discarded(self, engine: str, incarnation: int) -> None:
+        self._discarded[engine] = incarnation
+
+    def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
+        # Other engines may have become ready since the transport was chosen.
+        chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
+        if version == self.version:
+            chosen = [engine for engine in chosen if engine.lifecycle.version != version]
+        return chosen
+
+    def _needs_checksums(self, version: int, engines: Sequence[SyncEngine]) -> bool:
+        num_earlier, full_every = self._num_earlier(version), self._settings.full_sync_every
+        is_due = num_earlier % self._settings.verify_every == 0
+        # Checksums of full syncs only, which both cadences may fall on, would verify no delta.
+        is_last_delta = full_every > 1 and (num_earlier + 1) % full_every == 0
+        if is_due or is_last_delta:
+            return True
+        return any(self._verified.get(e.name) != e.incarnation for e in engines)
+
+    def _num_earlier(self, version: int) -> int:
+        return self._num_versions - (version == self.version)
+
+    def _able_engines(self) -> list[SyncEngine]:
+        able = (engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES)
+        return [e for e in able if self._discarded.get(e.name) != e.incarnation]
+
+    async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
+        """The run that ranks can join now; a new one once the previous one has settled."""
+        try:
+            async with asyncio.timeout(timeout_s * _ANSWER_SHARE):
+                while self._current is not None and self._current.transaction.phase in (
+                    Phase.ABORTING,
+                    Phase.CLOSED,
+                ):
+                    await self._current.over.wait()
+                run = self._current or self._new_run(version)
+                await run.started.wait()
+                return run
+        except TimeoutError:
+            raise WeightSyncError(
+                f"pool {self.pool}: an earlier sync is not undone yet after {timeout_s:.3g} s"
+            ) from None
+
+    def _new_run(self, version: int) -> SyncRun:
+        sync_id = f"{self.pool}-{next(self._sync_ids)}"
+        self._current = SyncRun(sync_id, version, self, self._settings.require_engine)
+        self._to_start.put_nowait(self._current)
+        return self._current
+
+    def _find(self, sync_id: str) -> SyncRun:
+        if self._current is not None and self._current.sync_id == sync_id:
+            return self._current
+        run = self._ended.get(sync_id)
+        if run is None:
+            raise WeightSyncError(f"pool {self.pool} has no sync {sync_id!r}")
+        return run

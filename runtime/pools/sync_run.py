@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, assert_never
+
+from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
+from umbra.runtime.pools.engine_sync import EngineSync, Lease, OpenedSync
+from umbra.runtime.pools.sync_transaction import (
+    Aborted,
+    Action,
+    Close,
+    Commit,
+    CommitVersion,
+    Discard,
+    Event,
+    FailRanks,
+    GrantBegin,
+    GrantFilled,
+    LeaseExpired,
+    Load,
+    Open,
+    Opened,
+    Phase,
+    Prepare,
+    RankFilled,
+    RankJoined,
+    RankReleased,
+    Report,
+    Revert,
+    SyncTransaction,
+    Verify,
+)
+from umbra.runtime.tracing.spans import past_span
+from umbra.runtime.weights.sync_messages import SyncReport
+from umbra.runtime.weights.transport import RankOffer, TransportPlan
+
+logger = logging.getLogger(__name__)
+
+
+class SyncHost(Protocol):
+    @property
+    def pool(self) -> str: ...
+    @property
+    def pause_mode(self) -> str: ...
+    async def choose_transport(
+        self, offers: Sequence[RankOffer], timeout_s: float
+    ) -> TransportPlan: ...
+    def open_sync(
+        self, version: int, action: Open, plan: TransportPlan, timeout_s: float
+    ) -> AbstractAsyncContextManager[OpenedSync]: ...
+    def commit_version(self, version: int, run: SyncRun) -> None: ...
+    def remaining(self, version: int) -> list[str]: ...
+    def on_discarded(self, engine: str, incarnation: int) -> None: ...
+
+
+class SyncRun:
+    """Drives one sync, from the first rank that joins to the last engine that settles.
+
+    It carries out the decisions of `SyncTransaction`. Ranks wait on futures, and every engine has a
+    task (`engine_sync`), all on the supervisor's loop. The transfer itself does not go through the
+    supervisor; when the transaction aborts, the transport's `TransferProgress` stops it.
+    """
+
+    def __init__(self, sync_id: str, version: int, host: SyncHost, require_engine: bool) -> None:
+        self.sync_id = sync_id
+        self.transaction = SyncTransaction(version, require_engine)
+        self.opened: OpenedSync | None = None
+        self.begun_at = time.monotonic()
+        self.started = asyncio.Event()
+        self.over = asyncio.Event()
+        self._host = host
+        self._engine_syncs: dict[str, EngineSync] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self.failure: str | None = None  # why its ranks got an error
+        self._lease = Lease()
+        self._entered_at: dict[Phase, float] = {}
+        self._report: SyncReport | None = None
+
+    @property
+    def version(self) -> int:
+        return self.transaction.version
+
+    async def run(self) -> None:
+        """Runs until the sync is over. Cancelling it fails the ranks and leaves
+        engines as they are."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self.started.set()
+                await self._watch_lease()
+                if self._opening is not None:
+                    self._opening.cancel()
+                for engine_sync in self._engine_syncs.values():
+                    engine_sync.request(Close())
+        finally:
+            self._fail_ranks("the supervisor is shutting down")
+
+    def shorten_lease(self, lease_s: float) -> None:
+        self._lease.shorten(lease_s)
+
+    def feed(self, event: Event) -> None:
+        phase = self.transaction.phase
+        actions = self.transaction.observe(event)
+        if self.transaction.phase != phase:
+            began_s = self._entered_at.get(phase, self.begun_at)
+            track = f"weight sync of {self._host.pool}"
+            past_span(phase.name.lower(), began_s, track, version=self.version)
+            self._entered_at.setdefault(self.transaction.phase, time.monotonic())
+        for action in actions:
+            self._act(action)
+
+    async def join(self, event: RankJoined) -> None:
+        """Waits until all ranks have joined and engines are chosen."""
+        await self._wait("begin", event.rank, event)
+
+    async def fill(self, event: RankFilled) -> None:
+        """Waits until every rank has filled and every engine has loaded everything."""
+        await self._wait("filled", event.rank, event)
+
+    async def end(self, rank: int) -> SyncReport:
+        """Returns the report once engines serve the version. The rank holds no memory for them."""
+        if self._report is None:
+            await self._wait("end", rank, RankReleased(rank))
+        assert self._report is not None
+        return self._report
+
+    async def _wait(self, what: str, rank: int, event: Event) -> None:
+        """Feeds the rank's event and waits until `what` is granted. A rank that stops waiting (its
+        call was cancelled, it died) aborts the sync. Raises WeightSyncError if the sync fails."""
+        key = (what, rank)
+        if self.failure is not None:
+            raise WeightSyncError(self.failure)
+        if key in self._waiting:
+            raise ProtocolError(f"rank {rank} already waits for {what} of {self.sync_id}")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+        try:
+            self.feed(event)
+            await future
+        except asyncio.CancelledError:
+            self.feed(Aborted(f"rank {rank} stopped waiting ({what})"))
+            raise
+        finally:
+            del self._waiting[key]
+
+    def _grant(self, what: str) -> None:
+        for (waits_for, _), future in self._waiting.items():
+            if waits_for == what and not future.done():
+                future.set_result(None)
+
+    def _fail_ranks(self, reason: str) -> None:
+        if self.failure is None and self._report is None:
+            self.failure = reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WeightSyncError(reason))
+        if self.opened is not None:
+            self.opened.progress.abort()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Open():
+                assert self._tasks is not None
+                self._opening = self._tasks.create_task(
+                    self._open(action), name=f"open:{self.sync_id}"
+                )
+            case Prepare() | Load() | Verify() | Commit() | Revert():
+                self._engine_syncs[action.engine].request(action)
+            case GrantBegin():
+                self._grant("begin")
+            case GrantFilled():
+                self._grant("filled")
+            case CommitVersion():
+                self._host.commit_version(self.version, self)
+            case Discard():
+                engine_sync = self._engine_syncs[action.engine]
+                engine_sync.discard(action.reason)
+                self._host.on_discarded(action.engine, engine_sync.incarnation)
+            case FailRanks():
+                logger.warning("sync of version %d aborted: %s", self.version, action.reason)
+                self._fail_ranks(action.reason)
+                for engine_sync in self._engine_syncs.values():
+                    engine_sync.abort()
+            case Report():
+                self._make_report()
+                self._grant("end")
+            case Close():
+                self._lease.changed.set()
+            case _:
+                assert_never(action)
+
+    async def _open(self, action: Open) -> None:
+        try:
+            plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
+            opening = self._host.open_sync(self.version, action, plan, self._lease.left_s / 2)
+            async with opening as opened:
+                self._start_engines(opened, plan)
+                await asyncio.get_running_loop().create_future()
+        except UmbraError as error:
+            self.feed(Aborted(str(error)))
+
+    def _start_engines(self, opened: OpenedSync, plan: TransportPlan) -> None:
+        assert self._tasks is not None
+        if self.transaction.phase != Phase.OPENING:
+            return  # aborted meanwhile
+        self.opened = opened
+        for number, engine in opened.engines.items():
+            engine_sync = self._engine_syncs[engine.name] = EngineSync(
+                engine,
+                number,
+                opened=opened,
+                transaction=self.transaction,
+                lease=self._lease,
+                feed=self.feed,
+                pause_mode=self._host.pause_mode,
+            )
+            self._tasks.create_task(engine_sync.run(), name=f"sync:{engine.name}")
+        self.feed(
+            Opened(
+                engines=list(self._engine_syncs),
+                connects=plan.connects,
+            )
+        )
+
+    def _make_report(self) -> None:
+        entered: dict[Phase, float] = {}
+        entered_at = time.monotonic()
+        for phase in reversed(Phase):  # a phase that was skipped took no time
+            entered_at = entered[phase] = self._entered_at.get(phase, entered_at)
+        prepared = [engine_sync.prepared_at for engine_sync in self._engine_syncs.values()]
+        prepared_at = max([entered[Phase.OPENING], *prepared])
+        manifest = self.transaction.manifest
+        assert manifest is not None
+        self._report = SyncReport(
+            version=self.version,
+            transport="" if self.opened is None else self.opened.transport,
+            engines={
+                name: {"nbytes": manifest.payload_nbytes, "load_s": self._engine_syncs[name].load_s}
+                for name in self.transaction.live_engines
+            },
+            failed=dict(self.transaction.failed),
+            remaining=self._host.remaining(self.version),
+            network_nbytes=self.transaction.network_nbytes,
+            prepare_s=prepared_at - entered[Phase.OPENING],
+            transfer_s=entered[Phase.VERIFYING] - prepared_at,
+            verify_s=entered[Phase.COMMITTING] - entered[Phase.VERIFYING],
+            resume_s=entered[Phase.CLOSED] - entered[Phase.COMMITTING],
+        )
+
+    async def _watch_lease(self) -> None:
+        """Aborts the sync at the end of the lease; returns when the sync is over."""
+        lease, is_expired = self._lease, False
+        while self.transaction.phase != Phase.CLOSED:
+            lease.changed.clear()
+            limit_s = None if is_expired or lease.left_s == float("inf") else lease.left_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    await lease.changed.wait()
+            except TimeoutError:
+                is_expired = True
+                self.feed(LeaseExpired(lease.length_s, self._progress_text()))
+
+    def _progress_text(self) -> str:
+        if self.opened is None:
+            return ""
+        progress, total = self.opened.progress, self.opened.layout.num_buckets
+        loaded = {
+            name: progress.num_loaded(each.number) for name, each in self._engine_syncs.items()
+        }
+        return f"of {total} buckets, ranks filled {progress.num_filled()}, engines loaded {loaded}"

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, Trajectory
+from umbra.runtime.rollout.manager.batch_plan import RankPlan, plan_batch
+from umbra.runtime.rollout.manager.evaluation import Evaluation, evaluation_scores, worst_and_best
+from umbra.runtime.rollout.rollout_config import RolloutConfig
+
+
+class BatchAnswers:
+    """Each rank's part of a batch, planned once: micro-batches, balanced by tokens."""
+
+    def __init__(
+        self, groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
+    ) -> None:
+        self.groups = groups
+        self._plans = plan_batch(
+            [group.shape() for group in groups],
+            config.world_size,
+            num_micro_batches=config.num_micro_batches,
+            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+        )
+        samples = [sample for group in groups for sample in group.trajectories]
+        self._shared = {
+            "kind": "batch",
+            "metrics": {**batch_metrics(groups), **metrics},
+            "loss_tokens_global": sum(sample.num_generated for sample in samples),
+            "num_samples_global": len(samples),
+        }
+
+    def of(self, rank: int) -> dict[str, Any]:
+        return {**self._shared, **rank_columns(self.groups, self._plans[rank])}
+
+
+def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[str, Any]:
+    metrics = batch_metrics(evaluation.groups)
+    rewards = np.concatenate([group.rewards for group in evaluation.groups])
+    return {
+        "kind": "eval",
+        **evaluation_scores(rewards.reshape(-1, config.eval_samples), config),
+        "tokens": metrics["tokens"],
+        "gen_s": evaluation.gen_s,
+        "completion_len_mean": metrics["completion_len_mean"],
+        "truncated_share": metrics["truncated_share"],
+        "samples": worst_and_best(evaluation.groups),
+    }
+
+
+def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
+    """One rank's columns of the global batch `groups`.
+
+    A group may be split over ranks, so each rank gets the rewards of all its groups whole:
+        group_rewards: [sum G] float32, of every group that the rank has a sample of.
+        group_offsets: [groups + 1] int32, the start of each of these groups in `group_rewards`.
+        reward_indices: [N] int32, the index of each of the rank's samples in `group_rewards`.
+    """
+    starts = [0, *itertools.accumulate(len(group.trajectories) for group in groups)]
+    owners = [bisect.bisect(starts, sample) - 1 for sample in plan.samples]
+    indices = [sample - starts[owner] for sample, owner in zip(plan.samples, owners, strict=True)]
+    samples = [groups[owner].trajectories[idx] for owner, idx in zip(owners, indices, strict=True)]
+    offsets = np.zeros(len(samples) + 1, np.int32)
+    np.cumsum([len(sample) for sample in samples], out=offsets[1:])
+    tokens = np.empty(offsets[-1], np.int32)
+    logprobs = np.zeros(offsets[-1], np.float32)
+    versions = np.full(offsets[-1], NOT_GENERATED, np.int64)
+    for start, sample in zip(offsets.tolist(), samples, strict=False):
+        middle = start + len(sample.prompt_tokens)
+        stop = start + len(sample)
+        tokens[start:middle] = sample.prompt_tokens
+        tokens[middle:stop] = sample.tokens
+        logprobs[middle:stop] = sample.logprobs
+        versions[middle:stop] = sample.versions
+    return {
+        "tokens": tokens,
+        "offsets": offsets,
+        "prompt_lens": np.asarray([len(s.prompt_tokens) for s in samples], np.int32),
+        "mask": (versions != NOT_GENERATED).astype(np.uint8),
+        "logprobs": logprobs,
+        "versions": versions,
+        "rewards": np.asarray([_reward(s) for s in samples], np.float32),
+        **_group_columns(groups, owners, indices),
+        "group_ids": [groups[owner].group_id for owner in owners],
+        "sample_ids": [sample.sample_id for sample in samples],
+        "finish_reasons": [sample.finish_reason for sample in samples],
+        "micro_batches": plan.micro_batches,
+    }
+
+
+def _group_columns(
+    groups: Sequence[Group], owners: Sequence[int], indices: Sequence[int]
+) -> dict[str, Any]:
+    used, positions = np.unique(np.asarray(owners, np.int64), return_inverse=True)
+    whole = [groups[int(owner)].rewards for owner in used]
+    offsets = np.zeros(len(whole) + 1, np.int32)
+    np.cumsum([len(rewards) for rewards in whole], out=offsets[1:])
+    return {
+        "group_rewards": np.concatenate([np.zeros(0, np.float32), *whole]),
+        "group_offsets": offsets,
+        "reward_indices": (offsets[positions] + np.asarray(indices, np.int64)).astype(np.int32),
+    }
+
+
+def _reward(sample: Trajectory) -> float:
+    assert sample.reward is not None, f"{sample.sample_id} has no reward"
+    return sample.reward
+
+
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of the global batch, the same on every rank."""
+    samples = [sample for group in groups for sample in group.trajectories]
+    rewards = np.asarray([_reward(sample) for sample in samples], np.float64)
+    lengths = np.asarray([sample.num_generated for sample in samples], np.float64)
+    spans = [sample.segments() for sample in samples]
+    generated = [sum(s.version != NOT_GENERATED for s in segments) for segments in spans]
+    versions = [s.version for segments in spans for s in segments if s.version != NOT_GENERATED]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_max": float(rewards.max()),
+        "reward_min": float(rewards.min()),
+        "zero_variance_groups": float(sum(group.has_zero_variance for group in groups)),
+        "tokens": float(lengths.sum()),
+        "completion_len_mean": float(lengths.mean()),
+        "completion_len_max": float(lengths.max()),
+        "truncated_share": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "segments_per_trajectory": float(np.mean(generated)),
+        "interruptions": float(sum(sample.num_interruptions for sample in samples)),
+        "refilled_tokens": float(sum(sample.num_refilled_tokens for sample in samples)),
+        **_part_means(samples),
+        **(
+            {"version_min": float(min(versions)), "version_max": float(max(versions))}
+            if versions
+            else {}
+        ),
+    }
+
+
+def _part_means(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each reward function over the samples that it applies to."""
+    values = defaultdict[str, list[float]](list)
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            if not math.isnan(value):
+                values[name].append(value)
+    return {f"reward/{name}_mean": math.fsum(found) / len(found) for name, found in values.items()}

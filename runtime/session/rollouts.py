@@ -1,0 +1,187 @@
+"""Calls that SPMD trainer code makes on all ranks together: weight syncs and batches.
+
+While `Rollouts` waits for a batch, it also serves catch-up syncs: a restarted engine has no
+weights, and the batch may depend on that engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError, RemoteError
+from umbra.runtime.rpc.sync_handle import SyncHandle
+from umbra.runtime.session.session import Session
+from umbra.runtime.weights.sync_messages import (
+    SyncAbort,
+    SyncBegin,
+    SyncCall,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncProgressed,
+    SyncReport,
+)
+
+ServeSync = Callable[[int], None]
+
+_LEDGER_TIMEOUT_S: Final = 90.0
+"""Covers the manager's wait for the disk, and its restart."""
+_PROGRESS_TIMEOUT_S: Final = 1.0
+"""The manager answers from memory. Nobody needs an old count."""
+
+
+class SessionSync:
+    """Connects a `WeightPublisher` to the supervisor, by a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def node_id(self) -> str:
+        return self._session.node_id
+
+    @property
+    def fd_socket(self) -> str:
+        return str(self._session.socket_dir / FD_SOCKET)
+
+    def check(self) -> None:
+        self._session.raise_if_lost()
+
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        return SyncGrant.from_wire(self._call("sync_begin", call))
+
+    def sync_progress(self, call: SyncProgressed) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self._call("sync_progress", call)
+        return answer
+
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._call("sync_filled", call)
+
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        return SyncReport.from_wire(self._call("sync_end", call))
+
+    def sync_abort(self, call: SyncAbort) -> None:
+        self._call("sync_abort", call)
+
+    def _call(self, method: str, call: SyncCall) -> Any:
+        # The supervisor's own deadline comes first: its error names the late rank or engine.
+        wait_s = call.left_s + 2.0
+        return self._session.lead_call(method, call.to_wire(), timeout_s=wait_s)
+
+
+class Rollouts:
+    """Batches from a rollout manager. Every rank has one and makes every call with the others."""
+
+    def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
+        self._rank = session.rank
+        self._manager: SyncHandle = session.actor(manager, timeout_s)
+
+    def begin(self, step: int, version: int, position: str, timeout_s: float) -> Mapping[str, int]:
+        """Starts or resumes training from the checkpoint after `step` steps.
+
+        One rank calls it, before the others ask.
+
+        Args:
+            version: the newest when the checkpoint was made.
+            position: of the ledger, as `position()` returned it for the checkpoint; "" for none.
+
+        Returns {"groups", "tokens", "version"}: groups and tokens that need not be generated again,
+        and the newest version that was ever announced.
+
+        Raises:
+            LedgerError: the ledger and the checkpoint do not match.
+        """
+        kept: Mapping[str, int] = self._manager.call(
+            "begin", step, version, position, timeout_s=timeout_s
+        )
+        return kept
+
+    def announce(self, version: int, step: int) -> None:
+        """The weights after `step` steps will be `version`. One rank calls it before publishing."""
+        self._manager.call("announce", version, step, timeout_s=_LEDGER_TIMEOUT_S)
+
+    def position(self) -> str:
+        """The ledger's position, for a checkpoint to store. One rank calls it."""
+        position: str = self._manager.call("position", timeout_s=_LEDGER_TIMEOUT_S)
+        return position
+
+    def checkpointed(self, step: int, version: int, kept: Sequence[int]) -> None:
+        """Records a complete checkpoint after `step` steps. One rank calls it. `kept` are the steps
+        of all complete checkpoints that are there now."""
+        self._manager.call("checkpointed", step, version, list(kept), timeout_s=_LEDGER_TIMEOUT_S)
+
+    def next_batch(
+        self, step: int, version: int, serve_sync: ServeSync, timeout_s: float
+    ) -> Mapping[str, Any]:
+        """This rank's part of the next batch of whole groups.
+
+        Args:
+            step: optimizer steps done; reports that earlier batches have been trained on.
+            version: of the weights after these steps, which were published last.
+            serve_sync: publishes the given, current version again to the engines that lack it;
+                called on all ranks or on none.
+
+        Raises:
+            DeadlineExceeded: no batch in `timeout_s` seconds, a trainer's `rollout.timeout_s`.
+            RewardError, RolloutError: the manager cannot make a batch.
+            JobFailed: another rank or an essential process failed.
+        """
+        return self._collect("next_batch", "batch", (step, version), serve_sync, timeout_s)
+
+    def evaluate(
+        self, step: int, temperature: float, serve_sync: ServeSync, timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Scores of the held-out prompts; like `next_batch`. See `RolloutManager.evaluate`."""
+        return self._collect("evaluate", "eval", (step, temperature), serve_sync, timeout_s)
+
+    def batch_progress(self) -> tuple[int, int]:
+        """Scored prompts of the next batch, of all. Thread-safe."""
+        training = self._stats()["training"]
+        num_wanted = training["groups_per_step"]
+        return min(training["groups_ready"], num_wanted), num_wanted
+
+    def evaluation_progress(self) -> tuple[int, int] | None:
+        """Finished completions of the evaluation, of all; None before it begins. Thread-safe."""
+        evaluation = self._stats()["evaluation"]
+        if evaluation is None:
+            return None
+        total = evaluation["trajectories"]
+        return total - evaluation["trajectories_open"], total
+
+    def _stats(self) -> Mapping[str, Any]:
+        stats: Mapping[str, Any] = self._manager.call("stats", timeout_s=_PROGRESS_TIMEOUT_S)
+        return stats
+
+    def _collect(
+        self,
+        method: str,
+        kind: str,
+        args: tuple[object, ...],
+        serve_sync: ServeSync,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        late = DeadlineExceeded(
+            f"{method} did not return within rollout.timeout_s = {timeout_s:g} s: raise it if "
+            "generations and rewards may take longer"
+        )
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise late
+            try:
+                reply: Mapping[str, Any] = self._manager.call(
+                    method, self._rank, *args, timeout_s=remaining_s
+                )
+            except DeadlineExceeded as error:
+                if isinstance(error.__cause__, RemoteError):
+                    raise  # an error of a call that the manager made
+                raise late from None
+            if reply["kind"] == kind:
+                return reply
+            if reply["kind"] != "sync_wanted":
+                raise ProtocolError(f"{method} answered {reply['kind']!r}, not {kind!r}")
+            serve_sync(int(reply["version"]))

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.engine_api.lora import LoraSpec
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.weights.bucket_grid import Extent
+from umbra.runtime.weights.exports.exporter import Export, ExportSender
+from umbra.runtime.weights.exports.ipc_memory import MemoryExporter
+from umbra.runtime.weights.image.image_sender import ImageSender
+from umbra.runtime.weights.links.link_sender import LinkSender
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.shards import (
+    RankShards,
+    ShardSource,
+    find_aliases,
+    held_extent,
+    is_first_holder,
+    local_part,
+    wire_manifest,
+)
+from umbra.runtime.weights.sync_messages import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncReport,
+    SyncSupervisor,
+)
+from umbra.runtime.weights.transport import Sender
+
+_ABORT_TIMEOUT_S: Final = 5.0
+# How long a failing rank tries to reach the supervisor; after that the lease ends the sync anyway.
+
+
+class WeightPublisher:
+    """The trainer's side of a sync: every rank publishes its shards of one set of tensors,
+    with the others.
+
+    Plain tensors (buffers, unsharded modules) come from rank 0; DTensors from the rank that holds
+    the shard. If several do, which must then have the same values, the first one sends it, and an
+    engine on the GPU of another one reads it there. Only `publish` reads the tensors; they must not
+    change while it runs.
+
+    Args:
+        tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order
+            on every rank. Updated in place between calls, never replaced.
+        wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
+        aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
+        keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
+        lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
+            engines that keep the weights of the model and apply the adapter to every request.
+        locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
+        on_read: called when the tensors of this rank have been read, by itself or by the
+            engines. The engines allocate their KV cache only after it has returned on every rank.
+            None: they need not wait for it.
+        keeps_memory: the tensors have the same memory from one call to the next. Engines on the
+            same GPUs then keep it open in between; it is not given back to the GPU before they
+            close it, with the next sync or when they end. False if `on_read` frees it.
+        export: see `Export`; None for CUDA IPC.
+        link_host: address of this node at which receivers on other nodes reach this rank while
+            a sync is open, which the transport "tcp" needs; "" for none.
+    """
+
+    def __init__(
+        self,
+        supervisor: SyncSupervisor,
+        rank: int,
+        world_size: int,
+        tensors: Mapping[str, Tensor],
+        wire_dtype: torch.dtype | None = None,
+        aliases: Mapping[str, str] | None = None,
+        keep_dtype: Collection[str] = (),
+        *,
+        lora: LoraSpec | None = None,
+        locate: Callable[[Tensor], Tensor] = local_part,
+        on_read: Callable[[], None] | None = None,
+        keeps_memory: bool = True,
+        export: Export | None = None,
+        link_host: str = "",
+    ) -> None:
+        self._supervisor = supervisor
+        self._rank = rank
+        self._world_size = world_size
+        aliases = find_aliases(tensors) if aliases is None else aliases
+        self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype), lora)
+        first, others = (
+            {name: t for name, t in tensors.items() if is_first_holder(t, rank) == is_first}
+            for is_first in (True, False)
+        )
+        shards = _shards_of(rank, self.manifest, first, locate)
+        replicas = _shards_of(rank, self.manifest, others, locate)
+        exporter = MemoryExporter(supervisor.fd_socket)
+        self._exports = ExportSender(
+            *(shards, replicas, export or exporter.export, exporter.release),
+            keeps_memory=keeps_memory,
+        )
+        self._links = LinkSender(shards, supervisor, link_host)
+        self._senders: dict[str, Sender] = {
+            "memfd": ImageSender(shards),
+            "cuda_ipc": self._exports,
+            "tcp": self._links,
+        }
+        self._on_read = on_read
+        self._wire = self.manifest.to_wire()
+
+    def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
+        """Transfers the tensors to the engines of `pool`; returns when they serve `version`.
+
+        Collective: all ranks call it. If the pool already has `version`, only the engines that lack
+        it take part. An engine that has to leave the sync and still serves an older version gets
+        another sync. Any failure here aborts the sync for every rank.
+
+        Raises:
+            WeightSyncError: no engine got the version, or a rank did not join or failed.
+            DeadlineExceeded: `timeout_s` seconds have passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            report = self._sync(pool, version, deadline)
+            while report.remaining:  # the same on every rank
+                report = report.joined(self._sync(pool, version, deadline))
+            return report
+        finally:
+            self._links.stop_listening()
+            self._exports.leave()
+
+    def _sync(self, pool: str, version: int, deadline: float) -> SyncReport:
+        supervisor, rank = self._supervisor, self._rank
+        grant = supervisor.sync_begin(
+            SyncBegin(
+                pool=pool,
+                version=version,
+                rank=rank,
+                world_size=self._world_size,
+                manifest=self._wire if rank == 0 else None,
+                offer=self._exports.offer(),
+                node_id=supervisor.node_id,
+                link_endpoint=self._links.listen(),
+                deadline=deadline,
+            )
+        )
+        sync_id, sender = grant.sync_id, self._senders[grant.transport]
+        try:
+            regions = sender.send(grant, deadline)
+            if regions is not None:
+                on_read = self._on_read
+                if on_read is not None and not sender.is_read_by_engines:
+                    self._exports.leave()
+                    on_read()
+                    on_read = None
+                filled = SyncFilled(
+                    sync_id=sync_id,
+                    rank=rank,
+                    regions=regions,
+                    network_nbytes=sender.network_nbytes,
+                    is_released=on_read is None,
+                    deadline=deadline,
+                )
+                supervisor.sync_filled(filled)
+                if on_read is not None:
+                    self._exports.leave()
+                    on_read()
+            # If the sync was aborted, this raises the reason.
+            return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
+        except BaseException as error:
+            sender.close()  # the supervisor frees the memory of this sync
+            # The first error is the one to raise; the lease ends the sync if no supervisor answers.
+            reason = f"{type(error).__name__}: {error}"
+            until = time.monotonic() + _ABORT_TIMEOUT_S
+            with suppress(UmbraError):
+                supervisor.sync_abort(
+                    SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until)
+                )
+            raise
+
+    def close(self) -> None:
+        """Unmaps the image and ends exports, which a later `publish` makes again. Idempotent."""
+        for sender in self._senders.values():
+            sender.close()
+
+
+def _shards_of(
+    rank: int, manifest: Manifest, tensors: Mapping[str, Tensor], locate: Callable[[Tensor], Tensor]
+) -> RankShards:
+    sources: list[ShardSource] = []
+    extents: list[Extent] = []
+    for entry in manifest.entries:
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            continue
+        extent = held_extent(len(sources), entry, tensor, rank)
+        if extent is not None:
+            sources.append(ShardSource(tensor, getattr(torch, entry.dtype)))
+            extents.append(extent)
+    return RankShards(rank=rank, manifest=manifest, extents=extents, sources=sources, locate=locate)

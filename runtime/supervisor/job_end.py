@@ -1,0 +1,109 @@
+"""The end of the job on a node. Pure: no clock, task or socket.
+
+running ── a stop signal, or a request to stop ──▶ stopping ── the last rank has left ──▶ over
+   │  ▲                                               └─ another signal, a while later ──▶ over
+   │  └── torchrun has started the ranks again
+   └── the last rank has left
+         ├─ done or stopped for good, or torchrun starts none after a failure ───────────▶ over
+         └─ else torchrun may start ranks here: none has come in time ───────────────────▶ over
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from umbra.runtime.actor.job_stop import STOP_WINDOW_S
+from umbra.runtime.cluster.run_requests import PREEMPT_SIGNAL
+
+
+class StopDecision(StrEnum):
+    """The effect of a stop signal."""
+
+    STOP_RANKS = "stop_ranks"
+    END = "end"  # without waiting for them
+    IGNORE = "ignore"
+
+
+class AfterRanks(StrEnum):
+    """The actors' fate when a node's last rank has left."""
+
+    OVER = "over"
+    KEEP = "keep"  # all actors, for ranks that torchrun starts here
+    KEEP_ENGINES = "keep_engines"  # for a while: this node may be cut off
+
+
+class JobEnd:
+    """Owned by the supervisor.
+
+    Args:
+        nodes_may_change: whether torchrun may start the ranks again on other nodes.
+
+    Attributes:
+        may_restart: whether torchrun would start failed ranks again.
+        is_for_good: whether the job was stopped by a request, which ends torchrun, too.
+    """
+
+    def __init__(self, *, nodes_may_change: bool) -> None:
+        self.may_restart = False
+        self.is_for_good = False
+        self._nodes_may_change = nodes_may_change
+        self._stopped_at: float | None = None
+        self._has_lost_node = False  # in this epoch
+
+    def start_over(self) -> None:
+        """The ranks were started again: the job continues."""
+        self._stopped_at = None
+
+    def begin_epoch(self) -> None:
+        """The nodes meet, so nodes lost earlier no longer count."""
+        self._has_lost_node = False
+
+    def lose_node(self) -> None:
+        """Another node with ranks cannot be reached."""
+        self._has_lost_node = True
+
+    def stop(self, number: int, now: float) -> StopDecision:
+        """Takes a stop signal or request. One stop may be several signals within
+        `STOP_WINDOW_S`."""
+        if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
+            is_preemption = number == PREEMPT_SIGNAL
+            return StopDecision.IGNORE if is_preemption else StopDecision.END
+        self._stopped_at = now if self._stopped_at is None else self._stopped_at
+        return StopDecision.STOP_RANKS
+
+    def is_preempted(self, number: int, *, is_first_signal: bool, has_failed: bool) -> bool:
+        """Whether the launcher must start the job again: after a preemption, even if its ranks have
+        failed and would have been started again."""
+        prevents_restart = has_failed and self.may_restart
+        return number == PREEMPT_SIGNAL and (is_first_signal or prevents_restart)
+
+    def after_last_rank(
+        self, *, has_failed: bool, was_stopped: bool, have_all_detached: bool
+    ) -> AfterRanks:
+        """Decides when this node's last rank has left.
+
+        Args:
+            was_stopped: the ranks got a stop signal.
+            have_all_detached: every rank announced that it leaves.
+        """
+        if self.is_for_good or self._stopped_at is not None:
+            is_over = True
+        elif has_failed:
+            is_over = not self.may_restart
+        elif self._nodes_may_change and was_stopped:
+            is_over = False  # torchrun stops ranks so, to start them again with another node
+        else:
+            is_over = have_all_detached
+        if is_over:
+            return AfterRanks.OVER
+        return AfterRanks.KEEP_ENGINES if self._nodes_may_change else AfterRanks.KEEP
+
+    @property
+    def ends_torchrun(self) -> bool:
+        """Whether torchrun would restart the ranks of a job that was stopped for good."""
+        return self.is_for_good and self.may_restart
+
+    def may_forget_keys(self, *, has_failed: bool) -> bool:
+        """Whether no other node continues with the job's keys, as after a stop, failure
+        or cut-off here."""
+        return not (self._has_lost_node or has_failed or self._stopped_at is not None)

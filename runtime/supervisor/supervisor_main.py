@@ -1,0 +1,228 @@
+"""The main program of the supervisor's process, started by the guardian.
+
+    python -m umbra.runtime.supervisor.supervisor_main [RUN_DIR] --ready-fd N --guardian-pid PID
+
+RUN_DIR is for people who look at processes. Standard input carries one JSON object
+(`SupervisorConfig`). Once it serves, it writes one line to the ready pipe. It ends when the job is
+over, or when the guardian dies; by then every descendant has ended. A stop signal, received
+directly or through the guardian, stops the ranks, and the job ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import uvloop
+import zmq
+
+from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.descendants import kill_all_descendants
+from umbra.runtime.process.orphans import end_orphans
+from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.process.process_end import STOP_SIGNALS, PidWatch
+from umbra.runtime.process.signal_handling import handle_signals
+from umbra.runtime.process.thread_stacks import answer_stack_requests
+from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys
+from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.rpc.loop_socket import endpoint_at
+from umbra.runtime.rpc.rpc_client import Client, describing_calls
+from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.supervisor.supervisor import Supervisor
+from umbra.runtime.tracing.trace_writer import recording
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+"""Interval of checks for orphans and the socket directory. Longer: orphans live longer."""
+
+_NUM_FILES = 262_144
+"""Files that a process may open if the hard limit allows it. A connection takes four, and the
+common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
+they start, one by one, take seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """Settings that a rank passes to the supervisor that it starts; the others are `Supervisor`'s.
+
+    Attributes:
+        log_dir: folder of this node's logs.
+        run_dir: the run directory; "" on a node that only generates.
+        trace_dir: folder of the run's trace; "" for none.
+        tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
+        secret_file: path of the job's keys; "" for none.
+        keys_to_remove: the same, if the file ends with this node's part of the job. The supervisor
+            removes it if the guardian, which would, is lost.
+    """
+
+    node_id: str
+    log_dir: str
+    run_dir: str
+    socket_dir: str
+    tcp_host: str
+    secret_file: str
+    log_level: int
+    trace_dir: str = ""
+    is_lead: bool = False
+    nodes_may_change: bool = False
+    owns_keys: bool = False
+    keys_to_remove: str = ""
+    torchrun_pid: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        return cls(**json.loads(data))
+
+
+def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
+    """Where the supervisor of a socket directory listens: known before it runs."""
+    endpoint = f"ipc://{socket_dir / 'supervisor'}"
+    return ActorRef(name="supervisor", incarnation=1, node_id=node_id, ipc_endpoint=endpoint)
+
+
+async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> None:
+    socket_dir = Path(config.socket_dir)
+    keys = CurveKeys.load(Path(config.secret_file)) if config.secret_file else None
+    ref = supervisor_ref(config.node_id, socket_dir)
+    node = NodeSettings(
+        node_id=config.node_id,
+        socket_dir=socket_dir,
+        log_dir=Path(config.log_dir),
+        supervisor=ref,
+        tcp_host=config.tcp_host,
+        keys=() if keys is None else (keys.public, keys.secret),
+        log_level=config.log_level,
+        trace_dir=config.trace_dir,
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    run_dir = Path(config.run_dir) if config.run_dir else None
+    async with Client(config.node_id, keys) as client:
+        supervisor = Supervisor(
+            node,
+            run_dir,
+            client,
+            is_lead=config.is_lead,
+            nodes_may_change=config.nodes_may_change,
+            secret_file=config.secret_file,
+            owns_keys=config.owns_keys,
+            torchrun_pid=config.torchrun_pid,
+        )
+        handle_signals(STOP_SIGNALS, supervisor.stop_job)
+
+        def on_guardian_end() -> None:
+            # Without a guardian, the supervisor's own death would leave orphans.
+            supervisor.end_for(
+                "the guardian",
+                f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
+            )
+
+        server = ActorServer(
+            supervisor,
+            ref.incarnation,
+            describing_calls(client, lambda: server),
+            calls=supervisor.CALLS,
+            parts=supervisor.call_parts,
+        )
+        with contextlib.ExitStack() as stack:
+            if config.secret_file:
+                stack.enter_context(holding_keys(Path(config.secret_file)))
+            # Not `term`, which would wait forever for a socket whose server never ran.
+            stack.callback(context.destroy, linger=0)
+            stack.enter_context(PidWatch.of_parent(guardian_pid, on_guardian_end))
+            server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
+            tcp_endpoint = ""
+            if keys is not None and config.tcp_host:
+                stack.callback(keys.admit_only_job(context).stop)
+                socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+                keys.secure_server(socket)
+                try:
+                    tcp_endpoint = server.bind(socket, endpoint_at(config.tcp_host, "*"))
+                except zmq.ZMQError as error:
+                    raise ConfigError(
+                        f"cannot listen on tcp_host {config.tcp_host!r}: {error.strerror}; "
+                        "use an address of this host that the other nodes can reach"
+                    ) from error
+            os.write(ready_fd, json.dumps({"tcp_endpoint": tcp_endpoint}).encode() + b"\n")
+            os.close(ready_fd)
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(server.run())
+                looking = tasks.create_task(_look_around(supervisor, socket_dir))
+                try:
+                    await supervisor.run(tcp_endpoint)
+                finally:
+                    serving.cancel()
+                    looking.cancel()
+
+
+async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
+    """Ends orphans, and reports once that the job's sockets were removed."""
+    is_reachable = True
+    while True:
+        await asyncio.sleep(_LOOK_INTERVAL_S)
+        await end_orphans(deadline_s=10.0)
+        if is_reachable and not socket_dir.exists():  # noqa: ASYNC240  it is node-local
+            is_reachable = False
+            text = (
+                f"{socket_dir} with this job's sockets was removed: what is connected continues, "
+                "but an actor that ends cannot be replaced; end the job with a checkpoint, and "
+                "resume it with UMBRA_SOCKET_ROOT set to a folder that nothing cleans"
+            )
+            supervisor.note(text, "fault", "supervisor")
+
+
+def _allow_many_files() -> None:
+    """Raises the soft limit of open files, for all processes below, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(_NUM_FILES, hard)), hard))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", nargs="?")
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--guardian-pid", type=int, required=True)
+    arguments = parser.parse_args()
+    os.set_inheritable(arguments.ready_fd, False)
+    become_subreaper()
+    answer_stack_requests()
+    _allow_many_files()
+    config = SupervisorConfig.from_json(sys.stdin.buffer.read())
+    logging.basicConfig(
+        level=config.log_level,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        with (
+            recording(config.trace_dir, config.node_id, "supervisor"),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            runner.run(serve(config, arguments.ready_fd, arguments.guardian_pid))
+    except Exception:
+        logger.exception("the supervisor died")
+        sys.exit(1)
+    finally:
+        kill_all_descendants(deadline_s=30.0)
+        if os.getppid() != arguments.guardian_pid:
+            shutil.rmtree(config.socket_dir, ignore_errors=True)
+            if config.keys_to_remove:
+                Path(config.keys_to_remove).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

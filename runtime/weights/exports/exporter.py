@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.weights.image.sync_progress import SyncProgress
+from umbra.runtime.weights.rank_exports import Offer, RankExports
+from umbra.runtime.weights.shards import RankShards
+from umbra.runtime.weights.sync_messages import Region, SyncGrant, remaining_s
+
+_Located = Sequence[tuple[int, Tensor]]
+
+Export = Callable[[_Located, _Located], Offer]
+"""Offers tensors and replicas of others' tensors, each with its offset in the image, to engines on
+the same GPUs, or returns why it cannot."""
+
+
+class ExportSender:
+    """CUDA IPC, a rank's part: exports its tensors, and `replicas` of other ranks' shards, which
+    stay in memory until the engines have loaded, or until the next sync with `keeps_memory`.
+    `release` ends holds on exported memory that the rank may free."""
+
+    is_read_by_engines = True
+    network_nbytes = 0
+
+    def __init__(
+        self,
+        shards: RankShards,
+        replicas: RankShards,
+        export: Export,
+        release: Callable[[], None],
+        *,
+        keeps_memory: bool,
+    ) -> None:
+        self._shards = shards
+        self._replicas = replicas
+        self._export = export
+        self._release = release
+        self._keeps_memory = keeps_memory
+        self._exported: Offer = ""
+        self._offer: Offer = ""
+
+    def offer(self) -> Offer:
+        """The exports of this rank, or why there are none; the same object as long as neither the
+        tensors nor their memory have changed."""
+        exported = self._export(self._shards.located(), self._replicas.located())
+        if exported is not self._exported:
+            self._exported = self._offer = exported
+            if isinstance(exported, RankExports):
+                self._offer = replace(exported, keeps_memory=self._keeps_memory)
+        return self._offer
+
+    @torch.no_grad()
+    def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
+        """Reports that all tensors are ready, as since the offer; with checksums,
+        also the replicas."""
+        shards = self._shards
+        num_entries = len(shards.manifest.entries)
+        if num_entries != grant.num_buckets:
+            raise ProtocolError(
+                f"rank {shards.rank} publishes {num_entries} tensors, "
+                f"rank 0 {grant.num_buckets}: their tensors differ"
+            )
+        left_s = remaining_s(deadline)
+        fd_socket, wire = grant.details["fd_socket"], grant.details["progress"]
+        progress = SyncProgress.receive_open(fd_socket, wire, left_s)
+        if progress is None:
+            return None
+        try:
+            progress.set_filled(shards.rank, num_entries)
+            if not grant.has_checksums:
+                return [(extent.offset, extent.nbytes, None) for extent in shards.extents]
+            return [
+                (extent.offset, extent.nbytes, checksum)
+                for held in (shards, self._replicas)
+                for extent, checksum in zip(
+                    held.extents, held.reader().read_checksums(), strict=True
+                )
+            ]
+        finally:
+            progress.close()
+
+    def leave(self) -> None:
+        """Called when the tensors are no longer read, before their memory is freed. Idempotent."""
+        if not self._keeps_memory:
+            self._release()
+
+    def close(self) -> None:
+        self._release()

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.weights.bucket_grid import PIECE_NBYTES
+
+_MOST_UNDER_WAY: Final = 16
+# Buckets whose copies have begun and not ended. Fewer leave the GPU waiting for the next copy; more
+# report buckets no later, but hold that many events.
+
+
+class GpuCopies:
+    """The copies of one sync between an image and a GPU, on its current stream. On the CPU,
+    copies are done when they return. `tell` is called with the number of buckets that are
+    done, in order."""
+
+    def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
+        self.is_on_gpu = device.type == "cuda"
+        self._device = device
+        self._tell = tell
+        self._under_way: deque[tuple[torch.cuda.Event, int]] = deque()
+
+    def mark(self, num_buckets: int) -> None:
+        """Called when all copies of this many buckets have begun; reports finished ones."""
+        if not self.is_on_gpu:
+            self._tell(num_buckets)
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._under_way.append((event, num_buckets))
+        while self._under_way and self._under_way[0][0].query():
+            self._tell(self._under_way.popleft()[1])
+        if len(self._under_way) > _MOST_UNDER_WAY:
+            self._wait_first()
+
+    def wait(self) -> None:
+        """Returns when all copies are done and reported, even those after the last mark."""
+        while self._under_way:
+            self._wait_first()
+        if self.is_on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _wait_first(self) -> None:
+        event, num_buckets = self._under_way.popleft()
+        event.synchronize()
+        self._tell(num_buckets)
+
+
+def common_device(tensors: Iterable[Tensor]) -> torch.device:
+    """The GPU that has all these tensors, or the CPU: then copies are done when they return."""
+    devices = {tensor.device for tensor in tensors}
+    only = next(iter(devices), torch.device("cpu"))
+    return only if len(devices) == 1 else torch.device("cpu")
+
+
+def cut_at_pieces(
+    values: Tensor, target: Tensor, piece_nbytes: int = PIECE_NBYTES
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cuts a copy from a view of an image at the edges of locked pieces: the driver may refuse a
+    copy from pages that were not locked together. Views with gaps stay whole, because torch copies
+    them to other memory first."""
+    if not values.is_contiguous():  # torch copies a transposed view to a transposed one in place
+        dims = sorted(range(values.ndim), key=lambda dim: -int(values.stride(dim)))
+        values, target = values.permute(dims), target.permute(dims)
+    start = int(values.storage_offset()) * values.itemsize
+    edge = (start // piece_nbytes + 1) * piece_nbytes
+    if not values.is_contiguous() or start + values.nbytes <= edge:
+        yield values, target
+        return
+    dim = next(dim for dim, size in enumerate(values.shape) if size > 1)
+    row_nbytes, num_rows = int(values.stride(dim)) * values.itemsize, values.shape[dim]
+    num_before, across = divmod(edge - start, row_nbytes)
+    num_within = num_before + int(across > 0)
+    bounds = (0, num_before, num_within, num_rows)
+    for first, last in itertools.pairwise(bounds):
+        if last > first:
+            part = values.narrow(dim, first, last - first)
+            yield from cut_at_pieces(part, target.narrow(dim, first, last - first), piece_nbytes)

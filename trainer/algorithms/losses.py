@@ -1,0 +1,135 @@
+"""The losses of `train.loss`. M: generated tokens of a micro-batch; N: its samples."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, assert_never
+
+import torch
+from torch import Tensor
+
+from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
+from umbra.trainer.config.trainer_config import TrainSection
+
+
+def clipped_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """PPO's clipped surrogate: the ratio to the policies that sampled the tokens, clipped.
+
+    | setting | source |
+    |---|---|
+    | clipped ratio | PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7 |
+    | `clip_eps_high` above `clip_eps_low` | DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8 |
+
+    Metrics: `ratio_mean`, and `clipped_share` of tokens whose gradient the clip removed.
+    """
+    terms = clipped_surrogate(logprobs - inputs.rollout_logprobs, inputs.advantages, settings)
+    loss = -(inputs.weights * terms.objective).sum()
+    return LossOutput(loss, terms.metrics())
+
+
+class ClippedSurrogate(NamedTuple):
+    """PPO's surrogate of each token, to be maximised; all are [M]."""
+
+    objective: Tensor
+    ratio: Tensor
+    is_clipped: Tensor
+
+    def metrics(self) -> dict[str, LossMetric]:
+        return {
+            "clipped_share": LossMetric(self.is_clipped),
+            "ratio_mean": LossMetric(self.ratio),
+        }
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, settings: TrainSection
+) -> ClippedSurrogate:
+    """The clipped surrogate of each token; `log_ratio`, [M], has the gradient."""
+    ratio = log_ratio.exp()
+    free = ratio * advantages
+    bounded = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high) * advantages
+    return ClippedSurrogate(torch.minimum(free, bounded), ratio, bounded < free)
+
+
+def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """The clipped surrogate around the proximal policy, for tokens of older policies.
+
+    Three policies matter if tokens are older than the weights being trained: the behaviour policy
+    sampled a token, the proximal policy is the one at the beginning of the step, and the current
+    policy is being optimised. Clipping keeps the current policy near an anchor. With the behaviour
+    policy as the anchor ("clipped"), old tokens may be clipped before the first update. With the
+    proximal policy ("decoupled"), their age only changes an importance weight.
+
+    | setting | source |
+    |---|---|
+    | decoupled objective | Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.2 |
+    | importance weights, "truncate" | TIS, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" |
+    | importance weights, "mask", floor | IcePop, Ling Team 2025, arXiv:2510.18855: weights outside of a range count as 0 |
+
+    Each token is weighted by proximal / behaviour, an importance weight without gradient. It makes
+    the tokens represent tokens that the proximal policy would have sampled. If the two policies are
+    equal, this is `clipped_loss`.
+
+    Metrics: those of `clipped_loss`; `importance_mean` of the limited weights,
+    `importance_limited_share` of tokens, and `importance_max` before the limits.
+    """  # noqa: E501
+    terms = clipped_surrogate(logprobs - inputs.proximal_logprobs, inputs.advantages, settings)
+    raw = (inputs.proximal_logprobs - inputs.rollout_logprobs).exp()
+    importance = limit_importance(raw, settings)
+    loss = -(inputs.weights * importance * terms.objective).sum()
+    metrics = {
+        "importance_mean": LossMetric(importance),
+        "importance_limited_share": LossMetric(importance != raw),
+        "importance_max": LossMetric(raw, "max"),
+    }
+    return LossOutput(loss, terms.metrics() | metrics)
+
+
+def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:
+    """Limits importance weights as the settings say: [M], from [M] probability ratios.
+
+    Tokens whose weight becomes 0 still count where a loss is divided by the number of tokens.
+    """
+    match settings.importance_above_cap:
+        case "truncate":
+            limited = raw.clamp(max=settings.importance_cap)
+        case "mask":
+            limited = torch.where(raw > settings.importance_cap, 0.0, raw)
+        case _:
+            assert_never(settings.importance_above_cap)
+    return torch.where(raw < settings.importance_floor, 0.0, limited)
+
+
+def gspo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """Group Sequence Policy Optimization, Zheng et al. 2025, arXiv:2507.18071.
+
+    The ratio is that of whole samples, to the power of 1 / length, and is clipped per sample. With
+    `train.loss_aggregation = "sequence"` and group advantages this is the paper's eq. 5 to 7. Such
+    a ratio stays much closer to 1 than a token's: the paper clips at 3e-4 below and 4e-4 above.
+
+    Metrics: `ratio_mean` of the samples' ratios, and `clipped_share` of tokens in samples whose
+    gradient the clip removed.
+    """
+    lens = inputs.sample_lens
+    log_ratios = torch.segment_reduce(  # [N], eq. 7
+        logprobs - inputs.rollout_logprobs, "mean", lengths=lens, initial=0.0
+    )
+    of_tokens = torch.repeat_interleave(log_ratios, lens, output_size=len(logprobs))
+    terms = clipped_surrogate(of_tokens, inputs.advantages, settings)
+    loss = -(inputs.weights * terms.objective).sum()
+    return LossOutput(loss, terms.metrics())
+
+
+def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """CISPO, clipped importance sampling: MiniMax-M1, MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
+
+    The clip limits a token's importance weight but never removes its gradient, so that rare
+    important tokens count. The paper has no lower bound, which is `train.clip_eps_low = 1`, and
+    weights every token equally, which is `train.loss_aggregation = "token"`.
+
+    Metrics: `ratio_mean` before the clip, and `clipped_share` of tokens whose ratio was clipped.
+    """
+    ratio = (logprobs.detach() - inputs.rollout_logprobs).exp()
+    clipped = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high)
+    loss = -(inputs.weights * clipped * inputs.advantages * logprobs).sum()
+    metrics = {"clipped_share": LossMetric(clipped != ratio), "ratio_mean": LossMetric(ratio)}
+    return LossOutput(loss, metrics)

@@ -1,0 +1,75 @@
+"""A token's terms in the loss: its estimate of the KL divergence, and its weight.
+
+| setting | source |
+|---|---|
+| k2, k3 | Schulman 2020, http://joschu.net/blog/kl-approx.html |
+| k3 term in the loss | GRPO, Shao et al. 2024, arXiv:2402.03300, eq. 4 |
+
+M: generated tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k2", "k3"]
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def kl_terms(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """Per-token estimates of KL(policy || reference) from tokens of the policy: [M].
+
+    With log_ratio = log p_ref - log p: k2 = log_ratio^2 / 2 (biased, its gradient is that of the
+    KL), k3 = exp(log_ratio) - 1 - log_ratio (unbiased, never negative; what GRPO uses). k1 =
+    -log_ratio is no loss: its expected gradient is zero.
+    """
+    log_ratio = reference_logprobs - logprobs
+    match estimator:
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case "k3":
+            return log_ratio.exp() - 1.0 - log_ratio
+        case _:
+            assert_never(estimator)
+
+
+def token_weights(
+    sample_lens: Tensor,
+    aggregation: Aggregation,
+    *,
+    num_tokens_global: int,
+    num_samples_global: int,
+    max_new_tokens: int,
+) -> Tensor:
+    """The weight of each token in the global loss: [M] float32.
+
+    | setting | source |
+    |---|---|
+    | "sequence" | GRPO, Shao et al. 2024, arXiv:2402.03300, eq. 3 |
+    | "token" | DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8 |
+    | "constant" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by length |
+
+    M: generated tokens of a micro-batch; N: samples of a micro-batch.
+
+    "token": all tokens of the global batch weigh the same, so long samples weigh more.
+    "sequence": all samples weigh the same; the tokens of one share its weight.
+    "constant": divides by the token budget, which favours neither; the sum depends on lengths.
+
+    Args:
+        sample_lens: [N] int64, generated tokens of each sample; sums to M.
+    """
+    match aggregation:
+        case "token":
+            per_sample = torch.full_like(sample_lens, 1.0 / num_tokens_global, dtype=torch.float32)
+        case "sequence":
+            per_sample = 1.0 / (num_samples_global * sample_lens.clamp(min=1).float())
+        case "constant":
+            share = 1.0 / (num_samples_global * max_new_tokens)
+            per_sample = torch.full_like(sample_lens, share, dtype=torch.float32)
+        case _:
+            assert_never(aggregation)
+    return torch.repeat_interleave(per_sample, sample_lens)

@@ -1,0 +1,291 @@
+"""Writes Hugging Face model directories: of a checkpoint (`umbra export`) and of the policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from umbra.runtime.disk import check_free_space
+from umbra.runtime.engine_api.hub_snapshot import local_model
+from umbra.runtime.engine_api.weight_files import has_own_head, untied
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.text.model_files import read_model_config
+from umbra.trainer.checkpoint.checkpoint_store import StoredParameters, load_parameters
+from umbra.trainer.checkpoint.file_digests import find_damage
+from umbra.trainer.checkpoint.run_dir import recorded_model
+from umbra.trainer.checkpoint.trainer_state import is_complete
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
+from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, writing
+from umbra.trainer.world.world import World, barrier, from_lead
+
+MAX_SHARD_NBYTES: Final = 5 * 10**9
+"""Of a file of weights. Larger ones take more memory in an export of a checkpoint; with smaller
+ones, large models have very many."""
+# Copied from the directory that the model came from; training does not change them.
+_COPIED: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "*.py",
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exports, and prints the directory; returns 0.
+
+    Raises:
+        ConfigError: the checkpoint is incomplete, its run's model is unknown, or the directory
+            exists.
+        DataError, RunDirectoryError: as `export_checkpoint`.
+    """
+    checkpoint = Path(arguments.checkpoint)
+    if not is_complete(checkpoint):
+        raise ConfigError(
+            f"{checkpoint} is not a complete checkpoint: name one of the folders in "
+            "RUN_DIR/checkpoints"
+        )
+    run_dir = checkpoint.absolute().parents[1]
+    target = Path(arguments.out or f"{run_dir.name}-{checkpoint.name}")
+    if target.exists():
+        raise ConfigError(f"{target.absolute()} exists: remove it, or name another directory")
+    section = recorded_model(run_dir, arguments.model)
+    section = replace(section, path=Path(local_model(str(section.path), with_weights=True)))
+    export_checkpoint(section, checkpoint, target)
+    print(target)
+    return 0
+
+
+def export_checkpoint(
+    section: ModelSection, checkpoint: Path, target: Path, max_shard_nbytes: int = MAX_SHARD_NBYTES
+) -> None:
+    """Writes config, safetensors in `section.dtype` and tokenizer. An existing `target` is replaced
+    once the new one is complete.
+
+    Tensors are read one by one, and one file of weights is in memory at a time. The whole model is
+    in memory only if transformers converts the weights of `section.path` when it loads them.
+
+    Args:
+        section: the model that the run started from.
+        checkpoint: a complete one.
+
+    Raises:
+        ConfigError: it is of another model.
+        DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
+            cannot be written.
+    """
+    if damage := find_damage(checkpoint):
+        raise RunDirectoryError(
+            f"the checkpoint {checkpoint} is damaged: {damage}; name another one, or restore it "
+            "from a backup"
+        )
+    dtype: torch.dtype = getattr(torch, section.compute_dtype)
+    prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
+    if prepared.weights is None:
+        model = prepared.model
+        load_parameters(checkpoint, dict(model.named_parameters()))
+        write_whole_model(model, model.state_dict(), target, section.path, dtype)
+        return
+    tensors = _Tensors(prepared.model, prepared.weights, StoredParameters(checkpoint), dtype)
+    config = read_model_config(section.path)
+    changes = untied(config) if has_own_head(section.path, config) else {}
+    with model_folder(target, section.path, sum(tensors.sizes.values())) as folder:
+        copy_files(section.path, folder, ("config.json", "generation_config.json"))
+        correct_config(folder / "config.json", dtype, changes)
+        write_shards(folder, tensors.sizes, tensors.read, max_shard_nbytes)
+
+
+class _Tensors:
+    """A model's tensors under the names that they have in the directory it started from.
+
+    Attributes:
+        sizes: bytes of each, in `dtype`.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        start: StoredWeights,
+        trained: StoredParameters,
+        dtype: torch.dtype,
+    ) -> None:
+        self._trained = trained
+        self._dtype = dtype
+        self._saved_names: dict[str, str] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self.sizes: dict[str, int] = {}
+        parameters = dict(model.named_parameters())
+        trained.check_fit(parameters)
+        for names, tensor in distinct_tensors(model):
+            name = next(each for each in names if each in start.names)
+            saved_name = next((each for each in names if each in parameters), "")
+            if saved_name:
+                self._saved_names[name] = saved_name
+                self.sizes[name] = tensor.numel() * dtype.itemsize
+            else:  # training changes no buffers, and checkpoints have none
+                start.fill({name: tensor})
+                self._buffers[name] = tensor
+                self.sizes[name] = tensor.nbytes
+
+    def read(self, name: str) -> Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
+        return self._trained.read(self._saved_names[name], self._dtype)
+
+
+def export_policy(
+    policy: Policy, target: Path, world: World, *, source: Path, dtype: torch.dtype
+) -> Path:
+    """Writes config, safetensors in `dtype` and tokenizer to `target`. Collective.
+
+    An existing `target` is replaced once the new one is complete, see `replacing_folder`. Until
+    then rank 0 holds a full copy of the weights.
+
+    Args:
+        source: the model directory training started from; its tokenizer is copied.
+
+    Raises:
+        RunDirectoryError: disk full, read-only or the like, on every rank.
+    """
+    full = _gather(policy, world, dtype)
+    from_lead(world, lambda: write_whole_model(policy.model, full, target, source, dtype))
+    return target
+
+
+def write_whole_model(
+    model: nn.Module, tensors: dict[str, Tensor], target: Path, source: Path, dtype: torch.dtype
+) -> None:
+    """Has transformers write the model with these weights, which are in `dtype`. It renames what
+    it renamed when it loaded the model.
+
+    Raises:
+        RunDirectoryError: disk full, read-only or the like.
+    """
+    any_model: Any = model
+    needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
+    with model_folder(target, source, needed_nbytes) as folder:
+        any_model.save_pretrained(
+            folder,
+            state_dict=tensors,
+            safe_serialization=True,
+            max_shard_size=MAX_SHARD_NBYTES,
+        )
+        # transformers writes the dtype of the live model, not that of the tensors.
+        correct_config(folder / "config.json", dtype)
+
+
+def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Collective."""
+    full: dict[str, Tensor] = {}
+    wholes: dict[int, Tensor] = {}
+    for name, tensor in policy.tensors.items():
+        data = tensor.detach()
+        if id(tensor) not in wholes:
+            whole = data.full_tensor() if isinstance(data, DTensor) else data
+            if world.is_lead:
+                kept = whole.dtype if not whole.is_floating_point() else dtype
+                whole = whole.to("cpu", kept, copy=True)
+            wholes[id(tensor)] = whole if world.is_lead else torch.empty(0)
+        if world.is_lead:
+            full[name] = wholes[id(tensor)]
+    barrier()
+    return full
+
+
+@contextmanager
+def model_folder(target: Path, source: Path, needed_nbytes: int) -> Generator[Path]:
+    """An empty folder for config and weights, which replaces `target` when the block ends. The
+    tokenizer is copied from `source`.
+
+    Raises:
+        RunDirectoryError: disk full, read-only or the like.
+    """
+    with writing("export the model to", target, needed_nbytes), replacing_folder(target) as folder:
+        check_free_space(folder, needed_nbytes)
+        yield folder
+        copy_files(source, folder, _COPIED)
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copies the files of `source` with these names."""
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            shutil.copy2(path, folder / path.name)
+
+
+def correct_config(
+    path: Path, dtype: torch.dtype, changes: Mapping[str, Any] | None = None
+) -> None:
+    """Corrects the dtype and other entries in a config.json, which are those of another copy of the
+    model."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    for key, value in (changes or {}).items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_shards(
+    folder: Path,
+    sizes: Mapping[str, int],
+    read: Callable[[str], Tensor],
+    max_nbytes: int = MAX_SHARD_NBYTES,
+) -> None:
+    """Writes tensors as safetensors, with an index if there are several files.
+
+    Args:
+        sizes: bytes of each tensor, by name.
+        read: returns the tensor of a name. One file's tensors are in memory at a time.
+        max_nbytes: of a file; a larger tensor has a file of its own.
+    """
+    shards = _split(sizes, max_nbytes)
+    files: dict[str, str] = {}
+    for idx, names in enumerate(shards, 1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{idx:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": files,
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
+    """The names of each file, in order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if shards[-1] and filled + nbytes > max_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    return shards

@@ -1,0 +1,328 @@
+"""The interface of metrics loggers, and the loggers that `run.loggers` names.
+
+`MetricsLog` always writes metrics.jsonl, because umbra reads it itself to resume, plot and report.
+The other loggers are for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.rollout.agents.sample_text import SampleText, TurnText
+from umbra.runtime.rollout.dispatch.token_store import Segment
+from umbra.trainer.world.run_files import writing
+
+logger = logging.getLogger(__name__)
+
+MetricsRow = Mapping[str, float]
+
+LOGGER_TARGETS: Final[Mapping[str, str]] = {
+    "tensorboard": "umbra.trainer.reporting.metrics_loggers:TensorboardLogger",
+    "wandb": "umbra.trainer.reporting.metrics_loggers:WandbLogger",
+    "mlflow": "umbra.trainer.reporting.metrics_loggers:MlflowLogger",
+}
+"""Loggers by name, which is also the name of the package that each needs."""
+
+# Of TensorBoard's protocol buffers.
+_DT_STRING: Final = 7
+_DATA_CLASS_TENSOR: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """The facts about a run that loggers may use.
+
+    Attributes:
+        folder: the run directory.
+        name: shown in progress and report.
+        settings: the whole config as `shown_settings`.
+    """
+
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]
+
+
+class MetricsLogger(Protocol):
+    """Receives metrics of each step, and samples of each evaluation. Rank 0 owns it.
+
+    It is a context manager, constructed with a `LoggedRun`. Writing may block as long as a step may
+    wait for it. An UmbraError ends the run; after any other exception, only this logger is no
+    longer used.
+    """
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        """Logs the metrics after `step` steps by name, such as `train/loss`."""
+        ...
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """Logs a few samples of an evaluation after `step` steps, the lowest reward first."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+def logger_names(names: Sequence[str] | None) -> Sequence[str]:
+    """The setting `run.loggers`; by default TensorBoard if it is installed."""
+    if names is not None:
+        return names
+    return ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
+
+
+def check_loggers(names: Sequence[str] | None) -> None:
+    """Raises ConfigError if the package that a logger needs is not installed."""
+    for name in names or ():
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name is not a package
+            raise ConfigError(
+                f"run.loggers names {name!r}, but the package {name} is not installed: run pip "
+                f"install {name}, or leave it out"
+            )
+
+
+class MetricsLoggers:
+    """Combines all loggers of `run.loggers`, and owns them. They start with the first row.
+
+    Args:
+        note: called with lines for the operator.
+    """
+
+    def __init__(self, names: Sequence[str], run: LoggedRun, note: Callable[[str], None]) -> None:
+        self._names = list(names)
+        self._run = run
+        self._note = note
+        self._open: dict[str, MetricsLogger] = {}
+        self._failed: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for name in list(self._open):  # loggers that failed hold connections, too
+            self._use(name, lambda opened: opened.__exit__(kind, error, traceback))
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        """Passes a row to all loggers. Raises their UmbraErrors."""
+        self._use_all(lambda opened: opened.write(step, row))
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """Passes samples to all loggers. Raises their UmbraErrors."""
+        self._use_all(lambda opened: opened.write_samples(step, samples))
+
+    def _logger(self, name: str) -> MetricsLogger:
+        if name not in self._open:
+            # As late as possible: the imports take seconds of processor time that engines can use.
+            module, _, cls = LOGGER_TARGETS[name].partition(":")
+            made: MetricsLogger = getattr(importlib.import_module(module), cls)(self._run)
+            self._open[name] = made.__enter__()
+        return self._open[name]
+
+    def _use_all(self, use: Callable[[MetricsLogger], object]) -> None:
+        for name in self._names:
+            if name not in self._failed:
+                self._use(name, use)
+
+    def _use(self, name: str, use: Callable[[MetricsLogger], object]) -> None:
+        try:
+            use(self._logger(name))
+        except UmbraError:
+            raise
+        except Exception as error:  # of any library; metrics.jsonl has the numbers
+            logger.exception("the metrics logger %s failed", name)
+            if name not in self._failed:
+                self._note(f"run.loggers: {name} failed and is not used any more: {error}")
+            self._failed.add(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSample:
+    """The columns of the table that loggers show.
+
+    Attributes:
+        completion: all turns; where some were given, each begins with its source.
+        num_tokens: of the whole completion.
+    """
+
+    prompt_id: str
+    prompt: str
+    completion: str
+    reward: float
+    num_tokens: int
+    finish_reason: str
+
+    @classmethod
+    def decode(
+        cls, decode: Callable[[Sequence[int]], str], sample: Mapping[str, Any]
+    ) -> EvalSample:
+        """From a sample of an evaluation's outcome, which may lack tokens at both ends."""
+        prompt, tokens = sample["prompt_tokens"], sample["tokens"]
+        segments = [Segment(*segment) for segment in sample["segments"]]
+        text = SampleText.decode(decode, prompt, tokens, segments)
+        num_before = sample["num_prompt_tokens"] - len(prompt)
+        num_after = sample["num_tokens"] - len(tokens)
+        return cls(
+            prompt_id=sample["prompt_id"],
+            prompt=f"[{num_before} tokens before]\n" * bool(num_before) + text.prompt,
+            completion=_joined(text.turns) + f"\n[{num_after} tokens after]" * bool(num_after),
+            reward=float(sample["reward"]),
+            num_tokens=sample["num_tokens"],
+            finish_reason=sample["finish_reason"],
+        )
+
+
+def _joined(turns: Sequence[TurnText]) -> str:
+    if not any(turn.is_given for turn in turns):
+        return "".join(turn.text for turn in turns)
+    return "\n".join(f"[{'given' if turn.is_given else 'policy'}] {turn.text}" for turn in turns)
+
+
+class TensorboardLogger:
+    """A `MetricsLogger`; owns its event file.
+
+    TensorBoard's own writer has a thread. A full disk would print a stack trace there, and umbra
+    would not notice it before the next step.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._folder = run.folder / "tensorboard"
+        self._protobuf: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        with writing("write to", self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / name).open("ab")
+            self._records = records.RecordWriter(self._file)
+            self._put(file_version="brain.Event:2")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # All events were flushed, so a failure to close is not an error.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        """Raises RunDirectoryError if the disk is full or the like."""
+        values = [{"tag": name, "simple_value": value} for name, value in row.items()]
+        with writing("write to", self._folder):
+            self._put(step=step, summary={"value": values})
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """As one table; raises as `write` does.
+
+        TensorBoard reads cells as Markdown. Their texts are code blocks, which show them unchanged.
+        """
+        columns = [field.name for field in fields(EvalSample)]
+        cells = [[_code_block(str(getattr(each, name))) for name in columns] for each in samples]
+        table = [columns, *cells]
+        tensor = {
+            "dtype": _DT_STRING,
+            "tensor_shape": {"dim": [{"size": len(table)}, {"size": len(columns)}]},
+            "string_val": [cell.encode() for row in table for cell in row],
+        }
+        metadata = {"plugin_data": {"plugin_name": "text"}, "data_class": _DATA_CLASS_TENSOR}
+        value = {"tag": "eval/samples", "tensor": tensor, "metadata": metadata}
+        with writing("write to", self._folder):
+            self._put(step=step, summary={"value": [value]})
+
+    def _put(self, **fields: Any) -> None:
+        event = self._protobuf.Event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+
+def _code_block(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+class MlflowLogger:
+    """A `MetricsLogger`; owns one MLflow run per start, in an experiment named after the run."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        mlflow: Any = importlib.import_module("mlflow")
+        self._metric: Any = mlflow.entities.Metric
+        self._client: Any = mlflow.MlflowClient()
+        found = self._client.get_experiment_by_name(run.name)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.name)
+        self._run_id: str = self._client.create_run(experiment, run_name=run.name).info.run_id
+        self._client.log_dict(self._run_id, dict(run.settings), "config.json")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if error is not None else "FINISHED")
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [self._metric(name, float(value), now_ms, step) for name, value in row.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        content = {"samples": [asdict(sample) for sample in samples]}
+        self._client.log_dict(self._run_id, content, f"eval_samples/{step}.json")
+
+
+class WandbLogger:
+    """A `MetricsLogger`; owns one W&B run per start. Starts of one run share a W&B group."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run: Any = self._wandb.init(
+            dir=str(run.folder), name=run.name, group=run.name, config=dict(run.settings)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._run.finish(exit_code=int(error is not None))
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        self._run.log(dict(row), step=step)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        columns = [field.name for field in fields(EvalSample)]
+        rows = [[getattr(sample, name) for name in columns] for sample in samples]
+        table = self._wandb.Table(columns=columns, data=rows)
+        self._run.log({"eval/samples": table}, step=step)

@@ -1,0 +1,112 @@
+"""Chooses the settings that a config leaves to the machine: data type and engines.
+
+    model.dtype = "auto"    bfloat16 where the trainer runs on a GPU, float32 on the CPU
+    pool.engine = "auto"    vLLM, else SGLang, where it runs on a GPU and the library is installed,
+                            else the embedded engine
+
+Everything after it reads concrete values. `train.activation_checkpointing` is chosen later, by the
+memory plan. Loads no torch: a start would wait a second for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from umbra.runtime.cluster.environment import visible_gpus
+from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.nvml import count_gpus
+from umbra.trainer.config.setting_rules import refusals
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.services.pool_placement import engine_device
+
+_LIBRARIES: Final = ("vllm", "sglang")
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
+_Pool = TypeVar("_Pool", bound=EnginePoolSettings)
+
+
+def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
+    """The config with values in place of "auto", and a line that names them; "" if there are none.
+
+    Raises:
+        SettingError: the engine that was chosen does not fit other settings of its pool.
+        ConfigError: it does not fit other settings.
+        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the machine does not have.
+    """
+    installed = [name for name in _LIBRARIES if importlib.util.find_spec(name)]
+    return choose_settings(config, has_gpu=_has_usable_gpu(), installed=installed)
+
+
+def choose_settings(
+    config: _Config, *, has_gpu: bool, installed: Sequence[str]
+) -> tuple[_Config, str]:
+    """See `with_chosen_settings`.
+
+    Args:
+        installed: libraries of engines, the best first.
+    """
+    if config.train is not None and config.train.device == "cpu":
+        has_gpu = False
+    device = "cuda" if has_gpu else "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if has_gpu else "float32"
+
+    def engine(pool: EnginePoolSettings, dtype: str) -> str:
+        # Neither library computes in float64.
+        may_be_library = engine_device(pool, device) == "cuda" and dtype != "float64"
+        return installed[0] if may_be_library and installed else "embedded"
+
+    choices = {"model.dtype": dtype, "pool.engine": engine(config.pool, dtype)}
+    for name, pool in config.pools.items():
+        choices[f"pools.{name}.engine"] = engine(pool, pool.dtype or dtype)
+    chosen = [name for name, value in settings_left_open(config).items() if value == "auto"]
+    listed = ", ".join(f"{name} = {choices[name]!r}" for name in chosen)
+    where = "a GPU" if has_gpu else "the CPU"
+    return with_choices(config, choices), f"chosen for {where}: {listed}" if listed else ""
+
+
+def settings_left_open(config: TrainerConfig | ServeConfig) -> dict[str, str]:
+    """The settings that may be "auto", by name."""
+    pools = {f"pools.{name}.engine": pool.engine for name, pool in config.pools.items()}
+    return {"model.dtype": config.model.dtype, "pool.engine": config.pool.engine, **pools}
+
+
+def with_choices(config: _Config, choices: Mapping[str, str]) -> _Config:
+    """The config with these values in place of "auto": those of rank 0 on every rank. Another node
+    may have no GPU, or lack a library that no engine there needs.
+
+    Raises: as `with_chosen_settings`.
+    """
+
+    def chosen(name: str, value: str) -> Any:
+        return choices[name] if value == "auto" else value
+
+    def settled(section: str, pool: _Pool) -> _Pool:
+        return replace(pool, engine=chosen(f"{section}.engine", pool.engine))
+
+    changed: dict[str, Any] = {
+        "model": replace(config.model, dtype=chosen("model.dtype", config.model.dtype)),
+        "pool": settled("pool", config.pool),
+        "pools": {name: settled(f"pools.{name}", pool) for name, pool in config.pools.items()},
+    }
+    config = replace(config, **changed)
+    if isinstance(config, TrainerConfig) and (rules := refusals(config)):
+        raise ConfigError("; ".join(rule.message(config) for rule in rules))
+    return config
+
+
+def _has_usable_gpu() -> bool:
+    """Whether there is a GPU, and torch is built for CUDA."""
+    if not visible_gpus(count_gpus()):
+        return False
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    built = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b.*= *['\"]", built, re.MULTILINE) is not None

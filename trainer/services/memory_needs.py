@@ -1,0 +1,314 @@
+"""Estimates how much GPU memory ranks and engines take, from the config and the model's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, Self, cast
+
+from umbra.runtime.cluster.memory_plan import EngineNeed, MemoryPlan, RankNeed, plan_memory
+from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.engine_api.engine_names import (
+    ENGINE_ASLEEP_NBYTES,
+    ENGINE_AWAKE_NBYTES,
+    engine_kind,
+    kv_token_nbytes,
+)
+from umbra.runtime.engine_api.kept_tokens import Truncation
+from umbra.runtime.engine_api.pool_settings import (
+    AuxiliaryPoolSettings,
+    EnginePoolSettings,
+    PoolSettings,
+)
+from umbra.runtime.engine_api.weight_files import has_own_head
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.text.model_files import default_context_len, read_model_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.model.policy import wraps_layers
+from umbra.trainer.model.stored_weights import StoredWeights
+from umbra.trainer.model.token_scoring import scoring_nbytes
+from umbra.trainer.services.pool_placement import engine_device
+from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
+
+ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_CONTEXT_NBYTES: Final = 1536 << 20
+# CUDA context, libraries and their workspaces, measured on an H200.
+_COMPILED_SHARE: Final = 0.65
+# Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.
+
+
+def plan_job_memory(
+    config: TrainerConfig,
+    host: str,
+    plan: Plan,
+    gpu_nbytes: Sequence[Sequence[int]],
+    device_type: str,
+) -> tuple[MemoryPlan, Literal["none", "full"]]:
+    """Plans the job's memory, and chooses `train.activation_checkpointing` if it is "auto": "full"
+    if training may not fit otherwise.
+
+    The plan is empty where sizes are not known: engines then choose their KV caches' sizes.
+
+    Args:
+        gpu_nbytes: memory of the GPUs, by node; none on the CPU.
+        host, device_type: see `job_needs`.
+
+    Raises:
+        ConfigError: a phase does not fit a GPU.
+    """
+    setting = config.train.activation_checkpointing
+    options: list[Literal["none", "full"]] = ["none", "full"] if setting == "auto" else [setting]
+    memory, option = MemoryPlan(), options[0]
+    for option in options if any(gpu_nbytes) else ():
+        train = replace(config.train, activation_checkpointing=option)
+        try:
+            needs = job_needs(replace(config, train=train), host, len(plan.ranks), device_type)
+        except (ConfigError, DataError) as error:
+            return MemoryPlan(notes=(f"GPU memory is not planned: {error}",)), option
+        memory = plan_memory(plan, gpu_nbytes, *needs)
+        if memory.activations_fit:
+            break
+    return memory, option
+
+
+def job_needs(
+    config: TrainerConfig, host: str, num_ranks: int, device_type: str
+) -> tuple[RankNeed | None, dict[str, EngineNeed]]:
+    """What a rank and an engine of each pool take of their GPUs.
+
+    Args:
+        num_ranks: that use a GPU.
+        host, device_type: see `engine_needs`, and what that raises.
+    """
+    rank = None
+    if num_ranks:
+        rank = rank_need(config, ModelSizes.read(config.model.path), num_ranks)
+    return rank, engine_needs(config, host, device_type)
+
+
+def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str, EngineNeed]:
+    """What an engine of each pool takes of its GPUs. Left out are pools on the CPU, engines that
+    nobody measured, those with LoRA adapters, and those whose share of a GPU is in `engine_args`.
+
+    Args:
+        host: name of the policy's pool.
+        device_type: the trainer's.
+
+    Raises:
+        ConfigError: the model's config.json lacks a size.
+        DataError: the model's weights are not safetensors, or unreadable.
+    """
+    pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
+    return {
+        name: _engine_need(pool, config, host)
+        for name, pool in pools.items()
+        if engine_device(pool, device_type) == "cuda" and _is_known(pool)
+    }
+
+
+def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
+    """What a rank takes of its GPU: parameters and AdamW's two states in `master_dtype`, sharded
+    over the ranks, gradients likewise, what FSDP gathers in `model.dtype`, and what was sent last
+    if `pool.full_sync_every` has it kept.
+
+    Args:
+        sizes: of the policy.
+        num_ranks: of the job.
+    """
+    train = config.train
+    master = ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
+    parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
+    optimizer = 2 * master
+    left = {
+        "none": parameters + optimizer,
+        "optimizer": parameters,
+        "all": 0,
+    }[train.offload]
+    always = _CONTEXT_NBYTES
+    if config.pool.full_sync_every > 1:
+        always += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks  # what was sent
+    return RankNeed(
+        sync_nbytes=always + parameters + optimizer,
+        generation_nbytes=always + left,
+        training_nbytes=always + parameters + optimizer + master,
+        activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
+        keeps_cache=config.pool.mode != "hybrid",
+    )
+
+
+def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
+    """What the largest micro-batch takes: gathered parameters, kept activations, and logits."""
+    itemsize, largest = ITEMSIZES[config.model.dtype], LargestMicroBatch.of(config, num_ranks)
+    if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
+        # The root keeps embeddings and head. Of layers, one is gathered ahead, and the gradient of
+        # one is whole, once more in float32 to be reduced.
+        gathered = sizes.embedding_size * itemsize + sizes.layer_size * (3 * itemsize + 4)
+    else:
+        gathered = sizes.num_parameters * (2 * itemsize + 4)
+    layer = layer_nbytes(sizes, itemsize) * largest.num_tokens
+    layer *= _COMPILED_SHARE if config.train.compile else 1
+    # One layer's keys and values of prompts, repeated for completions, their gradients, and these
+    # once more to be added up.
+    repeated = 2 * itemsize * sizes.kv_size * largest.num_repeated_keys
+    at_once = 3 * repeated
+    kept = sizes.num_layers * layer
+    if config.train.activation_checkpointing == "full":
+        kept = sizes.num_layers * itemsize * sizes.hidden_size * largest.num_tokens + layer
+    elif config.train.compile:
+        kept += sizes.num_layers * repeated
+    truncation = Truncation(config.rollout.top_p, config.rollout.top_k)
+    scoring = scoring_nbytes(
+        largest.num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize, truncation
+    )
+    return int(gathered + kept + at_once + scoring)
+
+
+def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
+    """Bytes per token that a decoder layer of transformers keeps for its backward pass, counted by
+    `torch.autograd.graph.saved_tensors_hooks` for Llama and Qwen3.
+
+    A norm keeps its input in float32, the normalised input and its output; attention its queries,
+    keys, values and output; the MLP its two projections, the activation and the product.
+    """
+    norms = 2 * (4 + 2 * itemsize) * sizes.hidden_size
+    attention = 2 * itemsize * (sizes.q_size + sizes.kv_size)
+    if sizes.has_qk_norm:
+        attention += (4 + itemsize) * (sizes.q_size + sizes.kv_size)
+    return norms + attention + 4 * itemsize * sizes.intermediate_size
+
+
+@dataclass(frozen=True, slots=True)
+class LargestMicroBatch:
+    """The most that a micro-batch of packed samples may have.
+
+    Attributes:
+        num_tokens: each distinct prompt counted once, as in `plan_batch`.
+        num_repeated_keys: rows of keys that attention gathers for completions from their prompts.
+            They are most where many short completions follow long prompts.
+    """
+
+    num_tokens: int
+    num_repeated_keys: int
+
+    @classmethod
+    def of(cls, config: TrainerConfig, num_ranks: int) -> Self:
+        """Takes the longest prompts and completions that the settings allow."""
+        train, rollout = config.train, config.rollout
+        context_len = _context_len(config.pool, config.model.path)
+        prompt_len = max(1, context_len - rollout.max_new_tokens)
+        num_samples = -(-config.samples_per_step // num_ranks)
+        whole = num_samples * context_len
+        if not rollout.agent:  # whose completions may fill the context
+            num_groups = -(-num_samples // rollout.group_size)
+            whole = num_groups * prompt_len + num_samples * rollout.max_new_tokens
+        if train.micro_batches:
+            num_tokens = -(-whole // train.micro_batches)
+        else:
+            cap = train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS["cuda"]
+            num_tokens = min(whole, max(cap, context_len))  # a sample beyond the cap is alone
+        shortest_group = prompt_len + rollout.group_size  # completions of one token
+        num_completions = rollout.group_size * (num_tokens // shortest_group)
+        num_completions = num_completions or max(1, num_tokens - prompt_len)
+        return cls(num_tokens, prompt_len * min(num_samples, num_completions))
+
+
+def _is_known(pool: EnginePoolSettings) -> bool:
+    """Whether the needs of its engines are known, and the user did not set their share of a GPU."""
+    kind = engine_kind(pool.engine)
+    has_own_share = kind.share_option in pool.engine_args
+    return kind.has_known_memory and not has_own_share and not pool.lora_adapters
+
+
+def _engine_need(
+    pool: PoolSettings | AuxiliaryPoolSettings, config: TrainerConfig, host: str
+) -> EngineNeed:
+    path, dtype, is_updated = config.model.path, config.model.dtype, True
+    if isinstance(pool, AuxiliaryPoolSettings):
+        path, dtype, is_updated = pool.model_path, pool.dtype or dtype, False
+    sizes, itemsize = ModelSizes.read(path), ITEMSIZES[dtype]
+    num_gpus = engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
+    weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
+    if isinstance(pool, PoolSettings) and pool.staged_updates:
+        weights *= 2  # an update is in spare memory before it is in the parameters
+    context_len = _context_len(pool, path)
+    return EngineNeed(
+        mode=pool.mode,
+        shares_with=host if pool.mode == "colocated" else "",
+        is_updated=is_updated,
+        weights_nbytes=weights // num_gpus,
+        kv_token_nbytes=kv_token_nbytes(sizes.config, itemsize, tensor_parallel_size=num_gpus),
+        overhead_nbytes=ENGINE_AWAKE_NBYTES,
+        asleep_nbytes=ENGINE_ASLEEP_NBYTES,
+        kv_num_tokens=pool.kv_cache_num_tokens,
+        least_kv_num_tokens=context_len,
+        most_kv_num_tokens=pool.max_num_seqs * context_len,
+    )
+
+
+def _context_len(pool: EnginePoolSettings, path: Path) -> int:
+    return pool.max_context_len or default_context_len(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    num_parameters: int  # tied embeddings count once
+    stored_nbytes: int  # of the weights' files
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int  # of the MLP; in a mixture of experts, of those that a token uses
+    q_size: int  # heads times head size, of queries
+    kv_size: int  # the same of keys
+    vocab_size: int
+    has_qk_norm: bool  # queries and keys have norms of their own
+    is_tied: bool  # embeddings and head are one tensor
+    is_quantised: bool  # in the files
+    config: dict[str, Any]  # config.json, or its text part
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises DataError without readable safetensors, ConfigError if
+        config.json lacks a size."""
+        whole = config = read_model_config(folder)
+        if isinstance(config.get("text_config"), dict):
+            config = cast("dict[str, Any]", config["text_config"])
+        weights = StoredWeights(folder)
+        is_tied = bool(config.get("tie_word_embeddings")) and not has_own_head(folder, whole)
+        try:
+            num_heads = int(config["num_attention_heads"])
+            hidden_size, vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
+            head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+            is_repeated = is_tied and "lm_head.weight" in weights.names
+            return cls(
+                num_parameters=weights.num_elements - is_repeated * vocab_size * hidden_size,
+                stored_nbytes=weights.nbytes,
+                num_layers=int(config["num_hidden_layers"]),
+                hidden_size=hidden_size,
+                intermediate_size=_intermediate_size(config),
+                q_size=num_heads * head_dim,
+                kv_size=int(config.get("num_key_value_heads") or num_heads) * head_dim,
+                vocab_size=vocab_size,
+                has_qk_norm=any(".q_norm." in name for name in weights.names),
+                is_tied=is_tied,
+                is_quantised="quantization_config" in whole or "quantization_config" in config,
+                config=config,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder}/config.json does not give {error}") from None
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of the embeddings and the head."""
+        return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+
+    @property
+    def layer_size(self) -> int:
+        """Elements of one decoder layer."""
+        return max(0, self.num_parameters - self.embedding_size) // self.num_layers
+
+
+def _intermediate_size(config: dict[str, Any]) -> int:
+    num_experts = config.get("num_experts_per_tok")
+    if num_experts and config.get("moe_intermediate_size"):
+        return int(num_experts) * int(config["moe_intermediate_size"])
+    return int(config["intermediate_size"])

@@ -1,0 +1,196 @@
+"""Turns the settings of a pool into the specification that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.lora import LoraAdapter
+from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, EnginePoolSettings
+from umbra.runtime.errors import DataError
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
+from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPoolConfig
+from umbra.runtime.rollout.rollout_config import DispatchConfig
+from umbra.runtime.text.model_files import default_context_len, read_model_config, vocab_size
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.services.pool_placement import engine_device
+
+T = TypeVar("T")
+_BUSY_WAIT_S: Final = 10.0
+"""Default of `max_wait_s` if the policy always has work, so that the judge gets its time."""
+
+
+def pool_spec(
+    name: str,
+    pool: EnginePoolSettings,
+    plan: Plan,
+    *,
+    model_path: Path,
+    dtype: str,
+    device_type: str,
+    max_context_len: int,
+    **given: Any,
+) -> PoolSpec:
+    """A specification that takes each field of the same name from the settings.
+
+    Args:
+        plan: has the places of the engines, and the sizes of their KV caches.
+        device_type: the trainer's.
+        given: further fields of the specification; they override those of the settings.
+
+    Raises:
+        DataError: a LoRA adapter cannot be used with the model.
+    """
+    gpus = plan.engine_gpus(name)
+    # Without an engine here, one has the cores that it would have on this node.
+    threads_each = core_shares(cores_near([engine.own for engine in gpus] or [()]), cpu_quota())
+    device = engine_device(pool, device_type)
+    kwargs: dict[str, Any] = {
+        "model_path": str(model_path.absolute()),
+        "dtype": dtype,
+        "device": device,
+        "max_num_seqs": pool.max_num_seqs,
+        "max_context_len": max_context_len,
+        "kv_cache_num_tokens": plan.kv_num_tokens.get(name, pool.kv_cache_num_tokens),
+        "tick_ms": pool.tick_ms,
+        "num_threads": pool.num_threads or min(threads_each),
+        **engine_kind(pool.engine).arguments(pool.engine_args),
+    }
+    if pool.lora_adapters:
+        for adapter, path in pool.lora_adapters.items():
+            LoraAdapter.read(adapter, path, model_path)
+        kwargs["lora_adapters"] = {
+            adapter: str(path.absolute()) for adapter, path in pool.lora_adapters.items()
+        }
+    section = f"pools.{name}" if isinstance(pool, AuxiliaryPoolSettings) else "pool"
+    fields_of_spec: dict[str, Any] = {
+        field.name: getattr(pool, field.name)
+        for field in fields(PoolSpec)
+        if hasattr(pool, field.name)
+    }
+    fields_of_spec |= {
+        "name": name,
+        "count": len(gpus),
+        "num_gpus": plan.num_gpus[name],
+        "kwargs": kwargs,
+        "kwarg_settings": {key: f"{section}.engine_args.{key}" for key in pool.engine_args},
+        "engine_gpus": gpus,
+        "engine_nodes": tuple(place.node for place in plan.engines[name]),
+        "engine_followers": plan.engine_followers(name),
+        "restart": RestartPolicy(max_restarts=pool.max_restarts),
+        "memory_limit_nbytes": pool.memory_limit_mib << 20,
+    }
+    return PoolSpec(**fields_of_spec | given)
+
+
+def auxiliary_pool_spec(
+    name: str,
+    config: TrainerConfig | ServeConfig,
+    plan: Plan,
+    device_type: str,
+    host: str,
+    *,
+    host_gets_idle: bool,
+) -> PoolSpec:
+    """The specification of one auxiliary pool.
+
+    Args:
+        plan: has the places of its engines.
+        device_type: the trainer's.
+        host: name of the pool whose GPUs colocated pools share.
+        host_gets_idle: whether the host is idle from time to time.
+    """
+    pool = config.pools[name]
+    is_colocated = pool.mode == "colocated"
+    max_wait_s = pool.max_wait_s
+    if max_wait_s is None and not host_gets_idle:
+        max_wait_s = _BUSY_WAIT_S
+    return pool_spec(
+        name,
+        pool,
+        plan,
+        model_path=pool.model_path,
+        dtype=pool.dtype or config.model.dtype,
+        device_type=device_type,
+        max_context_len=auxiliary_context_len(name, pool),
+        load_weights=True,
+        shares_with=host if is_colocated else "",
+        max_wait_s=max_wait_s if is_colocated else None,
+    )
+
+
+def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
+    """The actor that handles user code's requests to a pool."""
+    return ActorSpec(
+        name=_generator_name(name),
+        target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+        kwargs={"config": auxiliary_dispatch(name, config.pools[name])},
+        role="rollout",
+    )
+
+
+def auxiliary_dispatch(name: str, pool: AuxiliaryPoolSettings) -> DispatchConfig:
+    """How requests reach its engines."""
+    return DispatchConfig(
+        pool=name,
+        max_context_len=auxiliary_context_len(name, pool),
+        vocab_size=_read(vocab_size, name, pool),
+        max_inflight_per_engine=pool.max_num_seqs,
+        # Requests have deadlines of their own, and waiting for a sleeping pool is not a failure.
+        engine_timeout_s=pool.request_timeout_s,
+        shares_memory=pool.mode == "colocated",
+    )
+
+
+def worker_pool_configs(config: TrainerConfig, folder: Path) -> dict[str, AuxiliaryPoolConfig]:
+    """The pools' settings for rollout workers, by name; `folder` will have their tokenizers."""
+    return {
+        name: AuxiliaryPoolConfig(
+            generator=_generator_name(name),
+            tokenizer_path=str(tokenizer_path(folder, name)),
+            chat_template_kwargs=pool.chat_template_kwargs,
+            skip_special_tokens=config.rollout.skip_special_tokens,
+            timeout_s=pool.request_timeout_s,
+        )
+        for name, pool in config.pools.items()
+    }
+
+
+def open_auxiliary_tokenizer(name: str, pool: AuxiliaryPoolSettings) -> ModelTokenizer:
+    """The tokenizer of a pool's model. Raises DataError if there is none."""
+    return _read(ModelTokenizer.open, name, pool)
+
+
+def _generator_name(pool: str) -> str:
+    return f"{pool}-generator"
+
+
+def auxiliary_context_len(name: str, pool: AuxiliaryPoolSettings) -> int:
+    """Longest prompt + answer in tokens."""
+    return pool.max_context_len or _read(default_context_len, name, pool)
+
+
+def auxiliary_model_config(name: str, pool: AuxiliaryPoolSettings) -> dict[str, Any]:
+    """config.json of the pool's model. Raises DataError if there is none."""
+    return _read(read_model_config, name, pool)
+
+
+def _read(read: Callable[[Path], T], name: str, pool: AuxiliaryPoolSettings) -> T:
+    """Reads a model directory; errors name the pool's setting."""
+    try:
+        return read(pool.model_path)
+    except DataError as error:
+        raise DataError(str(error).replace("model.path", path_setting(name))) from error
+
+
+def path_setting(name: str) -> str:
+    """Name of the setting that has the pool's model directory."""
+    return f"pools.{name}.model_path"

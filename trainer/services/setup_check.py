@@ -1,0 +1,177 @@
+"""Checks a run's setup before anything is started for it.
+
+The checks are cheap enough for every start: they look at files, but load no model or tokenizer and
+run no user code. Problems that only these would show are reported later by the process that loads
+them. The rollout workers start first and check the user's functions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.engine_api.decoder_config import parse_model_config
+from umbra.runtime.engine_api.engine_names import ENGINES, EngineKind, engine_kind
+from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
+from umbra.runtime.engine_api.weight_files import WeightFiles
+from umbra.runtime.errors import ConfigError, DataError, how_to_install
+from umbra.runtime.text.model_files import read_model_config, vocab_size
+from umbra.trainer.checkpoint.run_dir import check_run_dir
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.data.prompt_preparation import check_data
+from umbra.trainer.reporting.metrics_loggers import check_loggers
+from umbra.trainer.services.pool_specs import auxiliary_model_config
+from umbra.trainer.services.services import max_context_len, prompt_budget
+
+
+def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
+    """Checks a training run's setup. Every rank calls it.
+
+    Raises:
+        ConfigError, DataError, RunDirectoryError.
+    """
+    check_models(config)
+    check_rotary_frequencies(config)
+    check_stop_tokens(config)
+    prompt_budget(config).check()
+    prompt_budget(config).for_eval().check()
+    check_data(config.data)
+    check_batch_size(config, environment.world_size)
+    check_loggers(config.run.loggers)
+    if config.run.metrics_address and importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError(f"run.metrics_address needs aiohttp: {how_to_install('serve')}")
+    check_run_dir(config.run, environment.incarnation)
+    if environment.nodes_may_change and config.run.resume != "auto":
+        raise ConfigError(
+            f"run.resume = {config.run.resume!r}, and torchrun may start the ranks again on other "
+            "nodes (--max-restarts): set run.resume = 'auto', so that they resume"
+        )
+
+
+def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
+    """Checks the folders of models. Engines report other problems when they start: their libraries
+    take long to import.
+
+    Raises:
+        DataError: a path is not a model directory, or its weights are incomplete.
+        ConfigError: the embedded engine does not support the model's architecture, or the context
+            is too long for it.
+
+    Args:
+        only: the section of one pool, such as "pools.judge"; "": all.
+    """
+    served: dict[str, tuple[EnginePoolSettings, Path, Mapping[str, Any]]] = {}
+    if only in ("", "pool"):
+        served["pool"] = config.pool, config.model.path, read_model_config(config.model.path)
+    for name, pool in config.pools.items():
+        if only in ("", f"pools.{name}"):
+            model = auxiliary_model_config(name, pool)
+            served[f"pools.{name}"] = pool, pool.model_path, model
+    for section, (pool, folder, model) in served.items():
+        kind = _kind(pool)
+        if kind is ENGINES["embedded"]:
+            _check_embedded(section, pool, model)
+        is_trained = section == "pool" and isinstance(config, TrainerConfig)
+        if is_trained or kind.reads_weight_files:
+            setting = "model.path" if section == "pool" else f"{section}.model_path"
+            _check_weights(setting, folder, reads_all=kind.wraps_library and not is_trained)
+
+
+def _kind(pool: EnginePoolSettings) -> EngineKind:
+    """The engine, or the one that it wraps."""
+    kind = engine_kind(pool.engine)
+    return (
+        engine_kind(str(pool.engine_args.get("inner", "embedded"))) if kind.wraps_engine else kind
+    )
+
+
+def _check_weights(setting: str, folder: Path, *, reads_all: bool) -> None:
+    """Raises DataError for incomplete weights.
+
+    Args:
+        reads_all: an engine reads every safetensors file of a folder without an index.
+    """
+    try:
+        stored = WeightFiles(folder)
+    except DataError as error:
+        raise DataError(f"{setting}: {error}") from None
+    if reads_all and stored.strays:
+        raise DataError(
+            f"{setting}: {folder} has {', '.join(stored.strays)} beside {stored.files[0].name}, "
+            "and its engine would read both: move it to another folder"
+        )
+
+
+def _check_embedded(section: str, pool: EnginePoolSettings, model: Mapping[str, Any]) -> None:
+    try:
+        limit = parse_model_config(model).max_position_embeddings
+    except ConfigError as error:
+        raise ConfigError(f"{section}.engine = {pool.engine!r}: {error}") from None
+    length = pool.max_context_len
+    if length is not None and length > limit and "max_context_len" not in pool.engine_args:
+        raise ConfigError(
+            f"{section}.max_context_len = {length} exceeds the model's "
+            f"max_position_embeddings = {limit}: lower it to that or less"
+        )
+
+
+def check_rotary_frequencies(config: TrainerConfig) -> None:
+    """Raises ConfigError if engine and trainer would not have the same rotary frequencies for all
+    sequences; see `fix_rotary_frequencies`."""
+    model, context_len = read_model_config(config.model.path), max_context_len(config)
+    engine, text = _kind(config.pool), model.get("text_config") or model
+    for kind, limit in _rotary_limits(text):
+        if context_len <= limit:
+            continue
+        reason = ""
+        if kind == "dynamic":
+            reason = "engines and transformers scale longer contexts in different ways"
+        elif engine is ENGINES["sglang"]:
+            reason = "SGLang has others for a sequence beside a longer one, unlike vLLM"
+        elif text.get("model_type") == "phimoe":
+            reason = "transformers scales a sequence beside a longer one in another way"
+        if reason:
+            raise ConfigError(
+                f"pool.max_context_len = {context_len}, and the model's rotary embedding "
+                f"{kind!r} has the same frequencies for all sequences of up to {limit} tokens "
+                f"only: {reason}. Set pool.max_context_len to {limit} or less"
+            )
+
+
+def _rotary_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Each rotary embedding whose frequencies depend on a length, and the length up to which they
+    are those of training."""
+    found: list[Any] = [config.get("rope_scaling"), config.get("rope_parameters")]
+    found += [each for rope in found if rope for each in rope.values()]  # by the type of a layer
+    trained: Any = config.get("max_position_embeddings")
+    for rope in (cast("dict[str, Any]", each) for each in found if isinstance(each, dict)):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ("longrope", "su"):
+            name = "original_max_position_embeddings"
+            yield "longrope", int(rope.get(name) or config.get(name) or trained)
+        elif kind == "dynamic" and trained:
+            yield "dynamic", int(trained)
+
+
+def check_stop_tokens(config: TrainerConfig) -> None:
+    """Raises ConfigError if a configured stop token is outside the model's vocabulary."""
+    size = vocab_size(config.model.path)
+    beyond = [token for token in config.rollout.stop_token_ids if token >= size]
+    if size and beyond:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {beyond}, outside the model's vocabulary of {size} "
+            f"(0 to {size - 1}): no completion would end by them"
+        )
+
+
+def check_batch_size(config: TrainerConfig, world_size: int) -> None:
+    """Raises ConfigError if a step has fewer completions than there are ranks."""
+    if config.samples_per_step < world_size:
+        raise ConfigError(
+            f"rollout.groups_per_step x rollout.group_size is {config.samples_per_step} "
+            f"completions a step for {world_size} ranks; every rank needs one: raise either, or "
+            f"start {config.samples_per_step} ranks or fewer"
+        )
