@@ -15,6 +15,7 @@ step. A signal to one of them ends the waits of all (`umbra.trainer.world.signal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from umbra.runtime.errors import WeightSyncError
@@ -45,61 +46,35 @@ from umbra.trainer.world.world import World, any_rank
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True)
 class TrainingLoop:
-    """Owns nothing: its caller creates and closes every part.
+    """Owns nothing: its caller creates and closes every part."""
 
-    Args:
-        estimate: the function of `train.advantage`.
-        best: on rank 0, with `train.keep_best_by`.
-        step: optimizer steps done so far.
-    """
+    config: TrainerConfig
+    world: World
+    policy: Policy
+    optimizer: PolicyOptimizer
+    estimate: AdvantageEstimator  # the function of `train.advantage`
+    train_step: TrainStep
+    rollouts: Rollouts
+    pool: Pool
+    publisher: WeightPublisher
+    offload: HostOffload
+    checkpoints: CheckpointStore
+    best: BestCheckpoint | None  # on rank 0, with `train.keep_best_by`
+    versions: VersionCounter
+    reporter: RunReporter
+    display: ProgressDisplay
+    gpu_memory: GpuMemorySeen
+    stop: StopSignals
+    forecast: StopForecast
+    step: int  # optimizer steps done so far
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        world: World,
-        *,
-        policy: Policy,
-        optimizer: PolicyOptimizer,
-        estimate: AdvantageEstimator,
-        train_step: TrainStep,
-        rollouts: Rollouts,
-        pool: Pool,
-        publisher: WeightPublisher,
-        offload: HostOffload,
-        checkpoints: CheckpointStore,
-        best: BestCheckpoint | None,
-        versions: VersionCounter,
-        reporter: RunReporter,
-        display: ProgressDisplay,
-        gpu_memory: GpuMemorySeen,
-        stop: StopSignals,
-        forecast: StopForecast,
-        step: int,
-    ) -> None:
-        self._config = config
-        self._train = config.train
-        self._world = world
-        self._policy = policy
-        self._optimizer = optimizer
-        self._estimate = estimate
-        self._train_step = train_step
-        self._rollouts = rollouts
-        self._pool = pool
-        self._publisher = publisher
-        self._offload = offload
-        self._checkpoints = checkpoints
-        self._best = best
-        self._versions = versions
-        self._reporter = reporter
-        self._display = display
-        self._stop = stop
-        self._forecast = forecast
-        self._memory = MemoryAccount(world.device)
-        self._gpu_memory = gpu_memory
-        self._first_step = step
-        self._saved_step = step
-        self.step = step
+    def __post_init__(self) -> None:
+        self._train = self.config.train
+        self._memory = MemoryAccount(self.world.device)
+        self._first_step = self.step
+        self._saved_step = self.step
 
     def run(self) -> None:
         """Trains until `train.steps`, or until the ranks agree to stop; saves a checkpoint."""
@@ -108,11 +83,11 @@ class TrainingLoop:
             row = self._do_step()
             if row is None:
                 break
-            self._reporter.step_done(self.step, row)
+            self.reporter.step_done(self.step, row)
             is_evaluated = train.keep_best_by is not None and self._is_due(train.eval_every)
             if is_evaluated or self._is_due(train.checkpoint_every):
                 self.save()
-            if any_rank(self._stop.requested):
+            if any_rank(self.stop.requested):
                 break
         else:
             self.save()  # before the last evaluation, which may choose it as the best
@@ -141,22 +116,22 @@ class TrainingLoop:
         with (
             self._memory.phase("generation"),
             span("wait for the batch") as waiting,
-            self._display.activity(
+            self.display.activity(
                 f"generating for step {self.step + 1}",
                 unit="prompts",
-                ask=self._rollouts.batch_progress,
+                ask=self.rollouts.batch_progress,
             ),
         ):
             columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
             return None
-        self._gpu_memory.look("generation")
-        with self._forecast.phase("step"):
+        self.gpu_memory.look("generation")
+        with self.forecast.phase("step"):
             row |= self._train_on(columns)
         row["time/rollout_s"] = waiting.seconds
-        row |= self._memory.take() | self._gpu_memory.metrics()
+        row |= self._memory.take() | self.gpu_memory.metrics()
         self.step += 1
-        if offload_s := self._offload.take_seconds():
+        if offload_s := self.offload.take_seconds():
             row["time/offload_s"] = offload_s
         return row
 
@@ -164,16 +139,16 @@ class TrainingLoop:
         """Updates the weights with a batch; returns its metrics."""
         with span("put engines to sleep") as sleeping:
             self._sleep_engines()
-            self._offload.bring_back()
-        batch = RankBatch.from_columns(columns, self._estimate)
+            self.offload.bring_back()
+        batch = RankBatch.from_columns(columns, self.estimate)
         row = {
             name if "/" in name else f"rollout/{name}": float(value)
             for name, value in batch.metrics.items()
         }
         row["time/sleep_s"] = sleeping.seconds
-        with self._memory.phase("train"), self._display.activity(f"training step {self.step + 1}"):
-            row |= self._train_step.run(batch, self.step)
-        self._gpu_memory.look("train")  # torch's cache still holds the peak
+        with self._memory.phase("train"), self.display.activity(f"training step {self.step + 1}"):
+            row |= self.train_step.run(batch, self.step)
+        self.gpu_memory.look("train")  # torch's cache still holds the peak
         return row
 
     def _publish(self) -> dict[str, float] | None:
@@ -181,10 +156,10 @@ class TrainingLoop:
 
         None if a signal to any rank ended it: nothing would be generated with these weights.
         """
-        version = self._versions.next(self.step)
-        with span("sync", version=version) as sync, self._display.activity("syncing weights"):
-            if self._world.is_lead:
-                self._rollouts.announce(version, self.step)
+        version = self.versions.next(self.step)
+        with span("sync", version=version) as sync, self.display.activity("syncing weights"):
+            if self.world.is_lead:
+                self.rollouts.announce(version, self.step)
             report = self._wait(lambda: self._sync(version))
         if any_rank(report is None) or report is None:
             return None
@@ -200,10 +175,10 @@ class TrainingLoop:
         }
 
     def _sync(self, version: int) -> SyncReport:
-        if self._config.pool.mode == "hybrid":
+        if self.config.pool.mode == "hybrid":
             # Engines wake once every rank has joined the sync, when all have released their cache.
-            self._offload.release_cache()
-        return self._publisher.publish(POOL, version, self._config.pool.sync_timeout_s)
+            self.offload.release_cache()
+        return self.publisher.publish(POOL, version, self.config.pool.sync_timeout_s)
 
     def _serve_sync(self, version: int) -> None:
         """Publishes the current version again, to an engine that came up while this rank waits."""
@@ -213,11 +188,11 @@ class TrainingLoop:
     def _next_batch(self) -> Mapping[str, Any] | None:
         """This rank's columns; None if a signal ended the wait."""
         return self._wait(
-            lambda: self._rollouts.next_batch(
+            lambda: self.rollouts.next_batch(
                 self.step,
-                self._versions.current,
+                self.versions.current,
                 self._serve_sync,
-                self._config.rollout.timeout_s,
+                self.config.rollout.timeout_s,
             )
         )
 
@@ -225,43 +200,41 @@ class TrainingLoop:
         """The result of `ask`; None if a signal ended the wait."""
         try:
             # A signal that reaches one rank during a sync fails the sync on all ranks.
-            with self._stop.interruptible(WeightSyncError):
+            with self.stop.interruptible(WeightSyncError):
                 return ask()
         except StopRequested:
             return None
 
     def _sleep_engines(self) -> None:
-        if self._config.pool.mode != "hybrid":
+        if self.config.pool.mode != "hybrid":
             return
-        if self._world.is_lead:
-            self._pool.sleep(2)
+        if self.world.is_lead:
+            self.pool.sleep(2)
         any_rank(False)  # a barrier: no rank takes memory before the engines have released theirs
 
     def _take_memory_back(self) -> None:
-        if any_rank(self._offload.is_away):  # a signal may have reached only some ranks
+        if any_rank(self.offload.is_away):  # a signal may have reached only some ranks
             self._sleep_engines()
-            self._offload.bring_back()
+            self.offload.bring_back()
 
     def _evaluate(self, *, is_last: bool = False) -> None:
         """Scores the held-out prompts; a signal ends it without a result."""
-        if self._config.data.eval is None:
+        if self.config.data.eval is None:
             return
-        temperature, limit_s = self._config.eval.temperature, self._config.rollout.timeout_s
-        evaluating = self._display.activity(
+        temperature, limit_s = self.config.eval.temperature, self.config.rollout.timeout_s
+        evaluating = self.display.activity(
             f"evaluating after step {self.step}",
             unit="completions",
-            ask=self._rollouts.evaluation_progress,
+            ask=self.rollouts.evaluation_progress,
         )
         with span("evaluate", step=self.step), evaluating:
             result = self._wait(
-                lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
+                lambda: self.rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
             )
         if result is not None:
-            row = self._reporter.evaluated(self.step, result, is_last=is_last)
-            if self._best is not None and self._best.evaluated(
-                self._checkpoints.path(self.step), row
-            ):
-                self._display.note(f"the best checkpoint is that of step {self.step}")
+            row = self.reporter.evaluated(self.step, result, is_last=is_last)
+            if self.best is not None and self.best.evaluated(self.checkpoints.path(self.step), row):
+                self.display.note(f"the best checkpoint is that of step {self.step}")
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -271,20 +244,20 @@ class TrainingLoop:
         if self.step == self._saved_step:
             return
         self._take_memory_back()
-        is_lead = self._world.is_lead
+        is_lead = self.world.is_lead
         state = TrainerState(
             step=self.step,
-            version=self._versions.current,
-            world_size=self._world.world_size,
+            version=self.versions.current,
+            world_size=self.world.world_size,
             seed=self._train.seed,
-            ledger=self._rollouts.position() if is_lead else "",
+            ledger=self.rollouts.position() if is_lead else "",
         )
         with (
             span("checkpoint", step=self.step),
-            self._forecast.phase("checkpoint"),
-            self._display.activity("saving a checkpoint"),
+            self.forecast.phase("checkpoint"),
+            self.display.activity("saving a checkpoint"),
         ):
-            self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
+            self.checkpoints.save(state, self.policy.parameters, self.optimizer.adamw)
             if is_lead:
-                self._rollouts.checkpointed(state.step, state.version, self._checkpoints.steps())
+                self.rollouts.checkpointed(state.step, state.version, self.checkpoints.steps())
         self._saved_step = self.step

@@ -176,8 +176,8 @@ class Trainer:
             reporter = self._open_reporter(stack, world, step)
             forecast = StopForecast(step, config.train.shutdown_grace_s, self._display.note)
             loop = TrainingLoop(
-                config,
-                world,
+                config=config,
+                world=world,
                 policy=policy,
                 optimizer=optimizer,
                 estimate=estimate,
