@@ -34,8 +34,7 @@ from umbra.trainer.world.signals import StopSignals
 
 _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
 # From a failure to the end of this rank where torchrun then starts all ranks again: it may be in a
-# collective with a lost node. A longer time delays that start; a shorter one cuts off the last
-# lines of loggers.
+# collective with a lost node. Longer delays that start; shorter cuts off the last lines of loggers.
 _LOST_JOB_LIMIT_S: Final = 0.5
 # From a signal or the job's failure to the end of a rank that has nothing to save or cannot react.
 _GRACE_S: Final = 5.0
@@ -68,8 +67,8 @@ def _read_settings(
     environment: TorchrunEnvironment,
     fatal_errors: FatalErrorReporter,
 ) -> tuple[TrainerConfig, str]:
-    """The config, and a line about what was chosen for this machine. On other nodes than rank 0's,
-    the config is as it was read, unless it leaves nothing open: rank 0's choices count for all."""
+    """The config, and a line about what was chosen for this machine. Rank 0's choices count for
+    all: on other nodes, a config that leaves anything open is returned as it was read."""
     try:
         with failure_reported(environment):
             config = load_config(arguments.config, arguments.overrides)
@@ -89,11 +88,8 @@ def _read_settings(
 
 
 def run_program() -> NoReturn:
-    """`main()` for a process of its own, which exits at once afterwards.
-
-    With torch loaded, the interpreter takes a second of processor time to shut down, which is much
-    of the grace period of a signal.
-    """
+    """`main()` for a process of its own, which exits at once afterwards: with torch loaded, the
+    interpreter takes a second of processor time to shut down, much of a signal's grace period."""
     code = 0
     try:
         main(Console.install())

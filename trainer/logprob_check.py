@@ -42,20 +42,14 @@ _LARGEST: Final = "train/logprob_difference_max"
 
 
 class LogprobCheck:
-    """Ends the run if the first comparable tokens differ too much; later it warns, once. Every rank
-    has one.
+    """Ends the run if the first comparable tokens differ too much; later it warns, once.
+    Every rank has one.
 
-    A resumed run begins with a check like a new one, because its engines are new. If they already
-    differed too much in the last step that was compared before, which was a warning, this one is a
-    warning, too.
-
-    Args:
-        dtype: in which engines and trainer compute.
-        max_mean: `train.max_logprob_difference`.
-        versions: counts the versions; its current one is in training.
-        decode: the text of a token; called only for the message of an error or a warning.
-        warn: shows a warning to the operator.
-        rows: metrics of the last steps that a resumed run has done.
+    A resumed run begins with a check like a new one, because its engines are new. The check only
+    warns if the last step compared before the resume, in `rows`, differed too much. `dtype` is the
+    engines' and the trainer's, `max_mean` is `train.max_logprob_difference`, and the current one of
+    `versions` is in training. `decode` is called only for the message of an error or a warning, and
+    `warn` shows one to the operator.
     """
 
     def __init__(
@@ -79,14 +73,9 @@ class LogprobCheck:
     def run(
         self, batch: RankBatch, scored: Sequence[tuple[MicroBatch, Tensor]], step: int
     ) -> dict[str, float]:
-        """Checks the batch of step `step` (from 0); returns metrics. Collective.
-
-        Args:
-            scored: the micro-batches of `batch`, each with the policy's logprobs of its tokens.
-
-        Raises:
-            UmbraError: on every rank, if the first comparable tokens differ too much.
-        """
+        """Checks the batch of step `step` (from 0), whose micro-batches are `scored` with the
+        policy's logprobs; returns metrics. Collective. Raises UmbraError on every rank if the first
+        comparable tokens differ too much."""
         places, trainer = _gathered(scored)
         is_comparable = batch.generated_by(self._versions.current)[places]
         places, trainer = places[is_comparable], trainer[is_comparable]

@@ -6,7 +6,7 @@ In a hybrid pool, engines and trainer use the GPUs in turn: engines sleep while 
 computes, and get the new weights when they wake. With `train.offload`, a rank's memory moves to the
 host as soon as the engines have read its weights, and comes back when the engines sleep. In a
 standalone pool, engines generate all the time, as far ahead as `rollout.max_staleness` allows, and
-are updated while they do.
+are updated meanwhile.
 
 The ranks agree on stopping where they synchronise anyway: before training on a batch, and after a
 step. A signal to one of them ends the waits of all (`umbra.trainer.world.signals`).
@@ -97,7 +97,7 @@ class TrainingLoop:
         self.save()
 
     def _do_step(self) -> dict[str, float] | None:
-        """Does one step; returns its metrics, or None if the ranks agreed to stop instead."""
+        """Returns metrics, or None if the ranks agreed to stop instead."""
         with span("step", step=self.step + 1) as step:
             row = self._take_step()
         if row is not None:

@@ -1,5 +1,3 @@
-"""Does one optimizer step (or a few) on one batch: forward, backward, clip, step."""
-
 from __future__ import annotations
 
 import math
@@ -23,27 +21,19 @@ from umbra.trainer.model.policy import Policy
 
 @dataclass(slots=True)
 class _Part:
-    """A micro-batch and its tokens' logprobs under other policies: [M], without gradient.
-
-    Attributes:
-        reference_logprobs: under the starting model; None without a KL term.
-        proximal_logprobs: under the policy at the beginning of the step; None before the first
-            update, which computes them for the whole batch before it changes a parameter.
-    """
+    """A micro-batch and its tokens' logprobs under other policies: [M], without gradient."""
 
     micro_batch: MicroBatch
-    reference_logprobs: Tensor | None
+    reference_logprobs: Tensor | None  # under the starting model; None without a KL term
+    # Under the policy at the beginning of the step; None before the first update, which computes
+    # them for the whole batch.
     proximal_logprobs: Tensor | None = None
 
 
 class TrainStep:
-    """Turns a rank's batch into updated parameters. Every rank has one; `run` is collective.
-
-    Args:
-        loss: the function of `train.loss`.
-        reference: frozen starting model for the KL term; None if `kl_coef` is 0.
-        check: of the engines' logprobs; None where the batches are not an engine's.
-    """
+    """Does one optimizer step (or a few) on one batch: forward, backward, clip, step. Every rank
+    has one; `run` is collective. `reference` is the frozen starting model, None if `kl_coef` is 0;
+    `check` is None where the batches are not an engine's."""
 
     def __init__(
         self,
@@ -65,11 +55,8 @@ class TrainStep:
 
     def run(self, batch: RankBatch, step: int) -> dict[str, float]:
         """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
-
-        Raises:
-            UmbraError: the gradient is not finite, or engines and trainer compute different models;
-                on every rank, and parameters are unchanged.
-        """
+        Raises UmbraError on every rank, with parameters unchanged, if the gradient is not finite,
+        or engines and trainer compute different models."""
         with span("train") as train:
             metrics = self._update(batch, step)
         return metrics | {"time/train_s": train.seconds}

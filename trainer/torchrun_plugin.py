@@ -2,8 +2,8 @@
 
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
 ends with a stack whose cause is that signal. It loads the entry points of the group
-`torchrun.handlers` before it reads its settings; this one has no effect unless torchrun starts
-`umbra.trainer`. Whoever sets --shutdown-timeout or TORCH_ELASTIC_SHUTDOWN_TIMEOUT decides.
+`torchrun.handlers` before it reads its settings. This one has no effect unless torchrun starts
+`umbra.trainer`; --shutdown-timeout and TORCH_ELASTIC_SHUTDOWN_TIMEOUT take precedence.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ _CAUSE_TIMEOUT_S: Final = 1.0
 _BUNDLE_LIMIT_S: Final = 20.0
 
 _LEAST_S: Final = 1800.0
-"""Ranks that fail end the others through the session long before this. It is for a network that
-drops packets. Less would be too short for a rank that slowly reads its data or writes the model."""
+"""Ranks that fail end the others through the session long before this, which is for a network that
+drops packets. Less is too short for a rank that slowly reads its data or writes the model."""
 
 _MARGIN_S: Final = 240.0
 """A wait may take this much longer than its setting: by the margins of calls, and with auxiliary
@@ -102,11 +102,8 @@ pools, by starting the process that handles their requests."""
 
 
 class Trainer:
-    """One rank's run. `run()` is collective and returns when training has ended.
-
-    Args:
-        starter: on rank 0 only. It has begun to start the rollout workers.
-    """
+    """One rank's run. `run()` is collective and returns when training has ended. `starter`, on rank
+    0 only, has begun to start the rollout workers."""
 
     def __init__(
         self,
@@ -301,11 +298,9 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Reports the cause to the other ranks, before they notice that their collectives break.
-
-        An error that is only the consequence of another rank's or process's end becomes JobFailed,
-        which names that one.
-        """
+        """Reports the cause to the other ranks, before they notice that their collectives break. An
+        error that is only the consequence of another rank's or process's end becomes JobFailed,
+        which names that one."""
         if isinstance(error, RuntimeError | ActorError | TransportError):
             try:
                 self._session.raise_if_lost(_CAUSE_TIMEOUT_S)
@@ -330,9 +325,7 @@ class Trainer:
 
     def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> int:
         """Tokenizes the data, records the settings and starts the manager. Called by rank 0.
-
-        Returns the number of training prompts.
-        """
+        Returns the number of training prompts."""
         assert starter is not None
         config = self._config
         tokenizer = open_policy_tokenizer(config)
@@ -366,11 +359,7 @@ class Trainer:
         return prompts.num_train
 
     def _record_settings(self, config: TrainerConfig, identity: Mapping[str, Any]) -> None:
-        """Records the settings and shows what is only known now.
-
-        Args:
-            config: with the steps of its epochs.
-        """
+        """Records the settings, with the steps of the epochs, and shows what is only known now."""
         train, display = config.train, self._display
         if train.epochs is not None:
             display.note(f"train.epochs = {train.epochs} are {train.total_steps:,} steps")
@@ -385,9 +374,7 @@ class Trainer:
         self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None
     ) -> int:
         """Takes the ledger back to the checkpoint, which may be another run's. Called by rank 0.
-
-        Returns the newest version that was ever used, because numbers are not reused.
-        """
+        Returns the newest version that was ever used, because numbers are not reused."""
         is_own = resumed_from is not None and self._run_dir.holds(resumed_from)
         position = state.ledger if is_own else ""
         timeout_s = self._config.pool.sync_timeout_s

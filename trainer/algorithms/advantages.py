@@ -1,11 +1,11 @@
 """Advantage estimators: turn the rewards of a group into advantages (`train.advantage`).
 
-G: group size.
-
 | setting | source |
 |---|---|
 | "grpo" | Shao et al. 2024, arXiv:2402.03300, section 4.1.2 |
 | "dr_grpo" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by the standard deviation |
+
+G: group size.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import AdvantageEstimator
 
-# Keeps the quotient finite. Larger shrinks the advantages of groups that hardly differ; smaller
-# than float32 rounding of the rewards would blow rounding noise up to full size.
+# Keeps the quotient finite. Larger shrinks advantages of groups that hardly differ; below float32
+# rounding of the rewards, rounding noise grows to full size.
 _STD_FLOOR: Final = 1e-4
 
 
 def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(r - mean) / (std + 1e-4) with the standard deviation of a sample, which divides by G - 1, as
-    in TRL and verl; see `AdvantageEstimator`."""
+    """(r - mean) / (std + 1e-4). The standard deviation divides by G - 1, as in TRL and verl."""
     centred = _centred(rewards)
     if centred.any():
         centred /= rewards.astype(np.float64).std(ddof=1) + _STD_FLOOR
@@ -34,7 +33,7 @@ def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def dr_grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-    """r - mean, which does not favour prompts of low variance; see `AdvantageEstimator`."""
+    """r - mean, which does not favour prompts of low variance."""
     return np.asarray(_centred(rewards), np.float32)
 
 
@@ -43,13 +42,10 @@ def batch_advantages(
     group_rewards: NDArray[np.float32],
     group_offsets: NDArray[np.int32],
 ) -> NDArray[np.float32]:
-    """Advantages of whole groups, one group after the other: [sum G] from rewards [sum G].
+    """Advantages of whole groups, one after the other: [sum G] from rewards [sum G].
 
-    Args:
-        group_offsets: [groups + 1], the start of each group.
-
-    Raises:
-        UmbraError: the estimator returned advantages of another shape, or not finite ones.
+    `group_offsets`, [groups + 1], has the start of each group. Raises UmbraError if the estimator
+    returned advantages of another shape, or not finite ones.
     """
     advantages = np.empty_like(group_rewards)
     for start, stop in pairwise(group_offsets.tolist()):

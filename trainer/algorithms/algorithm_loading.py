@@ -1,5 +1,3 @@
-"""Loads the loss and the advantage estimator that a config names."""
-
 from __future__ import annotations
 
 import sys
@@ -12,19 +10,14 @@ from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, a
 
 
 def load_loss(name: str, folders: Sequence[str] = ()) -> PolicyLoss:
-    """The loss that `train.loss` names.
-
-    Args:
-        folders: searched for a user's module, before Python's own path.
-
-    Raises:
-        ConfigError: it cannot be imported, or does not take the arguments of a loss.
-    """
+    """The loss that `train.loss` names. A user's module is searched for in `folders`
+    before Python's own path. Raises ConfigError if it cannot be imported or does not take
+    a loss's arguments."""
     return _load("train.loss", name, LOSSES, ("logprobs", "inputs", "settings"), folders)
 
 
 def load_advantage_estimator(name: str, folders: Sequence[str] = ()) -> AdvantageEstimator:
-    """The estimator that `train.advantage` names; arguments and errors as for `load_loss`."""
+    """The estimator that `train.advantage` names; see `load_loss`."""
     return _load("train.advantage", name, ADVANTAGE_ESTIMATORS, ("rewards",), folders)
 
 

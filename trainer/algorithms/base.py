@@ -1,7 +1,5 @@
-"""The interfaces of advantage estimators and losses, and the data that they exchange.
-
-`umbra.trainer.config.algorithm_names` lists those that come with umbra. Users name their own as
-"module:function" in `train.advantage` and `train.loss`.
+"""The interfaces of advantage estimators and losses, and the data that they exchange. Users name
+their own as "module:function" in `train.advantage` and `train.loss`.
 
 G: samples of a group; M: generated tokens of a micro-batch; N: samples of a micro-batch.
 """
@@ -24,80 +22,57 @@ Reduction = Literal["mean", "max", "sum"]
 class AdvantageEstimator(Protocol):
     """Turns the rewards of one whole group into advantages; runs on every rank.
 
-    A group may be split over ranks. Each of them calls the estimator with all of its rewards, so
-    the same rewards must give the same advantages everywhere.
+    A group may be split over ranks. Each of them calls the estimator with all rewards of the group,
+    so equal rewards must give equal advantages everywhere.
     """
 
     def __call__(self, rewards: NDArray[np.float32], /) -> NDArray[np.float32]:
-        """[G] finite advantages, in the order of the [G] rewards.
-
-        Rewards are finite. Their absolute value is below half of the largest float32, so that the
-        difference of two is finite, too.
-        """
+        """[G] finite advantages, in the order of the [G] rewards. Rewards are finite, and so is the
+        difference of any two: their absolute value is below half of the largest float32."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The tokens of a micro-batch, sample after sample; no tensor here has a gradient.
+    """The tokens of a micro-batch, sample after sample; no tensor here has a gradient."""
 
-    Attributes:
-        rollout_logprobs: [M] float32, under the policies that sampled the tokens in the rollouts.
-        proximal_logprobs: [M] float32, under the policy at the beginning of the step. It differs
-            from the current one from the second of `train.updates_per_batch` on.
-        advantages: [M] float32, the same for all tokens of a sample.
-        weights: [M] float32, share of each token in the global loss; 0 in padding.
-        sample_lens: [N] int64, generated tokens of each sample; sums to M.
-    """
-
-    rollout_logprobs: Tensor
+    rollout_logprobs: Tensor  # [M] float32, under the policies that sampled the tokens
+    # [M] float32, under the policy at the beginning of the step. The current policy differs from
+    # the second of `train.updates_per_batch` on.
     proximal_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    sample_lens: Tensor
+    advantages: Tensor  # [M] float32, the same for all tokens of a sample
+    weights: Tensor  # [M] float32, share of each token in the global loss; 0 in padding
+    sample_lens: Tensor  # [N] int64, generated tokens of each sample; sums to M
 
 
 @dataclass(frozen=True, slots=True)
 class LossMetric:
-    """One number to log, from the tokens of all micro-batches and ranks.
+    """One number to log, from the tokens of all micro-batches and ranks. "mean" weights each token
+    as the loss does; "max" is over tokens with weight; "sum" adds up all values."""
 
-    Attributes:
-        values: [M], a number or a truth value for each token; any shape for "sum".
-        reduction: "mean" weights each token as the loss does; "max" is over tokens with weight;
-            "sum" adds up all values.
-    """
-
-    values: Tensor
+    values: Tensor  # [M], a number or a truth value for each token; any shape for "sum"
     reduction: Reduction = "mean"
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The result of a loss for a micro-batch.
+    """The result of a loss for a micro-batch."""
 
-    Attributes:
-        loss: scalar, to be differentiated; sums over micro-batches and ranks to the global loss.
-        metrics: logged as `train/NAME`. Every micro-batch of every rank must give the same names.
-    """
-
-    loss: Tensor
+    loss: Tensor  # scalar, with gradient; sums over micro-batches and ranks to the global loss
+    # Logged as `train/NAME`. Every micro-batch of every rank must give the same names.
     metrics: Mapping[str, LossMetric]
 
 
 class PolicyLoss(Protocol):
     """Compares the policy's logprobs with those of older policies; runs once per micro-batch.
 
-    The losses that come with umbra have no gradient where the advantage is 0, so their training
-    leaves out samples of advantage 0 while there is no KL term. A user's own loss gets them all.
+    umbra's losses have no gradient where the advantage is 0, so their training leaves out samples
+    of advantage 0 while there is no KL term. A user's own loss gets all samples.
     """
 
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, settings: TrainSection, /
     ) -> LossOutput:
-        """The loss of a micro-batch.
-
-        Args:
-            logprobs: [M] of the tokens under the policy, with gradient.
-            settings: the section `[train]` of the config.
-        """
+        """`logprobs`, [M], are the tokens' under the policy, with gradient. `settings` is the
+        section `[train]` of the config."""
         ...

@@ -43,7 +43,7 @@ class ClippedSurrogate(NamedTuple):
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, settings: TrainSection
 ) -> ClippedSurrogate:
-    """The clipped surrogate of each token; `log_ratio`, [M], has the gradient."""
+    """`log_ratio`, [M], has the gradient."""
     ratio = log_ratio.exp()
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high) * advantages
@@ -65,12 +65,10 @@ def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection)
     | importance weights, "truncate" | TIS, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" |
     | importance weights, "mask", floor | IcePop, Ling Team 2025, arXiv:2510.18855: weights outside of a range count as 0 |
 
-    Each token is weighted by proximal / behaviour, an importance weight without gradient. It makes
-    the tokens represent tokens that the proximal policy would have sampled. If the two policies are
-    equal, this is `clipped_loss`.
-
-    Metrics: those of `clipped_loss`; `importance_mean` of the limited weights,
-    `importance_limited_share` of tokens, and `importance_max` before the limits.
+    Each token is weighted by proximal / behaviour, an importance weight without gradient, so that
+    tokens represent the ones that the proximal policy would have sampled. Metrics: those of
+    `clipped_loss`; `importance_mean` of the limited weights, `importance_limited_share` of tokens,
+    and `importance_max` before the limits.
     """  # noqa: E501
     terms = clipped_surrogate(logprobs - inputs.proximal_logprobs, inputs.advantages, settings)
     raw = (inputs.proximal_logprobs - inputs.rollout_logprobs).exp()
@@ -85,10 +83,8 @@ def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection)
 
 
 def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:
-    """Limits importance weights as the settings say: [M], from [M] probability ratios.
-
-    Tokens whose weight becomes 0 still count where a loss is divided by the number of tokens.
-    """
+    """[M] limited importance weights, from [M] probability ratios. Tokens whose weight becomes 0
+    still count where a loss is divided by the number of tokens."""
     match settings.importance_above_cap:
         case "truncate":
             limited = raw.clamp(max=settings.importance_cap)
@@ -102,10 +98,9 @@ def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:
 def gspo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
     """Group Sequence Policy Optimization, Zheng et al. 2025, arXiv:2507.18071.
 
-    The ratio is that of whole samples, to the power of 1 / length, and is clipped per sample. With
-    `train.loss_aggregation = "sequence"` and group advantages this is the paper's eq. 5 to 7. Such
-    a ratio stays much closer to 1 than a token's: the paper clips at 3e-4 below and 4e-4 above.
-
+    The ratio is a whole sample's, to the power of 1 / length, and is clipped per sample. With
+    `train.loss_aggregation = "sequence"` and group advantages this is eq. 5 to 7. Such a ratio
+    stays much closer to 1 than a token's: the paper clips at 3e-4 below and 4e-4 above.
     Metrics: `ratio_mean` of the samples' ratios, and `clipped_share` of tokens in samples whose
     gradient the clip removed.
     """
@@ -123,10 +118,9 @@ def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> 
     """CISPO, clipped importance sampling: MiniMax-M1, MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
 
     The clip limits a token's importance weight but never removes its gradient, so that rare
-    important tokens count. The paper has no lower bound, which is `train.clip_eps_low = 1`, and
-    weights every token equally, which is `train.loss_aggregation = "token"`.
-
-    Metrics: `ratio_mean` before the clip, and `clipped_share` of tokens whose ratio was clipped.
+    important tokens count. The paper has no lower bound (`train.clip_eps_low = 1`) and weights
+    every token equally (`train.loss_aggregation = "token"`). Metrics: `ratio_mean` before the clip,
+    `clipped_share` of tokens whose ratio was clipped.
     """
     ratio = (logprobs.detach() - inputs.rollout_logprobs).exp()
     clipped = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high)

@@ -24,14 +24,8 @@ class MetricTotals:
         self._values: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: Mapping[str, LossMetric], weights: Tensor) -> None:
-        """Adds the metrics of one micro-batch.
-
-        Args:
-            weights: [M], of its tokens.
-
-        Raises:
-            UmbraError: they differ from the metrics of earlier micro-batches.
-        """
+        """Adds one micro-batch, whose tokens have `weights`, [M]. Raises UmbraError if its metrics
+        have other names than those of earlier micro-batches."""
         reductions: dict[str, Reduction] = {
             name: metric.reduction for name, metric in metrics.items()
         }
@@ -49,11 +43,8 @@ class MetricTotals:
                 self._values[name].append(_reduced(metric, weights))
 
     def reduce(self) -> dict[str, float]:
-        """The metrics over all ranks; sums alone if no token has weight. Collective.
-
-        Raises:
-            UmbraError: on every rank, if the ranks do not have the same metrics.
-        """
+        """The metrics over all ranks; sums alone if no token has weight. Collective. Raises
+        UmbraError on every rank if the ranks do not have the same metrics."""
         self._check_ranks_agree()
         names = sorted(self._reductions)
         added = [name for name in names if self._reductions[name] != "max"]
@@ -73,7 +64,7 @@ class MetricTotals:
         }
 
     def _check_ranks_agree(self) -> None:
-        """Checks that names agree: values are added by position, and others would hang."""
+        """Names must agree: values are added by position, and other names would hang."""
         code = zlib.crc32(repr(sorted(self._reductions.items())).encode())
         codes = torch.tensor([code, -code], device=self._weight[0].device)
         highest, negated_lowest = _numbers(max_over_ranks(codes))
@@ -93,7 +84,7 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 
 def _reduced(metric: LossMetric, weights: Tensor) -> Tensor:
-    """The metric of one micro-batch, a scalar; -inf for "max" if no token has weight."""
+    """A scalar; -inf for "max" if no token has weight."""
     match metric.reduction:
         case "mean":
             return (weights * metric.values).sum()

@@ -1,11 +1,7 @@
 """A token's terms in the loss: its estimate of the KL divergence, and its weight.
 
-| setting | source |
-|---|---|
-| k2, k3 | Schulman 2020, http://joschu.net/blog/kl-approx.html |
-| k3 term in the loss | GRPO, Shao et al. 2024, arXiv:2402.03300, eq. 4 |
-
-M: generated tokens of a micro-batch.
+k2 and k3 are from Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO has k3 in the loss
+(Shao et al. 2024, arXiv:2402.03300, eq. 4). M: generated tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,9 +19,9 @@ Aggregation = Literal["token", "sequence", "constant"]
 def kl_terms(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
     """Per-token estimates of KL(policy || reference) from tokens of the policy: [M].
 
-    With log_ratio = log p_ref - log p: k2 = log_ratio^2 / 2 (biased, its gradient is that of the
-    KL), k3 = exp(log_ratio) - 1 - log_ratio (unbiased, never negative; what GRPO uses). k1 =
-    -log_ratio is no loss: its expected gradient is zero.
+    With log_ratio = log p_ref - log p: k2 = log_ratio^2 / 2 (biased, but its gradient is the KL's),
+    k3 = exp(log_ratio) - 1 - log_ratio (unbiased, never negative). k1 = -log_ratio is no loss: its
+    expected gradient is zero.
     """
     log_ratio = reference_logprobs - logprobs
     match estimator:
@@ -45,7 +41,7 @@ def token_weights(
     num_samples_global: int,
     max_new_tokens: int,
 ) -> Tensor:
-    """The weight of each token in the global loss: [M] float32.
+    """[M] float32, each token's weight in the global loss; `sample_lens`, [N] int64, sums to M.
 
     | setting | source |
     |---|---|
@@ -58,9 +54,6 @@ def token_weights(
     "token": all tokens of the global batch weigh the same, so long samples weigh more.
     "sequence": all samples weigh the same; the tokens of one share its weight.
     "constant": divides by the token budget, which favours neither; the sum depends on lengths.
-
-    Args:
-        sample_lens: [N] int64, generated tokens of each sample; sums to M.
     """
     match aggregation:
         case "token":

@@ -1,5 +1,3 @@
-"""The link to the checkpoint whose evaluation was best: `train.keep_best_by`. Torch-free."""
-
 from __future__ import annotations
 
 import os
@@ -15,16 +13,11 @@ _COLUMNS: Final[Mapping[str, str]] = {"accuracy": "eval/accuracy", "reward": "ev
 
 
 class BestCheckpoint:
-    """Points the link `best`, beside the checkpoints, at the best one. Rank 0 has one.
+    """Points the link `best`, beside the checkpoints, at the one whose evaluation was best:
+    `train.keep_best_by`. Rank 0 has one.
 
-    A link to a step that a resumed run will repeat is removed: that checkpoint is of a history that
-    was discarded.
-
-    Args:
-        folder: of the checkpoints.
-        by: the score of an evaluation that is compared.
-        rows: what metrics.jsonl has of the run so far; the score of the linked checkpoint is there.
-        step: steps done so far.
+    `rows`, the run's metrics.jsonl so far, have the linked checkpoint's score. A link to a step
+    that a resumed run will repeat is removed: that checkpoint is of a history that was discarded.
     """
 
     def __init__(
@@ -49,13 +42,9 @@ class BestCheckpoint:
                 link.unlink()
 
     def evaluated(self, checkpoint: Path, row: Mapping[str, Any]) -> bool:
-        """Returns whether the evaluation of a checkpoint is the best so far; then the link is
-        changed. The weights at the start have no checkpoint and do not count.
-
-        Args:
-            checkpoint: its folder has the link, also after the run directory was moved.
-            row: the metrics of the evaluation.
-        """
+        """Returns whether a checkpoint's evaluation, with the metrics `row`, is the best so far;
+        then the link is changed, in the checkpoint's folder, wherever the run directory was moved.
+        The weights at the start have no checkpoint and do not count."""
         score = row[self._column]
         if score <= self._score or not is_complete(checkpoint):
             return False
@@ -69,6 +58,6 @@ class BestCheckpoint:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that the link points at; None without a link."""
+    """None without a link."""
     link = folder / _LINK
     return folder / link.readlink() if link.is_symlink() else None

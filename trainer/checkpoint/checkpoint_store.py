@@ -77,10 +77,7 @@ _dcp: Final[Any] = dcp
 
 class CheckpointStore:
     """The checkpoints of a run directory. Every rank has one; save and load are collective.
-
-    Attributes:
-        folder: where the last one was saved: it follows a run directory that is moved.
-    """
+    `folder`, where the last one was saved, follows a run directory that is moved."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self.folder = folder
@@ -91,7 +88,6 @@ class CheckpointStore:
         self._keep = keep
 
     def path(self, step: int) -> Path:
-        """The directory of the checkpoint after `step` steps."""
         return self.folder / f"step-{step:06d}"
 
     def save(
@@ -100,13 +96,9 @@ class CheckpointStore:
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> Path:
-        """Writes a checkpoint and removes the oldest beyond `keep`, except the best; returns its
-        directory.
-
-        Raises:
-            RunDirectoryError: disk full, read-only or the like, or the run directory was removed,
-                on every rank; earlier checkpoints stay unchanged.
-        """
+        """Writes a checkpoint and removes the oldest beyond `keep`, except the best. Raises
+        RunDirectoryError on every rank if the disk is full or the directory was removed; earlier
+        checkpoints stay unchanged."""
         self.folder = from_lead(self._world, self._locate)
         target = self.path(state.step)
         _start_moments(optimizer)  # parameters without gradient have none; `load` needs all
@@ -128,12 +120,8 @@ class CheckpointStore:
     def load(
         self, path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> TrainerState:
-        """Loads a checkpoint into parameters and optimizer, in place.
-
-        Raises:
-            ConfigError: `path` is not a complete checkpoint, or it is of another model.
-            RunDirectoryError: one of its files cannot be read.
-        """
+        """Loads a checkpoint in place. Raises ConfigError if it is incomplete or of another model,
+        RunDirectoryError if one of its files cannot be read."""
         state = read_trainer_state(path)
         _start_moments(optimizer)
         random_state = _random_state(self._world.rank)
@@ -151,17 +139,14 @@ class CheckpointStore:
         return self.folder if self._run_dir is None else self._run_dir.path / self.folder.name
 
     def find_damage(self, path: Path) -> str:
-        """The damage of a checkpoint's files; "" if there is none. Collective: each rank reads
-        a part of them."""
+        """The damage of a checkpoint's files, or "". Collective: each rank reads a part of them."""
         found = find_damage(path, self._world.rank, self._world.world_size)
         return first_text(found) if any_rank(bool(found)) else ""
 
     def _prepare(self, target: Path, nbytes: int) -> None:
-        """Removes what interrupted saves left, including `target` itself.
-
-        Also checks that the checkpoint fits. A save that fills the disk would make the ledger and
-        the logs fail, too, minutes later.
-        """
+        """Removes what interrupted saves left, including `target` itself, and checks that the
+        checkpoint fits. A save that fills the disk would make the ledger and the logs fail,
+        too, minutes later."""
         with writing("prepare the checkpoint", target):
             self.folder.mkdir(exist_ok=True)
             for path in self.folder.glob("step-*"):
@@ -192,19 +177,14 @@ class CheckpointStore:
 
 
 def load_parameters(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Loads the parameters of a complete checkpoint, in place, and nothing else; raises as `load`.
-    Collective."""
+    """Loads the parameters of a complete checkpoint, in place, and nothing else. Collective."""
     tensors = {f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()}
     _read(path, tensors, {})
     barrier()
 
 
 class StoredParameters:
-    """The parameters of a complete checkpoint, which are read one at a time.
-
-    Raises:
-        RunDirectoryError: a file of the checkpoint cannot be read.
-    """
+    """Reads the parameters of a complete checkpoint one at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -227,11 +207,8 @@ class StoredParameters:
 
 
 def _read(path: Path, tensors: dict[str, Tensor], optional: dict[str, Tensor]) -> None:
-    """Reads into tensors by flat name.
-
-    Args:
-        optional: are left as they are if the checkpoint does not have all of them.
-    """
+    """Reads into tensors by flat name. `optional` ones are left as they are if the checkpoint does
+    not have all of them."""
     with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
         reader = _Reader(path)
         saved = reader.read_metadata().state_dict_metadata
@@ -247,13 +224,8 @@ def _remove(path: Path) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """Raises an error that names why this rank cannot write.
-
-    torch's own errors do not, and reach the other ranks without their cause.
-
-    Args:
-        nbytes: size of the whole checkpoint.
-    """
+    """Raises an error that names why this rank cannot write. torch's own errors do not, and reach
+    the other ranks without their cause. `nbytes` is the whole checkpoint's."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         super().__init__(path)  # pyright: ignore[reportUnknownMemberType]
@@ -340,12 +312,8 @@ def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, An
 def _disk_trouble(
     what: str, path: Path, advice: str = "", *, needed_nbytes: int = 0
 ) -> Generator[None]:
-    """Converts errors that torch.distributed.checkpoint collects from the ranks.
-
-    Args:
-        advice: remedy for errors that do not come from the disk.
-        needed_nbytes: size of the checkpoint when it is written.
-    """
+    """Converts errors that torch.distributed.checkpoint collects from the ranks. `advice` is the
+    remedy for errors that do not come from the disk."""
     try:
         with warnings.catch_warnings():
             # With one rank torch warns that it saves without a process group, which is intended.

@@ -1,8 +1,5 @@
-"""Digests of a checkpoint's files, so that changed bytes are noticed before anything is loaded.
-
-A rank digests its own shards while it writes them. COMPLETE, the last file, has the digests of all
-files.
-"""
+"""Digests of a checkpoint's files, so that changed bytes are noticed before anything is loaded. A
+rank digests its own shards while it writes them; COMPLETE, the last file, has all digests."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ FORMAT: Final = 1
 
 
 class DigestingFileSystem(FileSystem):
-    """Digests what is written to each file.
-
-    Attributes:
-        digests: by name.
-    """
+    """Digests the contents of each file while they are written; `digests` are by name."""
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
@@ -52,7 +45,7 @@ class DigestingFileSystem(FileSystem):
 
 
 class _DigestingWriter(io.BufferedWriter):
-    """Is only written to from the beginning to the end."""
+    """May only be written to from the beginning to the end."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(raw)
@@ -64,18 +57,15 @@ class _DigestingWriter(io.BufferedWriter):
 
 
 def complete(checkpoint: Path, digests: Mapping[str, str]) -> None:
-    """Writes COMPLETE, durably.
-
-    Args:
-        digests: of files that ranks have written; others, which are small, are read again.
-    """
+    """Writes COMPLETE, durably. `digests` are of the files that ranks have written; the others,
+    which are small, are read again."""
     others = {path.name for path in checkpoint.iterdir()} - digests.keys()
     found = {**digests, **{name: _digest(checkpoint / name) for name in others}}
     write_json(checkpoint / COMPLETE, {_FORMAT: FORMAT, _DIGESTS: dict(sorted(found.items()))})
 
 
 def check_format(checkpoint: Path) -> None:
-    """Raises ConfigError if another version of umbra wrote it, in another format."""
+    """Raises ConfigError if another version of umbra wrote the checkpoint in another format."""
     try:
         found = _record(checkpoint).get(_FORMAT, FORMAT)
     except (OSError, ValueError, AttributeError):
@@ -94,14 +84,8 @@ def _record(checkpoint: Path) -> dict[str, Any]:
 
 
 def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1) -> str:
-    """The first file that is not as it was written, and how; "" if all are.
-
-    Args:
-        part, num_parts: reads one of so many equal parts of the files.
-
-    Raises:
-        ConfigError: see `check_format`.
-    """
+    """The first file that is not as it was written, and how; "" if all are. Reads one of
+    `num_parts` equal parts of the files. Raises ConfigError for another format."""
     check_format(checkpoint)
     try:
         digests: dict[str, str] = dict(_record(checkpoint)[_DIGESTS])

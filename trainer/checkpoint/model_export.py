@@ -51,13 +51,8 @@ _COPIED: Final = (
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exports, and prints the directory; returns 0.
-
-    Raises:
-        ConfigError: the checkpoint is incomplete, its run's model is unknown, or the directory
-            exists.
-        DataError, RunDirectoryError: as `export_checkpoint`.
-    """
+    """Exports, and prints the directory. Raises ConfigError if the checkpoint is incomplete, its
+    run's model is unknown, or the directory exists."""
     checkpoint = Path(arguments.checkpoint)
     if not is_complete(checkpoint):
         raise ConfigError(
@@ -78,20 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
 def export_checkpoint(
     section: ModelSection, checkpoint: Path, target: Path, max_shard_nbytes: int = MAX_SHARD_NBYTES
 ) -> None:
-    """Writes config, safetensors in `section.dtype` and tokenizer. An existing `target` is replaced
-    once the new one is complete.
+    """Writes config, safetensors in `section.dtype` and tokenizer of a complete checkpoint. An
+    existing `target` is replaced once the new one is complete.
 
     Tensors are read one by one, and one file of weights is in memory at a time. The whole model is
-    in memory only if transformers converts the weights of `section.path` when it loads them.
-
-    Args:
-        section: the model that the run started from.
-        checkpoint: a complete one.
-
-    Raises:
-        ConfigError: it is of another model.
-        DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
-            cannot be written.
+    in memory only if transformers converts the weights of `section.path`, the model that the run
+    started from. Raises ConfigError if the checkpoint is of another model, DataError if a model
+    cannot be read, and RunDirectoryError if `target` cannot be written.
     """
     if damage := find_damage(checkpoint):
         raise RunDirectoryError(
@@ -115,14 +103,8 @@ def export_checkpoint(
 
 
 class _Tensors:
-    """A model's tensors under the names that they have in the directory it started from.
-
-    Attributes:
-        sizes: bytes of each, in `dtype`.
-
-    Raises:
-        ConfigError: the checkpoint is of another model.
-    """
+    """A model's tensors under the names that they have in the directory it started from, with their
+    `sizes` in bytes of `dtype`. Raises ConfigError if the checkpoint is of another model."""
 
     def __init__(
         self,
@@ -158,16 +140,11 @@ class _Tensors:
 def export_policy(
     policy: Policy, target: Path, world: World, *, source: Path, dtype: torch.dtype
 ) -> Path:
-    """Writes config, safetensors in `dtype` and tokenizer to `target`. Collective.
+    """Writes config, safetensors in `dtype` and the tokenizer of `source`, where training started,
+    to `target`. Collective.
 
-    An existing `target` is replaced once the new one is complete, see `replacing_folder`. Until
-    then rank 0 holds a full copy of the weights.
-
-    Args:
-        source: the model directory training started from; its tokenizer is copied.
-
-    Raises:
-        RunDirectoryError: disk full, read-only or the like, on every rank.
+    An existing `target` is replaced once the new one is complete. Until then rank 0 holds a full
+    copy of the weights. Raises RunDirectoryError on every rank if the disk is full or the like.
     """
     full = _gather(policy, world, dtype)
     from_lead(world, lambda: write_whole_model(policy.model, full, target, source, dtype))
@@ -177,12 +154,8 @@ def export_policy(
 def write_whole_model(
     model: nn.Module, tensors: dict[str, Tensor], target: Path, source: Path, dtype: torch.dtype
 ) -> None:
-    """Has transformers write the model with these weights, which are in `dtype`. It renames what
-    it renamed when it loaded the model.
-
-    Raises:
-        RunDirectoryError: disk full, read-only or the like.
-    """
+    """Has transformers write the model with these weights, which are in `dtype`. transformers
+    undoes its renaming of the stored tensors."""
     any_model: Any = model
     needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
     with model_folder(target, source, needed_nbytes) as folder:
@@ -216,12 +189,8 @@ def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tenso
 
 @contextmanager
 def model_folder(target: Path, source: Path, needed_nbytes: int) -> Generator[Path]:
-    """An empty folder for config and weights, which replaces `target` when the block ends. The
-    tokenizer is copied from `source`.
-
-    Raises:
-        RunDirectoryError: disk full, read-only or the like.
-    """
+    """An empty folder for config and weights, which replaces `target` when the block ends, with the
+    tokenizer of `source`. Raises RunDirectoryError if the disk is full or the like."""
     with writing("export the model to", target, needed_nbytes), replacing_folder(target) as folder:
         check_free_space(folder, needed_nbytes)
         yield folder
@@ -229,7 +198,6 @@ def model_folder(target: Path, source: Path, needed_nbytes: int) -> Generator[Pa
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copies the files of `source` with these names."""
     for pattern in patterns:
         for path in source.glob(pattern):
             shutil.copy2(path, folder / path.name)
@@ -238,8 +206,7 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
 def correct_config(
     path: Path, dtype: torch.dtype, changes: Mapping[str, Any] | None = None
 ) -> None:
-    """Corrects the dtype and other entries in a config.json, which are those of another copy of the
-    model."""
+    """Corrects a config.json that was written for another copy of the model."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -254,13 +221,9 @@ def write_shards(
     read: Callable[[str], Tensor],
     max_nbytes: int = MAX_SHARD_NBYTES,
 ) -> None:
-    """Writes tensors as safetensors, with an index if there are several files.
-
-    Args:
-        sizes: bytes of each tensor, by name.
-        read: returns the tensor of a name. One file's tensors are in memory at a time.
-        max_nbytes: of a file; a larger tensor has a file of its own.
-    """
+    """Writes tensors as safetensors, with an index if there are several files. `sizes` are in
+    bytes; one file's tensors are in memory at a time, and a tensor above `max_nbytes` has a
+    file of its own."""
     shards = _split(sizes, max_nbytes)
     files: dict[str, str] = {}
     for idx, names in enumerate(shards, 1):

@@ -1,7 +1,4 @@
-"""The run directory: its files, starting or resuming a run in it, and the version counter.
-
-docs/run-directory.md lists the files.
-"""
+"""The run directory (docs/run-directory.md): starting or resuming a run in it, and its versions."""
 
 from __future__ import annotations
 
@@ -50,8 +47,8 @@ _EARLIER: Final = (
     "metrics.png",
 )
 _REPLACED: Final = "replaced"
-# Kept if a run resumes before its first checkpoint: what was generated need not be done again, with
-# what it is compared with (`run_identity`, `kept_prompts`), and what happened before stays known.
+# Kept if a run resumes before its first checkpoint: generated samples, what they are compared with
+# (`run_identity`, `kept_prompts`), and the record of what happened before.
 _KEPT_WITHOUT_CHECKPOINT: Final = (
     "ledger",
     "settings.json",
@@ -72,8 +69,6 @@ _LOOK_INTERVAL_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run."""
-
     path: Path
 
     @property
@@ -109,7 +104,7 @@ class RunDir:
         return self.path / _REPLACED
 
     def remove_replaced(self) -> None:
-        """Removes the replaced run. Called once the new run has done a step."""
+        """Called once the new run has done a step."""
         with writing("clear", self.replaced):
             remove(self.replaced)
 
@@ -119,12 +114,9 @@ class RunDir:
 
 
 def check_run_dir(run: RunSection, incarnation: int) -> None:
-    """Cheap checks that every rank makes before anything is started.
-
-    Raises:
-        RunDirectoryError: the directory cannot be written.
-        ConfigError: it holds another run, and the config does not decide what happens to it.
-    """
+    """Cheap checks that every rank makes before anything is started. Raises RunDirectoryError if
+    the directory cannot be written, ConfigError if it holds another run and the config does not
+    decide what happens to it."""
     check_writable(run.dir)
     run_dir = RunDir(run.dir)
     if run.resume != "never" or incarnation > 1 or run.overwrite:
@@ -155,17 +147,12 @@ def _what_to_do(run_dir: Path) -> str:
 
 
 def begin_run(run: RunSection, incarnation: int, damaged: Collection[Path] = ()) -> Path | None:
-    """Prepares the directory; returns the checkpoint to resume from, if any. Called by rank 0.
+    """Prepares the directory; returns the checkpoint to resume from, if any, but none of
+    `damaged`. Called by rank 0.
 
-    For a fresh start, the files of an earlier run are moved to `RunDir.replaced`, because the new
-    run may fail early.
-
-    Args:
-        damaged: checkpoints that are not resumed from.
-
-    Raises:
-        ConfigError: `run.resume` names a checkpoint that does not exist.
-        RunDirectoryError: no other checkpoint is left.
+    A fresh start moves an earlier run's files to `RunDir.replaced`, because the new run may fail
+    early. Raises ConfigError if `run.resume` names a missing checkpoint, RunDirectoryError if only
+    damaged ones are left.
     """
     run_dir = RunDir(run.dir)
     with writing("clear", run_dir.path):
@@ -192,8 +179,8 @@ def begin_run(run: RunSection, incarnation: int, damaged: Collection[Path] = ())
 
 def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
     """Writes settings.json: the settings as they were read, those that differ from their defaults,
-    the folder that relative paths are taken from, and what a resumed run must share
-    (`run_identity`). `umbra samples` finds the tokenizer by the settings. Called by rank 0."""
+    the folder that relative paths are taken from, and the identity (`run_identity`). `umbra
+    samples` finds the tokenizer by the settings. Called by rank 0."""
     content = {
         "folder": str(Path.cwd()),
         "chosen": chosen_settings(config),
@@ -205,7 +192,7 @@ def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
 
 def changed_settings(config: TrainerConfig) -> list[str]:
     """The settings that differ from those of the run's last start, each with both values; none if
-    it is not known. How a run is resumed does not count."""
+    it is not known. Settings about the resume itself do not count."""
     try:
         recorded = json.loads((config.run.dir / "settings.json").read_text(encoding="utf-8"))
         before = _flat(recorded["settings"])
@@ -241,14 +228,8 @@ def recorded_identity(run_dir: Path) -> Mapping[str, Any]:
 
 
 def recorded_model(run_dir: Path, path: str | None = None) -> ModelSection:
-    """The model that a run has trained.
-
-    Args:
-        path: where the model is now, if not where the run has recorded it.
-
-    Raises:
-        ConfigError: the run has not recorded its settings.
-    """
+    """The model that a run has trained, now at `path` if not where the run has recorded it. Raises
+    ConfigError if the run has not recorded its settings."""
     place = run_dir / "settings.json"
     try:
         recorded = json.loads(place.read_text(encoding="utf-8"))
@@ -275,10 +256,8 @@ def _set_aside(run_dir: RunDir) -> None:
 
 def _named_or_newer(run: RunSection, incarnation: int, damaged: Collection[Path]) -> Path:
     """The checkpoint that `run.resume` names, or for ranks that torchrun restarted, a newer one.
-
     Version numbers are never reused, so they show which checkpoints are older: those of earlier
-    runs in this directory, or of a history that was discarded by naming this checkpoint.
-    """
+    runs in this directory, or of a history that was discarded by naming this checkpoint."""
     run_dir, named = RunDir(run.dir), Path(run.resume)
     if incarnation > 1 and run_dir.resumed.exists():
         newest_then = int(json.loads(run_dir.resumed.read_text(encoding="utf-8"))["version"])
@@ -299,11 +278,8 @@ def _named_or_newer(run: RunSection, incarnation: int, damaged: Collection[Path]
 class VersionCounter:
     """Weight versions of a run: each number is used once, even after a rollback.
 
-    All ranks count from the same number, which rank 0 has read from the file. The others must not
-    read it, because rank 0 may have written to it already. Only rank 0 writes it.
-
-    Args:
-        current: the newest version so far; see `newest_version`.
+    All ranks count from `current`, which rank 0 has read from the file (`newest_version`). Only
+    rank 0 writes the file, perhaps before another rank would have read it.
     """
 
     def __init__(self, path: Path, current: int, writes: bool) -> None:
@@ -312,7 +288,7 @@ class VersionCounter:
         self.current = current
 
     def next(self, step: int) -> int:
-        """Returns a new version for the weights after `step` optimizer steps."""
+        """A new version for the weights after `step` optimizer steps."""
         self.current += 1
         if self._folder is not None:
             line = json.dumps({"version": self.current, "step": step})
@@ -321,7 +297,7 @@ class VersionCounter:
 
 
 def newest_version(path: Path) -> int:
-    """The newest version in a run's file of versions; 0 if there is none."""
+    """0 if there is no version in the file."""
     if not path.exists():
         return 0
     last = 0
@@ -342,12 +318,9 @@ def process_age_s() -> float:
 
 
 class RunLock:
-    """Held by rank 0 while its process uses the directory; the kernel releases it.
-
-    Args:
-        within_s: how long another process may hold it still: a network file system may learn late
-            that the node of the last rank 0 is lost.
-    """
+    """Allows one run at a time in a run directory. Rank 0 holds the lock while its process uses the
+    directory; the kernel releases it. Another process may hold it for `within_s` still: a network
+    file system may learn late that the node of the last rank 0 is lost."""
 
     def __init__(self, folder: Path, within_s: float = 0.0) -> None:
         self._path = folder / ".lock"
@@ -355,7 +328,8 @@ class RunLock:
         self._within_s = within_s
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if another process holds it, RunDirectoryError without a file."""
+        """Raises ConfigError if another process holds the lock,
+        RunDirectoryError without a file."""
         with writing("write", self._path):
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + self._within_s

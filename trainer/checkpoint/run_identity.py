@@ -24,11 +24,7 @@ def run_identity(
     config: TrainerConfig, tokenizer: ModelTokenizer, folders: Sequence[str]
 ) -> dict[str, Any]:
     """The settings that decide the order of prompts, and digests of what decides a sample's text
-    and reward.
-
-    Args:
-        folders: are searched for the reward function, as workers do.
-    """
+    and reward. The reward function is searched for in `folders`, as workers do."""
     return {
         "train.seed": config.train.seed,
         "data.shuffle": config.data.shuffle,
@@ -39,7 +35,6 @@ def run_identity(
 
 
 def _rewards(config: TrainerConfig, folders: Sequence[str]) -> bytes:
-    """Weights and sources of all reward functions."""
     weights = repr(sorted(config.reward.weights.items())) if config.reward.weights else ""
     sources = (_source(target, folders) for target in config.reward.targets.values())
     return b"".join([weights.encode(), *sources])
@@ -51,7 +46,6 @@ def keeps_samples(run_dir: Path) -> bool:
 
 
 def instead_of_resuming(run_dir: Path) -> str:
-    """The remedy in the error of a refused resume."""
     found = complete_checkpoints(RunDir(run_dir).checkpoints)
     if not found:
         return NEW_RUN
@@ -61,11 +55,8 @@ def instead_of_resuming(run_dir: Path) -> str:
 def check_identity(
     run_dir: Path, identity: Mapping[str, Any], remedy: str, note: Callable[[str], None]
 ) -> None:
-    """Compares with the identity that the run's last start has recorded, if any.
-
-    Raises:
-        ConfigError: samples that the run keeps do not belong to what there is now.
-    """
+    """Compares with the identity that the run's last start has recorded, if any. Raises ConfigError
+    if samples that the run keeps do not belong to the present settings and files."""
     before = recorded_identity(run_dir)
     changed = [name for name in identity if name in before and before[name] != identity[name]]
     for name in changed:
@@ -87,14 +78,13 @@ def check_identity(
 
 
 def _vocabulary(state: TokenizerState) -> bytes:
-    """Tokens and merges; empty for a tokenizer written in Python. The rest of its format may change
+    """Tokens and merges; empty for a tokenizer written in Python. The rest of the state may change
     with the version of a library."""
     content = json.loads(state.tokenizer or "{}")
     return json.dumps([content.get("model"), content.get("added_tokens")], sort_keys=True).encode()
 
 
 def _written(value: object) -> str:
-    """As a config file has it."""
     return json.dumps(value)
 
 

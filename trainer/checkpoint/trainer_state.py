@@ -23,21 +23,11 @@ IF_DAMAGED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """The state of a run besides tensors.
-
-    Attributes:
-        step: optimizer steps done.
-        version: version of the weights in the checkpoint.
-        world_size: ranks that wrote it; for information.
-        seed: `train.seed` of the run, which decides the order of prompts.
-        ledger: position in the rollouts' ledger; everything trained on so far is before it.
-    """
-
-    step: int
-    version: int
-    world_size: int
-    seed: int
-    ledger: str = ""
+    step: int  # optimizer steps done
+    version: int  # of the weights in the checkpoint
+    world_size: int  # ranks that wrote it; for information
+    seed: int  # `train.seed` of the run, which decides the order of prompts
+    ledger: str = ""  # position in the rollouts' ledger, behind all samples trained on
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -45,24 +35,20 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The number of steps in the name of a run's checkpoint, `step-N`; -1 in another name."""
+    """N for the name `step-N`, else -1."""
     number = checkpoint.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
+    """Oldest step first."""
     found = [path for path in folder.glob("step-*") if checkpoint_step(path) >= 0]
     return sorted(filter(is_complete, found), key=checkpoint_step)
 
 
 def read_trainer_state(path: Path) -> TrainerState:
-    """The non-tensor part of a checkpoint.
-
-    Raises:
-        ConfigError: `path` is not a complete checkpoint.
-        RunDirectoryError: the file cannot be read, or is damaged.
-    """
+    """Raises ConfigError if `path` is not a complete checkpoint, RunDirectoryError if the file
+    cannot be read or is damaged."""
     if not is_complete(path):
         what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
         raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
@@ -72,10 +58,8 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 @contextmanager
 def reading_checkpoint(checkpoint: Path, name: str) -> Generator[None]:
-    """Turns any error in reading a file of a checkpoint into one with file name and remedy.
-
-    Damaged bytes cause nearly any kind of error in the libraries that parse them.
-    """
+    """Turns any error in reading a file of a checkpoint into one with file name and remedy: damaged
+    bytes cause nearly any kind of error in the libraries that parse them."""
     try:
         yield
     except OSError as error:

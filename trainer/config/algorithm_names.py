@@ -1,8 +1,5 @@
-"""The names of losses and advantage estimators, and the functions that they stand for.
-
-The config is checked against these names before anything is loaded. This module therefore imports
-neither the algorithms nor torch.
-"""
+"""The names of losses and advantage estimators. Imports neither the algorithms nor torch, because
+the config is checked against the names before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +15,13 @@ LOSSES: Final[Mapping[str, str]] = {
     "gspo": f"{_FOLDER}.losses:gspo_loss",
     "cispo": f"{_FOLDER}.losses:cispo_loss",
 }
-"""Values of `train.loss`; it may also be the "module:function" of a user's own `PolicyLoss`."""
+"""Values of `train.loss`; "module:function" names a user's own `PolicyLoss`."""
 
 ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
     "grpo": f"{_FOLDER}.advantages:grpo_advantages",
     "dr_grpo": f"{_FOLDER}.advantages:dr_grpo_advantages",
 }
-"""Values of `train.advantage`; it may also be the "module:function" of a user's own
-`AdvantageEstimator`."""
+"""Values of `train.advantage`; "module:function" names a user's own `AdvantageEstimator`."""
 
 
 def algorithm_target(name: str, registered: Mapping[str, str]) -> str:
@@ -34,11 +30,8 @@ def algorithm_target(name: str, registered: Mapping[str, str]) -> str:
 
 
 def unknown_algorithm(kind: str, name: str, registered: Mapping[str, str]) -> str:
-    """The message for a name that is not registered, with the registered ones.
-
-    Args:
-        kind: of algorithm, such as "loss".
-    """
+    """The message for a name that is not registered, with the registered ones; `kind` is
+    "loss" or the like."""
     close = difflib.get_close_matches(name, registered, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     names = ", ".join(map(repr, registered))

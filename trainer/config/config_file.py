@@ -31,8 +31,7 @@ _WORDS: Final = {
 }
 """Replace messages of pydantic that speak of Python types."""
 _SURE_RATIO: Final = 0.8
-"""Similarity from which a key of another section is suggested. Lower values suggest unrelated
-keys."""
+"""Similarity from which a key of another section is suggested. Lower suggests unrelated keys."""
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
@@ -40,17 +39,13 @@ _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-    """The config of a training run; see `read_config`."""
     return read_config(TrainerConfig, path, overrides)
 
 
 def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] = ()) -> _Config:
-    """Reads `path`; `overrides` ("section.key=value", values as in TOML) replace its values.
-
-    Raises:
-        ConfigError: there is no such file, it is not TOML, an override is malformed, or settings
-            are wrong. The message names each wrong key, what is allowed, and a close match.
-    """
+    """Reads `path`; `overrides` ("section.key=value", values as in TOML) replace its values. Raises
+    ConfigError if the file is missing or not TOML, an override is malformed, or settings are wrong.
+    The message names each wrong key, what is allowed, and a close match."""
     place = Path(path)
     try:
         values = tomllib.loads(place.read_text(encoding="utf-8"))
@@ -194,11 +189,8 @@ class Override:
         return ".".join(self.keys)
 
     def apply_to(self, values: dict[str, Any]) -> None:
-        """Sets it in `values`, or removes it if it is empty and optional.
-
-        Raises:
-            ConfigError: it is not a setting of a section, or is empty and required.
-        """
+        """Sets the value in `values`, or removes the setting if the value is empty and it is
+        optional. Raises ConfigError for a setting that no section has, or an empty required one."""
         is_removed = not self.text and _may_be_left_out(self.keys)
         table = values
         for key in self.keys[:-1]:
@@ -231,11 +223,7 @@ class Override:
 def overrides_behind(
     problem: Any, overrides: Sequence[Override], file_values: Mapping[str, Any]
 ) -> list[Override]:
-    """The overrides that caused one pydantic error; none if the file alone did.
-
-    Args:
-        file_values: the settings without the overrides.
-    """
+    """The overrides that caused one pydantic error; none if the file's own values did."""
     location = tuple(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         location = location[:-1]
@@ -324,7 +312,7 @@ def _may_be_left_out(keys: Sequence[str]) -> bool:
 
 
 def _default(section: Any, key: str) -> Any:
-    """MISSING if it has no default."""
+    """MISSING if the setting has no default."""
     (field,) = (field for field in fields(section) if field.name == key)
     return field.default if field.default_factory is MISSING else field.default_factory()
 

@@ -17,7 +17,6 @@ _NEAREST: Final = "~ "
 _ABSENT: Final = "umbra does not have it; see docs/coming-from.md"
 
 _Name = tuple[str, ...]
-"""The parts of a name."""
 
 
 @cache
@@ -27,14 +26,9 @@ def other_names() -> Mapping[str, Mapping[str, str]]:
 
 
 def other_trainers_hint(location: Sequence[str], value: Any, *, is_known: bool = False) -> str:
-    """The counterpart in umbra of an unknown setting; "" if no other trainer has it.
-
-    Args:
-        location: the parts of its full name.
-        value: a table is a section there, such as verl's `actor_rollout_ref`: its settings count.
-        is_known: a section of umbra has a setting of its name, so that the name alone does not
-            mean another trainer's.
-    """
+    """The counterpart in umbra of an unknown setting, or "". A table as `value` is a section there,
+    such as verl's `actor_rollout_ref`: its settings count. With `is_known`, a section of umbra has
+    a setting of the same name, so the name alone does not mean another trainer's."""
     hints: dict[str, None] = {}
     for name in _names(tuple(part.lstrip("+").replace("-", "_") for part in location), value):
         if len(name) > 1 or not is_known:
@@ -51,8 +45,8 @@ def _names(name: _Name, value: Any) -> Iterator[_Name]:
 
 
 class _Match(NamedTuple):
-    """A full name that may be meant. Greater ones are closer: they share more parts with what the
-    user wrote, and have fewer others."""
+    """A full name that may be meant. Greater ones are closer: they share more parts with the user's
+    name, and have fewer others."""
 
     num_shared: int
     num_others: int

@@ -16,14 +16,8 @@ _NUM_RANKS_ON_CPU: Final = 2
 
 
 def num_ranks(config: TrainerConfig, num_gpus: int) -> int:
-    """One rank for each of the trainer's GPUs.
-
-    Args:
-        num_gpus: that the job may use on this node.
-
-    Raises:
-        ConfigError: the trainer gets more GPUs than there are.
-    """
+    """One rank for each of the trainer's GPUs. Raises ConfigError if there are fewer than the
+    setting asks for: `num_gpus` are this node's that the job may use."""
     if num_gpus == 0 or config.train.device == "cpu":
         return _NUM_RANKS_ON_CPU
     chosen = config.job.trainer_gpus_per_node or num_gpus

@@ -1,9 +1,5 @@
-"""Combinations of settings that are refused or warned about, as one table.
-
-`umbra.trainer.config.config_file` refuses a config by it. A start and `umbra doctor` print its
-warnings. A rule needs the config alone; what needs files or the number of ranks is in
-`umbra.trainer.services.setup_check`.
-"""
+"""Combinations of settings that are refused or warned about, as one table. A rule needs the config
+alone; `umbra.trainer.services.setup_check` checks files and the number of ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +23,13 @@ _USUAL_WEIGHT: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One combination of settings.
+    """One combination of settings."""
 
-    Attributes:
-        severity: "error" where nothing sensible can be meant; "warning" where the run works, and
-            the combination is probably not meant.
-        settings: full names. The message begins with their values.
-        applies: whether a config has the combination.
-        text: what the combination does, and the remedy.
-    """
-
+    # "error" where nothing sensible can be meant; "warning" where the run works.
     severity: Literal["error", "warning"]
-    settings: tuple[str, ...]
-    applies: Callable[[TrainerConfig], bool]
-    text: str
+    settings: tuple[str, ...]  # full names; the message begins with their values
+    applies: Callable[[TrainerConfig], bool]  # whether a config has the combination
+    text: str  # what the combination does, and the remedy
 
     def message(self, config: TrainerConfig) -> str:
         given = " and ".join(f"{name} = {_value(config, name)!r}" for name in self.settings)
@@ -48,7 +37,6 @@ class Rule:
 
 
 def refusals(config: TrainerConfig) -> list[Rule]:
-    """The rules by which the config is refused."""
     return [rule for rule in RULES if rule.severity == "error" and rule.applies(config)]
 
 

@@ -1,12 +1,6 @@
-"""The settings of a training run: what a TOML config may say, and the defaults.
-
-`[rollout]`, `[pool]` and `[pools.NAME]` are defined beside the code that uses them, in
-`umbra.runtime.rollout.rollout_config` and `umbra.runtime.engine_api.pool_settings`; the others
-here.
-
-Relative paths are taken from the current directory, as on any command line; the config file's
-own place does not matter. `umbra.trainer.config.config_file` reads a file and words the errors.
-"""
+"""The settings of a training run: what a TOML config may say, and the defaults. `[rollout]`,
+`[pool]` and `[pools.NAME]` are defined beside the code that uses them. Relative paths are taken
+from the current directory; the config file's own place does not matter."""
 
 from __future__ import annotations
 
@@ -301,7 +295,7 @@ class RewardSection(Settings):
 
     @property
     def targets(self) -> dict[str, str]:
-        """All functions by name; that of the only one is empty."""
+        """All functions by name; the name of a single `function` is empty."""
         return dict(self.functions) or {"": self.function or ""}
 
 
@@ -443,7 +437,7 @@ class TrainSection(Settings):
 
     @property
     def num_warmup_steps(self) -> int:
-        """`warmup_steps`, or what `warmup_ratio` makes of `total_steps`."""
+        """`warmup_steps`, or `warmup_ratio` of `total_steps`."""
         return self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps)
 
 
@@ -453,8 +447,6 @@ _STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """A whole config file; each attribute is the section of its name, `pools` a table of them."""
-
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     run: RunSection = RunSection()
@@ -491,11 +483,7 @@ class TrainerConfig:
         return self.rollout.groups_per_step * self.rollout.group_size
 
     def with_steps(self, num_prompts: int) -> Self:
-        """With `train.steps` for `train.epochs`.
-
-        Args:
-            num_prompts: of the training set.
-        """
+        """With `train.steps` for `train.epochs` over `num_prompts` training prompts."""
         if self.train.epochs is None:
             return self
         # Rounded first: 1.1 passes over 10 prompts are 11.000000000000002 steps of one prompt.

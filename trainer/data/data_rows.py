@@ -45,12 +45,9 @@ def check_data_file(path: Path, key: str) -> None:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (location, row) for each row of a data set; empty lines are skipped.
-
-    Raises:
-        DataError: the file cannot be read, does not have the format of its suffix, or a row cannot
-            be written to a prompt file. The message has the line.
-    """
+    """Yields (location, row) for each row of a data set; skips empty lines. Raises DataError, with
+    the line, for a file that is unreadable or not of its suffix's format, or a row that cannot be
+    written to a prompt file."""
     read = _read_parquet if path.suffix in _PARQUET_SUFFIXES else _read_jsonl
     try:
         for where, row in read(path):
@@ -75,7 +72,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """Raises ValueError, with the remedy, if the line is not a JSON object."""
+    """Raises ValueError, with the remedy, unless the line is a JSON object."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -119,11 +116,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would have it, where it can; bytes stay.
-
-    A schema gives each struct of a column the fields of all, with nulls where a row had none, so
-    these are left out.
-    """
+    """A value as JSON would have it, where it can; bytes stay. Nulls in structs are left out: a
+    schema gives each struct of a column the fields of all."""
     match value:
         case dict():
             fields = cast("dict[Any, Any]", value).items()
@@ -141,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]]:
-    """Converts rows. Raises DataError with row and column of a value that Python cannot hold."""
+    """Raises DataError with row and column of a value that Python cannot hold."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="lossy")
         return rows

@@ -29,7 +29,7 @@ from umbra.trainer.data.data_rows import SUFFIXES
 
 _LIMIT_S: Final = 6 * 3600.0
 """For a node's downloads. A shorter time ends jobs with large models and slow networks; a longer
-one delays the end of a job whose node hangs. A connection that hangs ends earlier."""
+one delays the end of a job whose node hangs."""
 
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
@@ -39,21 +39,14 @@ _DATA: Final = re.compile(_REPO + r"(/(?P<subset>[\w.-]+))?(:(?P<split>[\w\[\]:%
 
 
 def with_local_models(config: _Config) -> _Config:
-    """Downloads the models that a config names, into this machine's cache.
-
-    Raises:
-        DataError: one is neither in the cache nor on the hub, or the hub cannot be reached.
-    """
+    """Downloads the models that a config names, into this machine's cache. Raises DataError if one
+    is neither there nor on the hub, or the hub cannot be reached."""
     return _replaced(config, {key: _model(key, name) for key, name in _models(config).items()})
 
 
 def with_local_paths(config: TrainerConfig, environment: TorchrunEnvironment) -> TrainerConfig:
-    """Downloads models and data sets, once on each node. Every rank calls it.
-
-    Raises:
-        DataError: one is neither in the cache nor on the hub, or the hub cannot be reached.
-        JobFailed: a node does not finish in time.
-    """
+    """Downloads models and data sets, once on each node. Every rank calls it. Raises like
+    `with_local_models`, and JobFailed if a node does not finish in time."""
     if not (_models(config) or _data(config)):
         return config
     if environment.world_size == 1:
@@ -77,7 +70,6 @@ def _outcome(download: Callable[[], Mapping[str, Path]]) -> str:
 
 
 def _await(store: Store, key: str) -> dict[str, str]:
-    """The paths of a node. Raises as `with_local_paths`."""
     try:
         store.wait([key], timedelta(seconds=_LIMIT_S))
         outcome: dict[str, Any] = json.loads(store.get(key))
@@ -92,11 +84,8 @@ def _await(store: Store, key: str) -> dict[str, str]:
 
 
 def _download(config: TrainerConfig, first: Mapping[str, str]) -> dict[str, Path]:
-    """Local paths by setting.
-
-    Args:
-        first: those of the first node, which name commits; empty on that node itself.
-    """
+    """Local paths by setting. `first`, empty on the first node itself, has its paths,
+    which name commits."""
     paths: dict[str, Path] = {}
     for key, name in _models(config).items():
         paths[key] = (
@@ -122,7 +111,7 @@ def _model(key: str, name: HubName) -> Path:
 
 
 def _not_here(path: Path) -> str:
-    """That there is no such directory, and what a mistyped path may have meant."""
+    """The message that there is no such directory, with what a mistyped path may have meant."""
     text, folder = f"no directory {path.absolute()}", path.parent
     if not folder.is_dir():
         return text
@@ -130,19 +119,16 @@ def _not_here(path: Path) -> str:
 
 
 def hub_settings(config: TrainerConfig) -> list[str]:
-    """The settings that name models or data sets of the hub."""
     return [*_models(config), *_data(config)]
 
 
 def _models(config: TrainerConfig | ServeConfig) -> dict[str, HubName]:
-    """The settings that name models of the hub."""
     paths = {"model.path": config.model.path}
     paths |= {f"pools.{name}.model_path": pool.model_path for name, pool in config.pools.items()}
     return {key: name for key, path in paths.items() if (name := model_name(path))}
 
 
 def _data(config: TrainerConfig) -> dict[str, HubName]:
-    """The settings that name data sets of the hub."""
     files = _keys("data.train", config.data.train), _keys("data.eval", config.data.eval)
     names = {
         key: data_name(path, split)
@@ -190,13 +176,9 @@ def _replaced(config: _Config, paths: Mapping[str, Path]) -> _Config:
 
 
 def download_data(name: HubName) -> Path:
-    """The rows of a split, beside the files that `datasets` has in its cache.
-
-    The library `datasets` takes seconds to import, so only the process that downloads loads it.
-
-    Raises:
-        DataError: it is neither in the cache nor on the hub, or has no such split.
-    """
+    """The rows of a split, beside the files that `datasets` has in its cache. Only the process that
+    downloads imports `datasets`, which takes seconds. Raises DataError if the data set is neither
+    in the cache nor on the hub, or has no such split."""
     try:
         datasets: Any = importlib.import_module("datasets")
         locks: Any = importlib.import_module("filelock")
@@ -223,22 +205,18 @@ def download_data(name: HubName) -> Path:
 class HubName:
     """A name on the hub.
 
-    Qwen/Qwen3-0.6B            the newest commit          openai/gsm8k/main          a configuration
-    Qwen/Qwen3-0.6B@v1.0       a branch, tag or commit    openai/gsm8k/main:test     and a split
-
-    Attributes:
-        subset: of a data set, which the hub calls a configuration; "" is its only one.
-        split: of a data set.
+    Qwen/Qwen3-0.6B         the newest commit         openai/gsm8k/main         a configuration
+    Qwen/Qwen3-0.6B@v1.0    a branch, tag or commit   openai/gsm8k/main:test    and a split
     """
 
     repo: str
     revision: str | None
-    subset: str = ""
-    split: str = ""
+    subset: str = ""  # of a data set; the hub says configuration; "": its only one
+    split: str = ""  # of a data set
 
 
 def model_name(path: Path) -> HubName | None:
-    """The name that stands for a model's folder; None if `path` exists or is no name."""
+    """None if `path` exists or is no name."""
     found = _MODEL.fullmatch(str(path))
     if found is None or path.exists():
         return None
@@ -246,7 +224,7 @@ def model_name(path: Path) -> HubName | None:
 
 
 def data_name(path: Path, default_split: str) -> HubName | None:
-    """The name that stands for a file of prompts; None if `path` exists or is no name."""
+    """None if `path` exists or is no name."""
     found = _DATA.fullmatch(str(path))
     if found is None or path.suffix in SUFFIXES or path.exists():
         return None

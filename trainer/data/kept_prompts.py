@@ -1,9 +1,5 @@
-"""The prompts that a run began with, which those of a resumed run have to be.
-
-A run keeps groups in progress, with their tokens and rewards, and how far the order of the prompts
-has come. Both refer to prompts by their position. The prompt file of the earlier start has the
-contents.
-"""
+"""The prompts of a run's earlier start, which a resume has to repeat: groups in progress and the
+order of prompts refer to prompts by position."""
 
 from __future__ import annotations
 
@@ -23,13 +19,9 @@ _EARLIER_LEN: Final = 20  # of them, before the first difference
 
 
 class KeptPrompts:
-    """Compares prompts with those of the run's earlier start.
-
-    Args:
-        folder: of the prompt files that the earlier start wrote; a missing one accepts all.
-        remedy: what to do instead of a resume with other data.
-        note: shows a line to the operator.
-    """
+    """Compares prompts with the ones in the prompt files that the earlier start wrote to `folder`;
+    a missing file accepts all. `remedy` says what to do instead of a resume with other data; `note`
+    shows a line to the operator."""
 
     def __init__(self, folder: Path, remedy: str, note: Callable[[str], None]) -> None:
         self._folder = folder
@@ -40,14 +32,8 @@ class KeptPrompts:
         self, prompts: Iterator[dict[str, Any]], name: str, source: str
     ) -> Iterator[dict[str, Any]]:
         """Passes on training prompts; notes the first one of which only other columns differ.
-
-        Args:
-            name: of the prompt file.
-            source: the setting and the file of the prompts, for messages.
-
-        Raises:
-            DataError: at the first prompt that differs.
-        """
+        Raises DataError at the first prompt that differs. `name` is the prompt file's; messages
+        name `source`, the setting and the file of the prompts."""
         if not (self._folder / name).exists():
             yield from prompts
             return
@@ -101,7 +87,7 @@ class KeptPrompts:
 
 
 def _difference(before: Prompt | None, now: dict[str, Any] | None) -> str:
-    """The difference between two prompts at one position; "" if they are the same prompt."""
+    """The difference between two prompts at one position, or ""."""
     if before is None:
         assert now is not None
         return f"it is new (id {now['id']!r}): {now['prompt'][:_SHOWN_LEN]!r}"
@@ -131,7 +117,7 @@ def _shown(text: str, difference: int) -> str:
 
 
 def _changed_column(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first column that another row has differently; "" if there is none."""
+    """The first column that another row has differently, or ""."""
     if msgpack.packb(before) == msgpack.packb(now):  # unlike ==, this takes NaN for equal to NaN
         return ""
     pairs = ((name, before.get(name), now.get(name)) for name in (*before, *now))

@@ -1,5 +1,3 @@
-"""The content of a data set's row: a text, or the messages of a chat."""
-
 from __future__ import annotations
 
 import json
@@ -19,11 +17,8 @@ _MEDIA_COLUMNS: Final = ("image", "images", "video", "videos", "audio", "audios"
 def prompt_content(
     data: DataSection, where: str, row: Mapping[str, Any]
 ) -> str | list[dict[str, Any]]:
-    """A row's prompt: text, or the messages of a chat in their normal form.
-
-    Raises:
-        DataError: the row has none, or one that is not clear, with `where`, cause and remedy.
-    """
+    """A row's prompt: text, or the messages of a chat in their normal form. Raises DataError, with
+    `where`, cause and remedy, if there is none or it is not clear."""
     found = _filled(data, where, row) if data.template else _given(data, where, row)
     if isinstance(found, str):
         if data.system_prompt:
@@ -54,7 +49,6 @@ def no_column(
 
 
 def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
-    """The prompt of a column."""
     column, key = _column(data, where, row)
     for name in _MEDIA_COLUMNS:
         if name != column and row.get(name):
@@ -126,7 +120,6 @@ def _with_system_prompt(data: DataSection, messages: list[Any]) -> list[Any]:
 
 
 def _filled(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
-    """The template with the row's columns."""
     columns = data.template_columns
     for name in columns:
         if name not in row:

@@ -29,24 +29,18 @@ _SHOWN_LEN: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBudget:
-    """The settings that limit the length of a prompt, in tokens.
-
-    Attributes:
-        eval_max_new_tokens: of held-out prompts; None for `max_new_tokens`.
-        setting: the one that `max_new_tokens` comes from.
-    """
+    """The settings that limit the length of a prompt, in tokens."""
 
     max_context_len: int
     max_new_tokens: int
-    eval_max_new_tokens: int | None = None
-    setting: str = "rollout.max_new_tokens"
+    eval_max_new_tokens: int | None = None  # None: as `max_new_tokens`
+    setting: str = "rollout.max_new_tokens"  # which `max_new_tokens` comes from
 
     @property
     def max_prompt_len(self) -> int:
         return self.max_context_len - self.max_new_tokens
 
     def for_eval(self) -> PromptBudget:
-        """The limits of a held-out prompt."""
         if self.eval_max_new_tokens is None:
             return self
         limit = self.eval_max_new_tokens
@@ -65,38 +59,27 @@ class PromptBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFiles:
-    """The files that were written.
-
-    Attributes:
-        num_train: training prompts.
-        eval_path: None if nothing is evaluated.
-        num_eval: held-out prompts.
-        eval_sets: the sets of held-out prompts in that file, in order, if they have names: their
-            numbers of prompts.
-        warnings: what is wrong with the data and does not end the run.
-    """
+    """The prompt files of a run, and what is wrong with the data without ending the run."""
 
     train_path: Path
     num_train: int
-    eval_path: Path | None
+    eval_path: Path | None  # None if nothing is evaluated
     num_eval: int
+    # Prompts of each named set in `eval_path`, in its order.
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
     warnings: Sequence[str] = ()
 
 
 def check_data(data: DataSection) -> None:
-    """Cheap checks of the files and their first rows, before anything is started.
-
-    Raises:
-        DataError: with the setting, or file, line, cause and remedy.
-    """
+    """Cheap checks of the files and their first rows, before anything is started. Raises DataError
+    with the setting, or file, line, cause and remedy."""
     for paths, key in ((data.train_files, "data.train"), (data.eval_files, "data.eval")):
         for path in paths:
             check_prompts(data, path, key)
 
 
 def check_prompts(data: DataSection, path: Path, key: str) -> None:
-    """The same for one file, which the setting `key` names."""
+    """Checks one file, which the setting `key` names."""
     check_data_file(path, key)
     first = next(read_rows(path), None)
     if first is None:
@@ -118,15 +101,10 @@ def prepare_prompts(
 ) -> PromptFiles:
     """Tokenizes the data sets into `folder`. One rank calls it.
 
-    Args:
-        min_prompts: fewest useful training prompts: one per rank.
-        groups_per_step: with fewer training prompts, there is a warning.
-        on_prompt: called with each prompt that is tokenized.
-        kept: the prompts that a resumed run began with.
-
-    Raises:
-        DataError: with file, line, cause and remedy.
-        RunDirectoryError: `folder` is full or the like.
+    There must be `min_prompts` useful training prompts (one per rank); fewer than `groups_per_step`
+    cause a warning. `on_prompt` is called for each tokenized prompt; `kept` has the prompts that a
+    resumed run began with. Raises DataError with file, line, cause and remedy, and
+    RunDirectoryError if `folder` is full or the like.
     """
     train_path, train = folder / "prompts.msgpack", f"data.train: {_names(data.train_files)}"
     repeated = RepeatedPrompts()
@@ -172,10 +150,8 @@ def prepare_held_out(
     *,
     folder: Path,
 ) -> PromptFiles:
-    """Tokenizes sets of held-out prompts into one file in `folder`, in which ids are SET/ID.
-
-    Raises: as `prepare_prompts`.
-    """
+    """Tokenizes sets of held-out prompts into one file in `folder`, in which ids are SET/ID. Raises
+    like `prepare_prompts`."""
     sizes = dict.fromkeys(sets, 0)
 
     def prompts() -> Iterator[dict[str, Any]]:
@@ -309,7 +285,8 @@ class _Found:
 
 
 class RepeatedPrompts:
-    """Compares prompts by their tokens. Training prompts have to pass before held-out ones."""
+    """Finds prompts that are trained on twice, or held out and trained on, by their tokens.
+    Training prompts have to pass before held-out ones."""
 
     def __init__(self) -> None:
         self._digests: set[int] = set()
@@ -317,7 +294,6 @@ class RepeatedPrompts:
         self._held_out = _Found()
 
     def pass_train(self, prompts: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the records of training prompts."""
         for prompt in prompts:
             digest = xxhash.xxh3_64_intdigest(prompt["tokens"])
             self._train.count(prompt, digest in self._digests)
@@ -325,7 +301,6 @@ class RepeatedPrompts:
             yield prompt
 
     def pass_held_out(self, prompts: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the records of held-out prompts."""
         for prompt in prompts:
             digest = xxhash.xxh3_64_intdigest(prompt["tokens"])
             self._held_out.count(prompt, digest in self._digests)

@@ -47,16 +47,13 @@ from umbra.trainer.world.world import usable_gpus
 
 _dist: Final[Any] = torch.distributed
 _NODE_LIMIT_S: Final = 600.0
-"""For the checks of the slowest node, which may import an engine's library from a network file
-system."""
+"""For the checks of the slowest node, which may import an engine's library from a
+network file system."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`umbra doctor`: checks this node, and returns 0 if all is well there.
-
-    Raises:
-        ConfigError: the settings are wrong.
-    """
+    """`umbra doctor`: checks this node, and returns 0 if all is well there. Raises ConfigError
+    for wrong settings."""
     config = load_config(arguments.config, arguments.overrides)
     config, settled = _settled(config, TorchrunEnvironment.read({}))
     gpus = usable_gpus()
@@ -77,12 +74,7 @@ def _settled(
     config: TrainerConfig, environment: TorchrunEnvironment
 ) -> tuple[TrainerConfig, list[Verdict]]:
     """The config as the run will have it, with the verdicts on what cannot be downloaded and on
-    what is chosen for this machine.
-
-    Raises:
-        JobFailed: another node does not finish in time.
-        ConfigError: as `with_chosen_settings`.
-    """
+    what is chosen for this machine. Raises JobFailed if another node does not finish in time."""
     verdicts: list[Verdict] = []
     try:
         config = with_local_paths(config, environment)
@@ -143,11 +135,8 @@ def main(argv: Sequence[str]) -> int:
 def _checks_of_rank(
     config: TrainerConfig, environment: TorchrunEnvironment, meeting: contextlib.ExitStack
 ) -> Iterator[Verdict]:
-    """A node's checks are made by its local rank 0.
-
-    Args:
-        meeting: closed when all ranks have met.
-    """
+    """A node's local rank 0 makes the node's checks. `meeting` is closed when
+    all ranks have met."""
     if environment.local_rank < max(1, len(usable_gpus())):
         yield verdict_of("CUDA IPC", lambda: check_cuda_ipc(config, [environment.local_rank]))
     if environment.local_rank > 0:
@@ -180,8 +169,7 @@ def _meet(
 
 @contextlib.contextmanager
 def _ended_after(limit_s: float, text: str) -> Generator[None]:
-    """Ends this process if the block takes longer, because a library that connects cannot be
-    interrupted."""
+    """Ends this process if the block takes longer: a connecting library cannot be interrupted."""
 
     def end() -> None:
         print(text, flush=True)
@@ -196,10 +184,8 @@ def _ended_after(limit_s: float, text: str) -> Generator[None]:
 
 
 def _gather(verdicts: Sequence[Verdict], environment: TorchrunEnvironment) -> list[Verdict]:
-    """All ranks' verdicts, on rank 0; the same ones once. Collective.
-
-    They travel by torch.distributed's own gathering of objects between the ranks of this job.
-    """
+    """All ranks' verdicts, on rank 0; the same ones once. Collective. They travel by
+    torch.distributed's own gathering of objects between the ranks of this job."""
     is_first = environment.rank == 0
     gathered: list[list[Verdict]] = [[] for _ in range(environment.world_size)]
     _dist.gather_object(list(verdicts), gathered if is_first else None)

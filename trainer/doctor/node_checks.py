@@ -1,7 +1,5 @@
-"""The checks of `umbra doctor` that need one process of a node, and no other node.
-
-Most of them call what checks the same at the start of a run.
-"""
+"""The checks of `umbra doctor` that need one process of a node, and no other node. Most of them
+call a check that a run's start makes, too."""
 
 from __future__ import annotations
 
@@ -79,8 +77,8 @@ a manager has one to each engine, rank and worker."""
 _LEAST_SHARED_NBYTES: Final = 1 << 30
 """Of /dev/shm, where NCCL, vLLM and SGLang have buffers. Docker's 64 MiB are too little."""
 _SLOW_LOOKUP_S: Final = 1.0
-"""Of the name of an address. With less, a busy name server is a warning; with more, each restart of
-the ranks takes seconds longer and nothing says why."""
+"""To look up the name of an address. With less, a busy name server is a warning; with more, each
+restart of the ranks takes seconds longer and nothing says why."""
 _MAX_USED_GPU_NBYTES: Final = 3 * GIB
 """Of a GPU on which nothing runs but these checks, whose processes have a context each. With more,
 small jobs of others go unnoticed."""
@@ -88,8 +86,8 @@ small jobs of others go unnoticed."""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of one check. `text` has what was found, or what is wrong and how to fix it, or
-    why it was left out."""
+    """The outcome of one check. `text` has the finding, or the fault and its remedy, or why the
+    check was left out."""
 
     check: str
     state: Literal["ok", "warning", "FAILED", "-"]
@@ -101,7 +99,7 @@ class NotApplicable(Exception):
 
 
 def verdict_of(name: str, check: Callable[[], str]) -> Verdict:
-    """Makes one check, which returns what it has found."""
+    """Makes one check, which returns its finding."""
     try:
         return Verdict(name, "ok", check())
     except NotApplicable as reason:
@@ -118,13 +116,9 @@ def not_checked(name: str, cause: str) -> Verdict:
 
 
 class NodeChecks:
-    """The checks of one node.
-
-    Args:
-        environment: has the numbers of ranks that the run would have.
-        nodes: all nodes with ranks, this one at the index of its rank.
-        gpu_nbytes: the sizes of their GPUs.
-    """
+    """The checks of one node. `environment` has the numbers of ranks that the run would have,
+    `nodes` all nodes with ranks, this one at the index of its rank, and `gpu_nbytes` the
+    sizes of their GPUs."""
 
     def __init__(
         self,
@@ -188,8 +182,7 @@ class NodeChecks:
     def _verdict(
         self, name: str, check: Callable[[], str], after: str | Sequence[str] = ()
     ) -> Verdict:
-        """Makes a check, unless one that it builds on has failed or was not made: for the same
-        cause, it would fail too."""
+        """Makes a check, unless one that it builds on (`after`) has failed or was not made."""
         for cause in (after,) if isinstance(after, str) else after:
             if cause == HUB or cause in self._failed:
                 self._failed.add(name)
@@ -456,11 +449,7 @@ def slow_name_lookups(host: str, port: int) -> Iterator[Verdict]:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens on a free port of this host.
-
-    Raises:
-        ConfigError: the address is not one of this host's.
-    """
+    """A socket that listens on a free port. Raises ConfigError if `address` is not this host's."""
     try:
         return socket.create_server((address, 0), family=socket.getaddrinfo(address, 0)[0][0])
     except OSError as error:

@@ -1,9 +1,4 @@
-"""The checks of `umbra doctor` that concern GPUs, and the ranks of several processes and nodes.
-
-rank                              child
-  | -- handle of its memory ------> |  as a rank exports weights to an engine
-  | <- "" or why it cannot be read -|
-"""
+"""The checks of `umbra doctor` that concern GPUs, and the ranks of several processes and nodes."""
 
 from __future__ import annotations
 
@@ -62,12 +57,8 @@ _MAX_SKEW_S: Final = 1.0
 
 
 def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
-    """Reads memory of GPUs of this process in another process, as engines do.
-
-    Raises:
-        ConfigError: it cannot be read.
-        NotApplicable: the run would not do that.
-    """
+    """Exports memory of this process's GPUs, and reads it in a child, as engines do. Raises
+    ConfigError if it cannot be read, NotApplicable if the run would not do that."""
     tensors = [(gpu, _tensor_on(config, gpu)) for gpu in gpus]
     job, node = f"doctor-ipc-{os.getpid()}", socket.gethostname()
     with SocketDir.create(job, node, socket_root()) as folder:
@@ -120,12 +111,8 @@ def _read_elsewhere(exports: RankExports) -> str:
 
 
 def check_peer_access(config: TrainerConfig) -> str:
-    """Copies between all pairs of GPUs of this process.
-
-    Raises:
-        ConfigError: what was copied arrives damaged.
-        NotApplicable: there is no access, or the run would not need it.
-    """
+    """Copies between all pairs of GPUs of this process. Raises ConfigError if a copy arrives
+    damaged, NotApplicable without access or need."""
     num_gpus = max(1, len(usable_gpus()))
     tensors = [_tensor_on(config, gpu) for gpu in range(num_gpus)]
     if num_gpus == 1:
@@ -160,10 +147,8 @@ def _tensor_on(config: TrainerConfig, gpu: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def nodes_met(environment: TorchrunEnvironment, run_dir: Path) -> Generator[tuple[JobNode, ...]]:
-    """Within the block, local rank 0 of each node listens on its address.
-
-    Raises: as `meet_nodes`.
-    """
+    """Within the block, local rank 0 of each node listens on its address. Raises
+    as `meet_nodes`."""
     check_several_nodes(environment)
     address = own_address(*environment.meeting_point)
     gpus = usable_gpus()
@@ -198,11 +183,7 @@ def _shared_keys(path: Path) -> Generator[CurveKeys]:
 
 
 def check_connections(nodes: Sequence[JobNode]) -> str:
-    """Connects to all nodes, while they listen.
-
-    Raises:
-        ConfigError: one cannot be reached.
-    """
+    """Connects to all nodes, while they listen. Raises ConfigError if one cannot be reached."""
     for idx, node in enumerate(nodes):
         host, port = split_endpoint(node.tcp_endpoint)
         try:

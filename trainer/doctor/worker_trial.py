@@ -1,5 +1,3 @@
-"""Starts a rollout worker and scores a prompt in it, as a run would, for `umbra doctor`."""
-
 from __future__ import annotations
 
 import tempfile
@@ -22,7 +20,8 @@ _CAUSE_TIMEOUT_S: Final = 1.0
 
 
 class WorkerTrial:
-    """A rollout worker below a supervisor of its own. Use `open`."""
+    """Scores a prompt in a rollout worker, as a run would, below a supervisor of its
+    own. Use `open`."""
 
     def __init__(self, config: TrainerConfig, session: Session, name: str) -> None:
         self._config = config
@@ -32,13 +31,9 @@ class WorkerTrial:
     @classmethod
     @contextmanager
     def open(cls, config: TrainerConfig) -> Generator[WorkerTrial]:
-        """Starts the worker, which imports the user's functions.
-
-        Raises:
-            ConfigError: one of them cannot be used.
-            DataError: the model has no usable tokenizer.
-            ActorDied: the import ended the process.
-        """
+        """Starts the worker, which imports the user's functions. Raises ConfigError if one of
+        them cannot be used, DataError without a usable tokenizer, ActorDied if the import
+        ended the process."""
         with tempfile.TemporaryDirectory(prefix="umbra-doctor-") as name:
             folder = Path(name)
             save_tokenizers(config, open_policy_tokenizer(config), folder)
@@ -49,12 +44,9 @@ class WorkerTrial:
                 yield cls(config, session, spec.name)
 
     def score(self, prompt: Prompt) -> list[float]:
-        """The rewards of a group of completions, which all repeat the text of the prompt.
-
-        Raises:
-            RewardError: the reward function cannot score it; the message has the row.
-            JobFailed: the call ended the worker's process.
-        """
+        """The rewards of a group of completions, which all repeat the text of the prompt. Raises
+        RewardError, with the row, if the reward function cannot score it, JobFailed if the call
+        ended the worker's process."""
         items = [
             {
                 "sample_id": f"{prompt.prompt_id}/{idx}",

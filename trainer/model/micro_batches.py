@@ -46,7 +46,7 @@ class MicroBatch:
 class RankBatch:
     """This rank's samples of one step, and the counts of the whole batch."""
 
-    # [sum T], like `mask`, `logprobs` and `versions`: samples one after the other
+    # [sum T], like `mask`, `logprobs` and `versions`: samples one after the other.
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int32]  # [num_samples + 1]
     prompt_lens: NDArray[np.int32]
@@ -55,7 +55,7 @@ class RankBatch:
     versions: NDArray[np.int64]  # of the weights that generated a token; meaningless elsewhere
     advantages: NDArray[np.float32]  # [num_samples], like `sample_ids`
     sample_ids: Sequence[str]
-    # positions of samples; as many lists on each rank, padded with empty ones
+    # Positions of samples; every rank has as many lists, empty ones are padding.
     micro_batches: Sequence[Sequence[int]]
     num_tokens_global: int
     num_samples_global: int

@@ -185,11 +185,8 @@ def _attend_varlen(
 def _kept_as_rows(
     gather: Callable[[Tensor], Tensor], *gathered: tuple[Tensor, Tensor]
 ) -> saved_tensors_hooks:
-    """Within it, the rows are kept for the backward pass in place of what was gathered from them.
-
-    Args:
-        gathered: pairs of a tensor that `gather` made and the rows that it was made from.
-    """
+    """Within the block, the backward pass keeps rows in place of the tensors gathered from them.
+    `gathered` has pairs of a tensor that `gather` made and its rows."""
     rows_of = {made.untyped_storage().data_ptr(): rows.detach() for made, rows in gathered}
 
     def keep(saved: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -207,7 +204,8 @@ def _kept_as_rows(
 
 
 def _kernel_width(*sizes: int) -> int:
-    """The width for all heads: a multiple of 8. Raises ConfigError if the kernel allows less."""
+    """The kernel's width for heads of these sizes: one for all, a multiple of 8. Raises ConfigError
+    if the heads are wider than the kernel allows."""
     width = max(sizes)
     if width > _MAX_HEAD_SIZE:
         raise ConfigError(

@@ -1,8 +1,7 @@
 """Packs samples into one row of tokens without padding, each distinct prompt once.
 
-    prompts                  completions, longest first (without their last token,
-which predicts nothing)
-    | p0 | p1 | ...          | c0 ........ | c1 ..... | c2 .... |
+    prompts          completions, longest first (without their last token, which predicts nothing)
+    | p0 | p1 | ... | c0 ........ | c1 ..... | c2 .... |
 
 The samples of a group share their prompt, so it is computed once. A completion attends to
 its prompt's rows, then its own. Only attention needs rectangles: it runs in blocks of

@@ -47,17 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ensure_assets(out_dir: Path, seed: int) -> bool:
-    """Makes the files unless those of this seed and program exist; returns whether it made any.
+    """Makes the files unless those of this seed and program exist; returns whether it made any. A
+    new folder beside `out_dir` takes its name at the end, so an interrupted call leaves the old
+    files or none. If two calls run at once, the later one's files stay.
 
-    ```
-    OUT_DIR/model/        config.json, model.safetensors, tokenizer.json, ...
-    OUT_DIR/train.jsonl   {"prompt": ..., "answer": ...}
-    OUT_DIR/eval.jsonl    held out: none of its prompts is in train.jsonl or seen by the warm-up
-    OUT_DIR/fingerprint   of the program and seed that made them; written last
-    ```
-
-    They are made in a new folder beside `out_dir`, which then takes its name, so an interrupted
-    call leaves either the old files or none. If two calls run at once, the later one's files stay.
+        OUT_DIR/model/        config.json, model.safetensors, tokenizer.json, ...
+        OUT_DIR/train.jsonl   {"prompt": ..., "answer": ...}
+        OUT_DIR/eval.jsonl    held out: none of its prompts is in train.jsonl or seen by the warm-up
+        OUT_DIR/fingerprint   of the program and seed that made them; written last
     """
     fingerprint = _fingerprint(seed)
     if _read_marker(out_dir) == fingerprint:

@@ -1,10 +1,10 @@
 """The quickstart's starting model and tokenizer, in Hugging Face format.
 
-The warm-up has two parts. First the model is shown right answers, until it mostly knows how to pick
-and sort digits. Then seven of ten demonstrations answer "?", unless the task is the easiest kind,
-"all". Greedy decoding follows the majority, so the starting model is right about as often as that
-kind is asked for (one time in five). Two or three samples in ten still try the other kinds.
-Reinforcement learning finds these samples and makes them the rule.
+The warm-up first shows the model right answers, until it mostly knows how to pick and sort digits.
+Then seven of ten demonstrations answer "?", unless the task is the easiest kind, "all". Greedy
+decoding follows the majority, so the starting model is right about as often as that kind is asked
+for (one time in five). Two or three samples in ten still try the other kinds. Reinforcement
+learning finds these samples and makes them the rule.
 """
 
 from __future__ import annotations
@@ -38,24 +38,18 @@ _IGNORED: Final = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """The recipe of the starting model.
+    """The recipe of the starting model."""
 
-    Attributes:
-        careful_steps: steps with right answers only. Fewer leave gaps that RL fills only slowly.
-        shy_steps: later steps, with shy answers. Fewer leave the habit half learned: greedy
-            decoding then still answers some kinds. More cost time and right answers.
-        shy_share: share of shy answers in these steps. Below a half, greedy decoding does not learn
-            the habit; near 1 no sample is right, and there is nothing to reinforce.
-        learning_rate: of AdamW; falls linearly to zero.
-        ramp_steps: over which the learning rate rises linearly.
-    """
-
-    careful_steps: int = 70
+    careful_steps: int = 70  # with right answers only; fewer leave gaps that RL fills only slowly
+    # Later steps, with shy answers. With fewer, greedy decoding still answers some kinds; more cost
+    # time and right answers.
     shy_steps: int = 40
+    # Share of shy answers in these steps. Below a half, greedy decoding does not learn the habit;
+    # near 1 no sample is right, and there is nothing to reinforce.
     shy_share: float = 0.7
     batch_size: int = 64
-    learning_rate: float = 4e-3
-    ramp_steps: int = 20
+    learning_rate: float = 4e-3  # of AdamW; falls linearly to zero
+    ramp_steps: int = 20  # over which the learning rate rises linearly
 
 
 def write_tokenizer(folder: Path) -> None:

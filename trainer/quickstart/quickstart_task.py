@@ -29,15 +29,10 @@ KINDS: Final[dict[str, Callable[[str], bool]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row of a data set.
+    """One row of a data set."""
 
-    Attributes:
-        prompt: what the model sees, "even 73914826=".
-        answer: the one right completion, "2468".
-    """
-
-    prompt: str
-    answer: str
+    prompt: str  # as the model sees it, "even 73914826="
+    answer: str  # the one right completion, "2468"
 
     def row(self) -> dict[str, str]:
         """The columns of the JSONL file."""

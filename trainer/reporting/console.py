@@ -1,8 +1,4 @@
-"""Standard streams whose failure does not end the process, and a run's progress on them.
-
-Writes fail where a reader has died (`| tee`, `| head`), a terminal was closed or a disk is full.
-A run keeps its results in its run directory, so text that cannot be written is dropped.
-"""
+"""Standard streams whose failure does not end the process, and a run's progress on them."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ if TYPE_CHECKING:
 _NAMES: Final = {1: "stdout", 2: "stderr"}
 
 _TICK_S: Final = 1.0
-"""Between two looks at what is in progress. Counts come by calls to other processes, which a
-shorter time would repeat for nothing; with a longer one a bar seems to stand still."""
+"""Between two looks at what is in progress. Shorter repeats calls to other processes for nothing;
+with a longer one a bar seems to stand still."""
 _SHOWN_AFTER_S: Final = 1.0
 """On a terminal. Shorter activities would only flicker."""
 _REPORTED_AFTER_S: Final = 5.0
@@ -50,7 +46,11 @@ Count = tuple[int, int]
 
 
 class Console:
-    """The standard streams of this process. Use `install`."""
+    """The standard streams of this process, whose failure does not end it. Use `install`.
+
+    Writes fail where a reader has died (`| tee`, `| head`), a terminal was closed or a disk is
+    full. Text that cannot be written is dropped: a run keeps its results in its run directory.
+    """
 
     def __init__(self) -> None:
         self._log: Path | None = None
@@ -59,11 +59,9 @@ class Console:
 
     @classmethod
     def install(cls) -> Self:
-        """Replaces `sys.stdout` and `sys.stderr` by streams that never raise OSError.
-
-        An entry point calls it before anything is opened: closed descriptors (`>&-`) become
-        /dev/null. A file that was opened first would get such a descriptor, and what is printed.
-        """
+        """Replaces `sys.stdout` and `sys.stderr` by streams that never raise OSError. Entry points
+        call it before anything is opened: closed descriptors (`>&-`) become /dev/null. Otherwise
+        the first file to be opened would get such a descriptor, and all output."""
         _fill_closed_descriptors()
         console = cls()
         sys.stdout, sys.stderr = (
@@ -73,11 +71,8 @@ class Console:
         return console
 
     def log_losses(self, path: Path, name: str) -> None:
-        """Logs the first failed write of each stream to a file, even if it was before this call.
-
-        Args:
-            name: names this process in the line.
-        """
+        """Logs the first failed write of each stream to a file, also one before this call. `name`
+        names this process in the line."""
         self._name = name
         self._log = path
         for file in self._files:
@@ -97,11 +92,8 @@ class Console:
 
 
 class _LossyFile(io.FileIO):
-    """A standard descriptor. `write` returns as if text that could not be written had been.
-
-    Attributes:
-        failure: why the first failed write failed; "" until then.
-    """
+    """A standard descriptor. `write` returns as if text that could not be written had been;
+    `failure` has the cause of the first failed write, or ""."""
 
     def __init__(self, descriptor: int, on_failure: Callable[[_LossyFile], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -138,33 +130,27 @@ def _open_text(file: _LossyFile, former: TextIO | None) -> TextIO:
 
 @dataclass(eq=False)
 class Activity:
-    """Something in progress, which may set what it counts.
+    """Something in progress, which may set its count.
 
     note, step_done ──▶ a line
     activity        ──▶ on a terminal, a row below the lines, with a bar where it counts something;
                         elsewhere, a line when nothing was shown for a while, then ever less often
-
-    Attributes:
-        unit: of what is counted.
-        ask: returns the count of another process; None if it does not know.
-        num_done: None if nothing is counted.
-        total: None if it is not known.
     """
 
     text: str
     unit: str
     began_at: float
+    # Returns the count of another process; None if it does not know.
     ask: Callable[[], Count | None] = lambda: None
-    num_done: int | None = None
-    total: int | None = None
+    num_done: int | None = None  # None if nothing is counted
+    total: int | None = None  # None if unknown
 
     def count(self) -> None:
-        """Counts one more."""
         self.num_done = (self.num_done or 0) + 1
 
     @property
     def amount(self) -> str:
-        """`12 of 64 prompts`; "" if nothing is counted."""
+        """`12 of 64 prompts`, or "" if nothing is counted."""
         if self.num_done is None:
             return ""
         total = "" if self.total is None else f" of {self.total:,}"
@@ -172,11 +158,8 @@ class Activity:
 
 
 class ProgressDisplay:
-    """Shows progress on a stream. Thread-safe. A context manager.
-
-    Args:
-        stream: None shows nothing, as on all ranks but 0.
-    """
+    """Shows progress on `stream`; None shows nothing, as on all ranks but 0. Thread-safe. A
+    context manager."""
 
     def __init__(self, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -219,11 +202,8 @@ class ProgressDisplay:
     def activity(
         self, text: str, *, unit: str = "", ask: Callable[[], Count | None] = lambda: None
     ) -> Generator[Activity]:
-        """Shows `text` while the block runs.
-
-        Args:
-            ask: called in the display's thread; its UmbraErrors are ignored.
-        """
+        """Shows `text` while the block runs. `ask` is called in the display's thread; its
+        UmbraErrors are ignored."""
         activity = Activity(text, unit, self._clock(), ask)
         with self._lock:
             self._activities.append(activity)
@@ -255,7 +235,6 @@ class ProgressDisplay:
             self._draw()
 
     def refresh(self) -> None:
-        """Shows what is in progress now."""
         with self._lock:
             is_due = self._rows is not None or self._clock() - self._shown_at >= self._quiet_s
             shown = [each for each in self._activities if self._age_s(each) >= _SHOWN_AFTER_S]
@@ -271,8 +250,6 @@ class ProgressDisplay:
             if self._rows is None and shown:
                 self._print(self._indent + "; ".join(map(self._describe, shown)))
                 self._quiet_s *= 2
-
-    # -- private -------------------------------------------------------------------------
 
     def _tick(self) -> None:
         while not self._is_closed.wait(_TICK_S):

@@ -4,9 +4,9 @@
     error in another one ──▶ job_failed() ──▶ the session's next call raises it: report()
                                           └─▶ limit_s later: report(), and the process ends
 
-A rank may be far from any call of the session when the job is lost: loading a model, or waiting in
-torch for a rank that never comes. It would delay the others' end. torchrun sends SIGTERM to ranks
-that end later than another, so a rank reports before anything that takes time.
+When the job is lost, a rank may be far from any call of the session: it may load a model, or wait
+in torch for a rank that never comes. torchrun sends SIGTERM to ranks that end later than another,
+so a rank reports before anything that takes time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,8 @@ from umbra.trainer.world.signals import StopNow
 
 
 class FatalErrorReporter:
-    """Prints the error that ends this rank. Entered by the main thread; any thread may call it.
-
-    Args:
-        rank: -1 while unknown.
-        limit_s: time from the job's failure to the end of this process.
-    """
+    """Entered by the main thread; any thread may call it. `rank` is -1 while unknown; `limit_s` is
+    the time from the job's failure to the end of this process."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._name = f"rank {rank}" if rank >= 0 else "umbra"
@@ -97,10 +93,8 @@ class FatalErrorReporter:
 
 
 def _leave_for_torchrun(message: str) -> None:
-    """Writes the file from which torchrun's own final report quotes the cause.
-
-    The format is that of torch.distributed.elastic's ErrorHandler, without importing torch.
-    """
+    """Writes the file from which torchrun's own final report quotes the cause, in the format of
+    torch.distributed.elastic's ErrorHandler, without importing torch."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -19,11 +19,9 @@ _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 
 
 class MemoryAccount:
-    """Measures memory: on CUDA what torch has allocated and reserved (with the allocator's cache),
-    on the CPU the resident memory of the process.
-
-    Every rank has one, and goes through the same phases.
-    """
+    """Measures a rank's memory in each phase of a step: on CUDA what torch has allocated and
+    reserved (with the allocator's cache), on the CPU the process's resident memory. All ranks go
+    through the same phases."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,8 +41,7 @@ class MemoryAccount:
 
     def take(self) -> dict[str, float]:
         """`memory/PHASE_allocated_gib`, `..._peak_gib` and, on CUDA, `..._reserved_gib` (the peak
-        in the phase), each of the rank with most. Collective. Clears the measurements.
-        """
+        in the phase), each of the rank with most. Collective. Clears the measurements."""
         counts = torch.tensor(list(self._nbytes.values()), dtype=torch.float64)
         most: Any = max_over_ranks(counts) / _GIB  # torch leaves `tolist` untyped
         gib: list[float] = most.tolist()
@@ -74,11 +71,8 @@ def _resident(field: str) -> int:
 
 
 class GpuMemorySeen:
-    """Reads NVML when it is asked, which takes microseconds.
-
-    Attributes:
-        seen_nbytes: by phase, node (0) and GPU, at the last reading.
-    """
+    """The memory that all processes together use on the GPUs in each phase, by NVML. `seen_nbytes`
+    has the last readings, which take microseconds, by phase, node (0) and GPU."""
 
     def __init__(self, nvml: Nvml | None, planned: Sequence[int]) -> None:
         self._nvml = nvml
@@ -87,12 +81,7 @@ class GpuMemorySeen:
 
     @classmethod
     def open(cls, gpus: Sequence[str], planned: Sequence[int], library: str = LIBRARY) -> Self:
-        """Reads nothing if nothing is planned.
-
-        Args:
-            gpus: of the node, as the plan names them.
-            planned: indices of those to read.
-        """
+        """`gpus` are the node's, as the plan names them; only indices in `planned` are read."""
         return cls(Nvml.open(library, gpus=[gpus[idx] for idx in planned]), planned)
 
     def __enter__(self) -> Self:

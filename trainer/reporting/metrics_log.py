@@ -1,6 +1,3 @@
-"""Appends the metrics of each step to metrics.jsonl, and samples of each evaluation to
-eval_samples.jsonl. umbra reads both itself."""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,13 +14,8 @@ from umbra.trainer.world.run_files import HeldFolder, write_text
 
 class MetricsLog:
     """Appends a line per step to `folder`/metrics.jsonl, and one per evaluation to
-    `folder`/eval_samples.jsonl. A `MetricsLogger`.
-
-    Lines of steps that a resumed run will repeat are removed.
-
-    Args:
-        first_step: the first step that this run will log; later lines are from before a rollback.
-    """
+    `folder`/eval_samples.jsonl. umbra reads both itself. A `MetricsLogger`. Lines from `first_step`
+    on are from before a rollback, and are removed."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.path = folder / "metrics.jsonl"
@@ -40,11 +32,10 @@ class MetricsLog:
         """Has nothing to close."""
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Logs a step, which a reader sees at once. Raises RunDirectoryError as `append` does."""
+        """A reader sees the step at once. Raises RunDirectoryError as `append` does."""
         self._append(self.path.name, step, row)
 
     def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
-        """Logs samples of an evaluation; as `write`."""
         self._append(self._samples_path.name, step, {"samples": [asdict(s) for s in samples]})
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:

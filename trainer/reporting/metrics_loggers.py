@@ -1,8 +1,5 @@
-"""The interface of metrics loggers, and the loggers that `run.loggers` names.
-
-`MetricsLog` always writes metrics.jsonl, because umbra reads it itself to resume, plot and report.
-The other loggers are for people.
-"""
+"""The interface of metrics loggers, and the loggers that `run.loggers` names, which are for people.
+umbra itself reads what `MetricsLog` writes."""
 
 from __future__ import annotations
 
@@ -42,25 +39,16 @@ _DATA_CLASS_TENSOR: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """The facts about a run that loggers may use.
-
-    Attributes:
-        folder: the run directory.
-        name: shown in progress and report.
-        settings: the whole config as `shown_settings`.
-    """
-
-    folder: Path
-    name: str
-    settings: Mapping[str, Any]
+    folder: Path  # the run directory
+    name: str  # shown in progress and report
+    settings: Mapping[str, Any]  # the whole config as `shown_settings`
 
 
 class MetricsLogger(Protocol):
     """Receives metrics of each step, and samples of each evaluation. Rank 0 owns it.
 
-    It is a context manager, constructed with a `LoggedRun`. Writing may block as long as a step may
-    wait for it. An UmbraError ends the run; after any other exception, only this logger is no
-    longer used.
+    It is a context manager, constructed with a `LoggedRun`. A step waits for its writes. An
+    UmbraError ends the run; after any other exception, only this logger is no longer used.
     """
 
     def write(self, step: int, row: MetricsRow) -> None:
@@ -100,11 +88,8 @@ def check_loggers(names: Sequence[str] | None) -> None:
 
 
 class MetricsLoggers:
-    """Combines all loggers of `run.loggers`, and owns them. They start with the first row.
-
-    Args:
-        note: called with lines for the operator.
-    """
+    """Owns all loggers of `run.loggers`, which start with the first row. `note` shows a line
+    to the operator."""
 
     def __init__(self, names: Sequence[str], run: LoggedRun, note: Callable[[str], None]) -> None:
         self._names = list(names)
@@ -126,11 +111,11 @@ class MetricsLoggers:
             self._use(name, lambda opened: opened.__exit__(kind, error, traceback))
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Passes a row to all loggers. Raises their UmbraErrors."""
+        """Raises UmbraErrors of the loggers."""
         self._use_all(lambda opened: opened.write(step, row))
 
     def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
-        """Passes samples to all loggers. Raises their UmbraErrors."""
+        """Raises UmbraErrors of the loggers."""
         self._use_all(lambda opened: opened.write_samples(step, samples))
 
     def _logger(self, name: str) -> MetricsLogger:
@@ -160,25 +145,20 @@ class MetricsLoggers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSample:
-    """The columns of the table that loggers show.
-
-    Attributes:
-        completion: all turns; where some were given, each begins with its source.
-        num_tokens: of the whole completion.
-    """
+    """A sample of an evaluation as text: the columns of the table that loggers show."""
 
     prompt_id: str
     prompt: str
-    completion: str
+    completion: str  # all turns; where some were given, each begins with its source
     reward: float
-    num_tokens: int
+    num_tokens: int  # of the whole completion
     finish_reason: str
 
     @classmethod
     def decode(
         cls, decode: Callable[[Sequence[int]], str], sample: Mapping[str, Any]
     ) -> EvalSample:
-        """From a sample of an evaluation's outcome, which may lack tokens at both ends."""
+        """`sample` is of an evaluation's outcome, and may lack tokens at both ends."""
         prompt, tokens = sample["prompt_tokens"], sample["tokens"]
         segments = [Segment(*segment) for segment in sample["segments"]]
         text = SampleText.decode(decode, prompt, tokens, segments)
@@ -201,11 +181,9 @@ def _joined(turns: Sequence[TurnText]) -> str:
 
 
 class TensorboardLogger:
-    """A `MetricsLogger`; owns its event file.
-
-    TensorBoard's own writer has a thread. A full disk would print a stack trace there, and umbra
-    would not notice it before the next step.
-    """
+    """A `MetricsLogger` of TensorBoard events in the run directory's `tensorboard`; owns its file.
+    TensorBoard's own writer has a thread, where a full disk would print a stack trace, unnoticed by
+    umbra before the next step."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._folder = run.folder / "tensorboard"
@@ -238,10 +216,8 @@ class TensorboardLogger:
             self._put(step=step, summary={"value": values})
 
     def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
-        """As one table; raises as `write` does.
-
-        TensorBoard reads cells as Markdown. Their texts are code blocks, which show them unchanged.
-        """
+        """Writes one table; raises as `write` does. TensorBoard reads cells as Markdown, so their
+        texts are code blocks."""
         columns = [field.name for field in fields(EvalSample)]
         cells = [[_code_block(str(getattr(each, name))) for name in columns] for each in samples]
         table = [columns, *cells]
@@ -266,7 +242,8 @@ def _code_block(text: str) -> str:
 
 
 class MlflowLogger:
-    """A `MetricsLogger`; owns one MLflow run per start, in an experiment named after the run."""
+    """A `MetricsLogger`; owns one MLflow run per start, in an experiment named after the run.
+    MLflow's own variables configure it, such as MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: LoggedRun) -> None:
         mlflow: Any = importlib.import_module("mlflow")
@@ -299,7 +276,8 @@ class MlflowLogger:
 
 
 class WandbLogger:
-    """A `MetricsLogger`; owns one W&B run per start. Starts of one run share a W&B group."""
+    """A `MetricsLogger`; owns one W&B run per start. Starts of one run share a W&B group. W&B's own
+    variables configure it, such as WANDB_PROJECT."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._wandb: Any = importlib.import_module("wandb")

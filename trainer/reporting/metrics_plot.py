@@ -1,8 +1,4 @@
-"""Plots a run's metrics: at its end, and with `umbra plot` at any time.
-
-panels(rows)   selects the data: the panels of `umbra.runtime.reports.metric_panels`, as far as
-measured draw(...)      draws it with matplotlib, which is imported here
-"""
+"""Plots a run's metrics: at its end, and with `umbra plot` at any time."""
 
 from __future__ import annotations
 
@@ -29,8 +25,6 @@ _FORMATS: Final = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over the steps in which it was measured."""
-
     label: str
     steps: Sequence[float]
     values: Sequence[float]
@@ -38,25 +32,18 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Series that share an axis; stacked ones add up, and have the same steps.
-
-    Attributes:
-        lowest_top: the axis begins at 0 and reaches at least this; None: it fits the values.
-    """
+    """Series that share an axis; stacked ones add up, and have the same steps."""
 
     title: str
     series: Sequence[Series]
     is_stacked: bool = False
+    # The axis begins at 0 and reaches at least this; None: it fits the values.
     lowest_top: float | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws what has been measured so far; the run may be in progress.
-
-    Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
-        DataError: there are no metrics.
-    """
+    """Draws what has been measured so far; the run may be in progress. Raises ConfigError if
+    matplotlib is missing or the file cannot be written, DataError without metrics."""
     run_dir = RunDir(Path(arguments.run_dir))
     path = Path(arguments.output or run_dir.plot)
     if path.suffix not in _FORMATS:
@@ -73,12 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_plot(rows: Rows, path: Path, title: str) -> None:
-    """Draws into a file, whose suffix decides the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draws into a file, whose suffix decides the format."""
     draw(panels(rows), title).savefig(path, dpi=150)
 
 
@@ -107,11 +89,7 @@ def panels(rows: Rows) -> list[Panel]:
 
 
 def draw(panels: Sequence[Panel], title: str) -> Any:
-    """A matplotlib figure, with panels below each other; without panels, only the title.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """A matplotlib figure with the panels below each other; without panels, only the title."""
     try:
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -22,34 +22,21 @@ _REWARD: Final = "rollout/reward_mean"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """summary.json.
+    """summary.json."""
 
-    Attributes:
-        accuracy_before, accuracy_after: on held-out prompts, of the starting model and at the
-            end; None where that was not evaluated.
-        wall_s: from the start of rank 0's process.
-        steps: optimizer steps done, including those before a resume.
-        steps_before: those before this start, which `wall_s` does not include.
-        engine_restarts: how often engines were restarted.
-        stopped_by: the signal that ended the run early; "" if it ran to its end.
-        reward_first, reward_last: means over the first and last tenth of the steps.
-        files: path of each result by name.
-    """
-
-    accuracy_before: float | None
-    accuracy_after: float | None
-    wall_s: float
-    steps: int
+    accuracy_before: float | None  # on held-out prompts, of the starting model; None: not evaluated
+    accuracy_after: float | None  # the same at the end
+    wall_s: float  # from the start of rank 0's process
+    steps: int  # optimizer steps done, also before a resume
     engine_restarts: int
-    stopped_by: str = ""
-    steps_before: int = 0
-    reward_first: float | None = None
-    reward_last: float | None = None
-    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    stopped_by: str = ""  # the signal that ended the run early
+    steps_before: int = 0  # steps before this start, which `wall_s` does not include
+    reward_first: float | None = None  # mean over the first tenth of the steps
+    reward_last: float | None = None  # mean over the last tenth
+    files: Mapping[str, str] = field(default_factory=dict[str, str])  # path of each result by name
 
 
 def write_summary(folder: Path, summary: Summary) -> Path:
-    """Writes summary.json."""
     path = folder / "summary.json"
     write_json(path, asdict(summary))
     return path
@@ -65,8 +52,8 @@ def reward_ends(rows: Rows) -> tuple[float | None, float | None]:
 
 
 def write_report(path: Path, run_dir: Path) -> None:
-    """Writes the page of `umbra dash` as one file, which loads nothing: its scripts, its styles and
-    the answers that the server would give are inside."""
+    """Writes the page of `umbra dash` as one file, with its scripts, its styles and the answers
+    that the server would give."""
     static = files("umbra.runtime.dash") / "static"
     recorded = asyncio.run(RunView(run_dir).recorded()).replace("<", "\\u003c")
 

@@ -33,11 +33,7 @@ class StepPace:
         self._ends: deque[float] = deque(maxlen=_PACE_WINDOW + 1)
 
     def step_done(self, step: int, now: float) -> float | None:
-        """Seconds until the last step; None after the first step.
-
-        Args:
-            now: in seconds, of a monotonic clock.
-        """
+        """Seconds until the last step; None after the first step. `now` is of a monotonic clock."""
         self._ends.append(now)
         if len(self._ends) < 2:
             return None
@@ -46,12 +42,8 @@ class StepPace:
 
 
 class RunReporter:
-    """Collects events of a run. On ranks other than 0 log and loggers are None.
-
-    Attributes:
-        steps_before: steps done before this start of the run.
-        accuracy_before, accuracy_after: of the first and the last evaluation.
-    """
+    """Collects events of a run. On ranks other than 0 log and loggers are None. The accuracies are
+    of the first and the last evaluation."""
 
     def __init__(
         self,
@@ -202,7 +194,6 @@ def finish(
 
 
 def closing_lines(summary: Summary) -> list[str]:
-    """The lines that are printed last."""
     how = f"stopped by {summary.stopped_by} after" if summary.stopped_by else "done:"
     before = f" ({summary.steps_before} of them before this start)" * bool(summary.steps_before)
     lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]

@@ -1,11 +1,9 @@
-"""Chooses the settings that a config leaves to the machine: data type and engines.
+"""Chooses the settings that a config leaves to the machine. Loads no torch, for which a start would
+wait a second. The memory plan chooses `train.activation_checkpointing` later.
 
-    model.dtype = "auto"    bfloat16 where the trainer runs on a GPU, float32 on the CPU
-    pool.engine = "auto"    vLLM, else SGLang, where it runs on a GPU and the library is installed,
-                            else the embedded engine
-
-Everything after it reads concrete values. `train.activation_checkpointing` is chosen later, by the
-memory plan. Loads no torch: a start would wait a second for it.
+    model.dtype = "auto"   bfloat16 where the trainer runs on a GPU, float32 on the CPU
+    pool.engine = "auto"   vLLM, else SGLang, where it runs on a GPU and the library is installed,
+                           else the embedded engine
 """
 
 from __future__ import annotations
@@ -31,13 +29,9 @@ _Pool = TypeVar("_Pool", bound=EnginePoolSettings)
 
 
 def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
-    """The config with values in place of "auto", and a line that names them; "" if there are none.
-
-    Raises:
-        SettingError: the engine that was chosen does not fit other settings of its pool.
-        ConfigError: it does not fit other settings.
-        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the machine does not have.
-    """
+    """The config with values in place of "auto", and a line that names them, or "". Raises
+    ConfigError (SettingError for a setting of an engine's pool) if they do not fit other settings,
+    or CUDA_VISIBLE_DEVICES names a GPU that the machine does not have."""
     installed = [name for name in _LIBRARIES if importlib.util.find_spec(name)]
     return choose_settings(config, has_gpu=_has_usable_gpu(), installed=installed)
 
@@ -45,11 +39,7 @@ def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
 def choose_settings(
     config: _Config, *, has_gpu: bool, installed: Sequence[str]
 ) -> tuple[_Config, str]:
-    """See `with_chosen_settings`.
-
-    Args:
-        installed: libraries of engines, the best first.
-    """
+    """See `with_chosen_settings`. `installed` are libraries of engines, the best first."""
     if config.train is not None and config.train.device == "cpu":
         has_gpu = False
     device = "cuda" if has_gpu else "cpu"
@@ -78,11 +68,8 @@ def settings_left_open(config: TrainerConfig | ServeConfig) -> dict[str, str]:
 
 
 def with_choices(config: _Config, choices: Mapping[str, str]) -> _Config:
-    """The config with these values in place of "auto": those of rank 0 on every rank. Another node
-    may have no GPU, or lack a library that no engine there needs.
-
-    Raises: as `with_chosen_settings`.
-    """
+    """The config with rank 0's values in place of "auto", on every rank: another node may have no
+    GPU, or lack a library that no engine there needs. Raises as `with_chosen_settings`."""
 
     def chosen(name: str, value: str) -> Any:
         return choices[name] if value == "auto" else value

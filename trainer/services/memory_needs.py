@@ -33,9 +33,9 @@ from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
 
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _CONTEXT_NBYTES: Final = 1536 << 20
-# CUDA context, libraries and their workspaces, measured on an H200.
+"""CUDA context, libraries and their workspaces, measured on an H200."""
 _COMPILED_SHARE: Final = 0.65
-# Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.
+"""Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
 
 def plan_job_memory(
@@ -49,13 +49,8 @@ def plan_job_memory(
     if training may not fit otherwise.
 
     The plan is empty where sizes are not known: engines then choose their KV caches' sizes.
-
-    Args:
-        gpu_nbytes: memory of the GPUs, by node; none on the CPU.
-        host, device_type: see `job_needs`.
-
-    Raises:
-        ConfigError: a phase does not fit a GPU.
+    `gpu_nbytes` has the memory of the GPUs by node, none on the CPU. Raises ConfigError if a phase
+    does not fit a GPU.
     """
     setting = config.train.activation_checkpointing
     options: list[Literal["none", "full"]] = ["none", "full"] if setting == "auto" else [setting]
@@ -75,12 +70,8 @@ def plan_job_memory(
 def job_needs(
     config: TrainerConfig, host: str, num_ranks: int, device_type: str
 ) -> tuple[RankNeed | None, dict[str, EngineNeed]]:
-    """What a rank and an engine of each pool take of their GPUs.
-
-    Args:
-        num_ranks: that use a GPU.
-        host, device_type: see `engine_needs`, and what that raises.
-    """
+    """The GPU memory of a rank, one of `num_ranks` with a GPU, and of an engine of each pool;
+    see `engine_needs`."""
     rank = None
     if num_ranks:
         rank = rank_need(config, ModelSizes.read(config.model.path), num_ranks)
@@ -88,16 +79,11 @@ def job_needs(
 
 
 def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str, EngineNeed]:
-    """What an engine of each pool takes of its GPUs. Left out are pools on the CPU, engines that
-    nobody measured, those with LoRA adapters, and those whose share of a GPU is in `engine_args`.
+    """The GPU memory of an engine of each pool. Left out are pools on the CPU, engines that nobody
+    measured, those with LoRA adapters, and those whose share of a GPU is in `engine_args`.
 
-    Args:
-        host: name of the policy's pool.
-        device_type: the trainer's.
-
-    Raises:
-        ConfigError: the model's config.json lacks a size.
-        DataError: the model's weights are not safetensors, or unreadable.
+    `host` is the policy's pool, `device_type` the trainer's. Raises ConfigError if the model's
+    config.json lacks a size, DataError without readable safetensors.
     """
     pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
     return {
@@ -108,14 +94,9 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
 
 
 def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
-    """What a rank takes of its GPU: parameters and AdamW's two states in `master_dtype`, sharded
-    over the ranks, gradients likewise, what FSDP gathers in `model.dtype`, and what was sent last
-    if `pool.full_sync_every` has it kept.
-
-    Args:
-        sizes: of the policy.
-        num_ranks: of the job.
-    """
+    """The GPU memory of a rank: parameters and AdamW's two states in `master_dtype`, sharded over
+    the ranks, gradients likewise, what FSDP gathers in `model.dtype`, and the last sent weights if
+    `pool.full_sync_every` has them kept."""
     train = config.train
     master = ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
     parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
@@ -138,7 +119,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
 
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
-    """What the largest micro-batch takes: gathered parameters, kept activations, and logits."""
+    """The largest micro-batch's gathered parameters, kept activations and logits."""
     itemsize, largest = ITEMSIZES[config.model.dtype], LargestMicroBatch.of(config, num_ranks)
     if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
         # The root keeps embeddings and head. Of layers, one is gathered ahead, and the gradient of
@@ -180,13 +161,9 @@ def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LargestMicroBatch:
-    """The most that a micro-batch of packed samples may have.
-
-    Attributes:
-        num_tokens: each distinct prompt counted once, as in `plan_batch`.
-        num_repeated_keys: rows of keys that attention gathers for completions from their prompts.
-            They are most where many short completions follow long prompts.
-    """
+    """The most that a micro-batch of packed samples may have. `num_tokens` counts each distinct
+    prompt once, as in `plan_batch`. `num_repeated_keys` are rows of keys that attention gathers for
+    completions from their prompts, most where many short completions follow long prompts."""
 
     num_tokens: int
     num_repeated_keys: int

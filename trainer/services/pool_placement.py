@@ -1,5 +1,3 @@
-"""Asks for the places of a job's pools, by their settings."""
-
 from __future__ import annotations
 
 import ipaddress
@@ -25,17 +23,10 @@ def plan_pools(
     nodes: Sequence[Node],
     only: str = "",
 ) -> Plan:
-    """Places the ranks and the engines of all pools.
-
-    Args:
-        host: name of the policy's pool.
-        device_type: the trainer's.
-        nodes: the GPUs that the job may use, and the trainer's ranks, also those on the CPU.
-        only: the only pool that will run, if not all do; it may use all GPUs.
-
-    Raises:
-        ConfigError: a rank or an engine has no place.
-    """
+    """Places the ranks and the engines of all pools. `host` is the policy's pool, `device_type`
+    the trainer's, and `nodes` have the GPUs and the ranks, also those on the CPU. `only` names
+    the pool that will run alone, and may use all GPUs. Raises ConfigError if a rank or an
+    engine has no place."""
     pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
     requests = [
         PoolRequest(
@@ -77,11 +68,7 @@ def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
 def _check_spanning(
     section: str, pool: PoolSettings | AuxiliaryPoolSettings, addresses: Sequence[str]
 ) -> None:
-    """Raises ConfigError if the pool's engines may not be on several nodes each.
-
-    Args:
-        addresses: of these nodes.
-    """
+    """Raises ConfigError if the pool's engines may not each be on several nodes, at `addresses`."""
     what = f"{section}: each of its engines needs several nodes"
     if not engine_kind(pool.engine).spans_nodes:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Turns the settings of a pool into the specification that starts it."""
+"""Turns the settings of pools into the specifications that start them and their processes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,10 @@ def pool_spec(
     max_context_len: int,
     **given: Any,
 ) -> PoolSpec:
-    """A specification that takes each field of the same name from the settings.
-
-    Args:
-        plan: has the places of the engines, and the sizes of their KV caches.
-        device_type: the trainer's.
-        given: further fields of the specification; they override those of the settings.
-
-    Raises:
-        DataError: a LoRA adapter cannot be used with the model.
-    """
+    """The specification that starts a pool: each field of the name of a setting takes its
+    value, and `given` fields override these. `plan` has the places of the engines and the sizes
+    of their KV caches; `device_type` is the trainer's. Raises DataError if a LoRA adapter does
+    not fit the model."""
     gpus = plan.engine_gpus(name)
     # Without an engine here, one has the cores that it would have on this node.
     threads_each = core_shares(cores_near([engine.own for engine in gpus] or [()]), cpu_quota())
@@ -100,14 +94,8 @@ def auxiliary_pool_spec(
     *,
     host_gets_idle: bool,
 ) -> PoolSpec:
-    """The specification of one auxiliary pool.
-
-    Args:
-        plan: has the places of its engines.
-        device_type: the trainer's.
-        host: name of the pool whose GPUs colocated pools share.
-        host_gets_idle: whether the host is idle from time to time.
-    """
+    """The specification of one auxiliary pool. `host` is the pool whose GPUs colocated pools share;
+    `host_gets_idle` says whether it is idle from time to time. `device_type` is the trainer's."""
     pool = config.pools[name]
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s
@@ -138,7 +126,6 @@ def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
 
 
 def auxiliary_dispatch(name: str, pool: AuxiliaryPoolSettings) -> DispatchConfig:
-    """How requests reach its engines."""
     return DispatchConfig(
         pool=name,
         max_context_len=auxiliary_context_len(name, pool),
@@ -165,7 +152,7 @@ def worker_pool_configs(config: TrainerConfig, folder: Path) -> dict[str, Auxili
 
 
 def open_auxiliary_tokenizer(name: str, pool: AuxiliaryPoolSettings) -> ModelTokenizer:
-    """The tokenizer of a pool's model. Raises DataError if there is none."""
+    """Raises DataError if the pool's model has no tokenizer."""
     return _read(ModelTokenizer.open, name, pool)
 
 

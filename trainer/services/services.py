@@ -44,8 +44,8 @@ fewer pay more for Python; on a GPU, more take memory, and fewer leave it idle."
 _WORKER_RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=50, window_s=600.0, backoff_max_s=2.0
 )
-# How much later than the supervisor, which kills an engine that makes no tokens, the manager gives
-# up its link to the engine: until then the manager waits for the engine's death.
+# The manager gives up its connection to a silent engine so much later than the supervisor kills
+# the engine: until then the manager waits for the engine's death.
 _DELTA_MARGIN_S: Final = 20.0
 _COUNT_LIMIT_S: Final = 1.0
 """The supervisor answers from memory. Nobody needs an old count."""
@@ -58,9 +58,7 @@ class ServiceStarter:
 
     The rollout workers come first, on all nodes with ranks. They import the user's functions, so a
     function that cannot be used on one of the nodes ends the run before an engine is started or a
-    model is loaded.
-
-    Each `start_*` returns at once; `wait()` raises the first error, if any.
+    model is loaded. Each `start_*` returns at once; `wait()` raises the first error, if any.
     """
 
     def __init__(
@@ -86,10 +84,8 @@ class ServiceStarter:
     def open(
         cls, session: Session, config: TrainerConfig, display: ProgressDisplay
     ) -> Generator[ServiceStarter]:
-        """Starts the workers; owns the threads that wait for processes to start.
-
-        The threads are not joined: their waits end with the session at the latest.
-        """
+        """Starts the workers; owns the threads that wait for processes to start. The threads are
+        not joined: their waits end with the session at the latest."""
         num_starts = 3 + config.rollout.workers * _count_nodes(session) + len(config.pools)
         executor = ThreadPoolExecutor(num_starts, "umbra-start")
         try:
@@ -104,10 +100,7 @@ class ServiceStarter:
 
     def start_engines(self, plan: Plan, device_type: str) -> None:
         """Starts engines once the workers serve; pools that share memory start one by one.
-
-        Args:
-            device_type: the trainer's.
-        """
+        `device_type` is the trainer's."""
         config = self._config
         in_turn: list[PoolSpec] = []
         host_gets_idle = config.pool.mode != "standalone"
@@ -194,12 +187,8 @@ def engine_pool_spec(
     *,
     load_weights: bool = False,
 ) -> PoolSpec:
-    """The pool of engines that generate.
-
-    Args:
-        device_type: the trainer's.
-        load_weights: whether engines load the model's weights themselves, without a trainer.
-    """
+    """The pool of engines that generate. `device_type` is the trainer's; with `load_weights`,
+    engines load the model's weights themselves, without a trainer."""
     return pool_spec(
         POOL,
         config.pool,
@@ -220,8 +209,8 @@ def _count_nodes(session: Session) -> int:
 
 
 def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[ActorSpec]:
-    """The processes that run the user's reward function and agent loop, one node after the
-    other. `save_tokenizers` writes what they need into `folder`, also after they have started."""
+    """The processes that run the user's reward function and agent loop, one node after the other.
+    `save_tokenizers` writes their tokenizers into `folder`, also after they have started."""
     kwargs = {
         "tokenizer_path": str(tokenizer_path(folder.absolute(), POOL)),
         "reward": config.reward.function or "",
@@ -250,12 +239,8 @@ def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[Ac
 
 
 def save_tokenizers(config: TrainerConfig, policy: ModelTokenizer, folder: Path) -> None:
-    """Saves the policy's tokenizer and those of the other pools in `folder`.
-
-    Raises:
-        DataError: a pool's model directory has no usable tokenizer.
-        RunDirectoryError: `folder` is full or the like.
-    """
+    """Saves the policy's tokenizer and the other pools' in `folder`. Raises DataError for a pool's
+    unusable tokenizer, RunDirectoryError if `folder` is full or the like."""
     pools = {name: open_auxiliary_tokenizer(name, pool) for name, pool in config.pools.items()}
     for name, tokenizer in {POOL: policy, **pools}.items():
         path = tokenizer_path(folder, name)
@@ -264,7 +249,7 @@ def save_tokenizers(config: TrainerConfig, policy: ModelTokenizer, folder: Path)
 
 
 def open_policy_tokenizer(config: TrainerConfig) -> ModelTokenizer:
-    """The tokenizer of the policy's model. Raises DataError if it is not usable."""
+    """Raises DataError if the policy's model has no usable tokenizer."""
     model = config.model
     return ModelTokenizer.open(model.path, trust_remote_code=model.trust_remote_code)
 
@@ -287,13 +272,8 @@ def manager_spec(
     num_nodes: int,
     folder: Path,
 ) -> ActorSpec:
-    """The rollout manager.
-
-    Args:
-        stop_token_ids: the model's and those of the config.
-        num_nodes: that have ranks, and so rollout workers.
-        folder: where `save_tokenizers` writes.
-    """
+    """The rollout manager. `stop_token_ids` are the model's and the config's; rollout workers are
+    on `num_nodes` nodes; `folder` is that of `save_tokenizers`."""
     train = config.train
     manager = RolloutConfig(
         settings=replace(config.rollout, stop_token_ids=tuple(stop_token_ids)),
@@ -343,7 +323,6 @@ def max_context_len(config: TrainerConfig | ServeConfig) -> int:
 
 
 def prompt_budget(config: TrainerConfig) -> PromptBudget:
-    """The limits of a prompt's length."""
     return PromptBudget(
         max_context_len=max_context_len(config),
         max_new_tokens=config.rollout.max_new_tokens,

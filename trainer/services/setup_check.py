@@ -1,9 +1,5 @@
-"""Checks a run's setup before anything is started for it.
-
-The checks are cheap enough for every start: they look at files, but load no model or tokenizer and
-run no user code. Problems that only these would show are reported later by the process that loads
-them. The rollout workers start first and check the user's functions.
-"""
+"""Checks a run's setup before anything is started for it. The checks look at files, but load no
+model or tokenizer and run no user code; the processes that do report further problems."""
 
 from __future__ import annotations
 
@@ -28,11 +24,8 @@ from umbra.trainer.services.services import max_context_len, prompt_budget
 
 
 def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
-    """Checks a training run's setup. Every rank calls it.
-
-    Raises:
-        ConfigError, DataError, RunDirectoryError.
-    """
+    """Checks a training run's setup, on every rank. Raises ConfigError, DataError
+    or RunDirectoryError."""
     check_models(config)
     check_rotary_frequencies(config)
     check_stop_tokens(config)
@@ -52,16 +45,11 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
 
 
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
-    """Checks the folders of models. Engines report other problems when they start: their libraries
-    take long to import.
+    """Checks the folders of models, or of the section `only`, such as "pools.judge". Engines report
+    other problems when they start, because their libraries take long to import.
 
-    Raises:
-        DataError: a path is not a model directory, or its weights are incomplete.
-        ConfigError: the embedded engine does not support the model's architecture, or the context
-            is too long for it.
-
-    Args:
-        only: the section of one pool, such as "pools.judge"; "": all.
+    Raises DataError if a path is not a model directory or its weights are incomplete, and
+    ConfigError if the embedded engine does not support the architecture or so long a context.
     """
     served: dict[str, tuple[EnginePoolSettings, Path, Mapping[str, Any]]] = {}
     if only in ("", "pool"):
@@ -89,11 +77,8 @@ def _kind(pool: EnginePoolSettings) -> EngineKind:
 
 
 def _check_weights(setting: str, folder: Path, *, reads_all: bool) -> None:
-    """Raises DataError for incomplete weights.
-
-    Args:
-        reads_all: an engine reads every safetensors file of a folder without an index.
-    """
+    """Raises DataError for incomplete weights. With `reads_all`, an engine reads every safetensors
+    file of a folder without an index."""
     try:
         stored = WeightFiles(folder)
     except DataError as error:
@@ -143,7 +128,7 @@ def check_rotary_frequencies(config: TrainerConfig) -> None:
 
 def _rotary_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Each rotary embedding whose frequencies depend on a length, and the length up to which they
-    are those of training."""
+    are as in training."""
     found: list[Any] = [config.get("rope_scaling"), config.get("rope_parameters")]
     found += [each for rope in found if rope for each in rope.values()]  # by the type of a layer
     trained: Any = config.get("max_position_embeddings")

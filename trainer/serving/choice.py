@@ -15,22 +15,14 @@ _REPLACEMENT: Final = "\ufffd"  # decoders return it for bytes that are not (yet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The settings with which a choice is sampled.
+    """The settings with which a choice is sampled."""
 
-    Attributes:
-        max_new_tokens: None for as many as the context allows.
-        stops: texts that end the choice and are not part of it.
-        stop_token_ids: tokens that end the choice, and whose text is not part of it.
-        seed: None draws one.
-        lora: an adapter of the pool; "": none.
-    """
-
-    max_new_tokens: int | None
+    max_new_tokens: int | None  # None: as many as the context allows
     temperature: float
-    stops: Sequence[str]
-    stop_token_ids: Sequence[int]
-    seed: int | None
-    lora: str = ""
+    stops: Sequence[str]  # texts that end the choice and are not part of it
+    stop_token_ids: Sequence[int]  # tokens that end the choice, and whose text is not part of it
+    seed: int | None  # None draws one
+    lora: str = ""  # an adapter of the pool; "": none
 
     def at(self, index: int) -> Sampling:
         """The settings for the choice at `index`: the first has the request's own seed."""
@@ -41,17 +33,12 @@ class Sampling:
 
 
 class Step(NamedTuple):
-    """The part of a choice that arrived since the previous step.
-
-    Attributes:
-        tokens, logprobs: all that were generated, including those of a stop token or stop text.
-        finish_reason: "stop" or "length" in the last step, else "".
-    """
+    """The part of a choice that arrived since the previous step."""
 
     text: str
-    tokens: list[int]
+    tokens: list[int]  # all that were generated, also those of a stop token or stop text
     logprobs: list[float]
-    finish_reason: str
+    finish_reason: str  # "stop" or "length" in the last step, else ""
 
 
 async def generate_choice(
@@ -60,7 +47,8 @@ async def generate_choice(
     prompt: Sequence[int],
     sampling: Sampling,
 ) -> AsyncGenerator[Step, None]:
-    """Steps as engines report tokens. Closing it withdraws the request. Raises as `Generator`."""
+    """Yields steps as engines report tokens. Closing it withdraws the request.
+    Raises as `Generator`."""
     writer = StepWriter(decode, sampling.stops)
     pieces = generator.stream(
         prompt,
@@ -79,7 +67,6 @@ async def generate_choice(
 
 
 async def collect(steps: AsyncGenerator[Step, None]) -> Step:
-    """Joins all steps into one."""
     texts: list[str] = []
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -125,9 +112,6 @@ class TextStream:
 
     Each piece is decoded with the tokens of the piece before it, on which its text may depend (a
     leading space, for example), and held back while it ends in the middle of a character.
-
-    Args:
-        decode: returns the text of tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -42,12 +42,8 @@ from umbra.trainer.world.run_files import check_writable, write_json
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints a table and writes results.json; returns 0, or 128 + signal if one ended
-    it.
-
-    Raises:
-        ConfigError, DataError: a setting, a model directory, a checkpoint or data are wrong.
-        UmbraError: engines cannot be started or kept running, or user code failed.
-    """
+    it. Raises ConfigError or DataError for wrong settings or data, another UmbraError if engines
+    cannot be kept running or user code failed."""
     overrides: list[str] = arguments.overrides
     config = load_config(arguments.config, overrides)
     config, chosen = with_chosen_settings(with_local_paths(config, TorchrunEnvironment.read({})))

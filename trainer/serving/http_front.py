@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_NBYTES: Final = 8 << 20
 """Size limit of one body: hundreds of prompts. The event loop is blocked while it parses one."""
 _MAX_HELD_NBYTES: Final = 512 << 20
-"""Size limit of all bodies in progress. It bounds the memory of waiting requests; a lower limit
-would refuse what an evaluation harness sends at once."""
+"""Size limit of all bodies in progress. A higher one takes memory for waiting requests; a lower one
+refuses what an evaluation harness sends at once."""
 _BODY_S: Final = 60.0
 """Time for a body to arrive. Less refuses clients with slow networks; more lets clients that stop
 in the middle hold the memory of others."""
@@ -67,13 +67,9 @@ their steps become longer."""
 
 
 class HttpFront:
-    """Serves some pools. An actor; owns the listening socket.
-
-    Args:
-        pools: `ServedPoolConfig` as plain values; requests that name no model go to the first.
-        port: 0 for any free port.
-        api_key: key that clients must send; "" for none.
-    """
+    """Serves some pools. An actor; owns the listening socket. `pools` are `ServedPoolConfig` as
+    plain values; requests that name no model go to the first. `port` 0 is any free port; clients
+    must send `api_key` unless it is ""."""
 
     def __init__(
         self, *, pools: list[dict[str, Any]], host: str, port: int, api_key: str = ""
@@ -134,7 +130,7 @@ class HttpFront:
         now = asyncio.get_running_loop().time()
         for answer in self._under_way:
             answer.reschedule(now)
-        # The server listens meanwhile: it refuses who connects, and whoever has not been accepted.
+        # The server listens meanwhile: it refuses new connections and those not yet accepted.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_S):
                 await self._all_answered.wait()
@@ -149,10 +145,8 @@ class HttpFront:
 
     @idempotent
     def address(self) -> list[Any]:
-        """[host, port] that it listens on."""
+        """[host, port] of the listening socket."""
         return list(self._address)
-
-    # -- HTTP ----------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -175,8 +169,8 @@ class HttpFront:
                 self._all_answered.set()
 
     def _check_client(self, request: web.Request) -> None:
-        """Raises ApiError for a wrong key. Without a key, web pages must be kept out, which a
-        visitor's browser would let through if their name meant this address."""
+        """Raises ApiError for a wrong key. Without a key, keeps out web pages, which a visitor's
+        browser would let through if their name meant this address."""
         if not self._api_key:
             host = request.headers.get("Host")
             if not is_own_name(host, self._names):
@@ -269,7 +263,6 @@ def _error_response(error: ApiError) -> web.Response:
 
 
 def _client_error(error: Exception) -> ApiError:
-    """The error as the client gets it."""
     api_error = as_api_error(first_leaf(error))
     if api_error is None:
         logger.error("a request failed", exc_info=error)
@@ -317,11 +310,8 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 class Endpoints:
-    """The endpoints of all pools.
-
-    Args:
-        pools: must have distinct names; requests that name no model go to the first.
-    """
+    """The endpoints of all pools, which have distinct names. Requests that name no model
+    go to the first."""
 
     def __init__(self, pools: Sequence[ServedPool]) -> None:
         self._pools = pools
@@ -347,7 +337,7 @@ class Endpoints:
     async def stream(
         self, job: GenerationJob, write: Callable[[dict[str, Any]], Awaitable[None]]
     ) -> None:
-        """Writes the answer chunk by chunk, as it is generated; errors as of `whole`."""
+        """Writes the answer chunk by chunk, as it is generated; raises as `whole` does."""
         steps: asyncio.Queue[tuple[int, Step]] = asyncio.Queue(_STREAM_AHEAD)
         unopened = set(range(job.num_choices))
         num_open, num_tokens = job.num_choices, 0
@@ -388,8 +378,6 @@ class Endpoints:
         }
         return not waiting, body
 
-    # -- private -------------------------------------------------------------------------
-
     def _asked(self, request: SamplingRequest) -> ServedPool:
         return self._pools[0] if request.model is None else self._pool(request.model)
 
@@ -406,11 +394,8 @@ class Endpoints:
         return pool
 
     def _is_up(self, pool: ServedPool) -> bool:
-        """Whether a pool can answer.
-
-        An engine that dies while its pool sleeps is restarted when the pool wakes, so pools that
-        share GPUs count as one.
-        """
+        """Whether a pool can answer. An engine that dies while its pool sleeps is restarted when
+        the pool wakes, so pools that share GPUs count as one."""
         if not pool.is_time_sliced:
             return pool.has_engine
         time_sliced = [other for other in self._pools if other.is_time_sliced]

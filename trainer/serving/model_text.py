@@ -1,5 +1,3 @@
-"""A server's tokenizer for a model directory."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,19 +16,11 @@ short prompt may have to wait; below a few thousand, most prompts would be long.
 
 
 class ModelText:
-    """Tokenizes prompts and decodes tokens exactly as in training.
+    """Tokenizes a served model's prompts and decodes tokens exactly as in training.
 
     An async context manager; owns two threads that tokenize. Long texts share one of them, so that
-    a short text never waits for a long one.
-
-    Args:
-        extra_stop_ids: end a completion, in addition to the model's own end-of-text tokens.
-
-    Attributes:
-        max_token_nbytes: see `ModelTokenizer`.
-
-    Raises (on construction):
-        DataError: see `ModelTokenizer.open` and `stop_token_ids`.
+    a short text never waits for a long one. `extra_stop_ids` end a completion like the model's own
+    end-of-text tokens. The constructor raises DataError for an unusable tokenizer.
     """
 
     def __init__(
@@ -69,7 +59,6 @@ class ModelText:
         )
 
     async def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of a rendered conversation."""
         return await self._tokenize(self._tokenizer.encode, text)
 
     def encode_chat_now(
@@ -79,7 +68,6 @@ class ModelText:
         return self._tokenizer.encode_chat(messages, **variables)
 
     def encode_now(self, text: str) -> list[int]:
-        """`encode` in the caller's own thread."""
         return self._tokenizer.encode_prompt(text)
 
     async def _tokenize(self, encode: Callable[[str], list[int]], text: str) -> list[int]:

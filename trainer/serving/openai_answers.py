@@ -12,12 +12,8 @@ from umbra.trainer.serving.choice import Step
 
 
 class AnswerForm(ABC):
-    """The format of one answer; constructed when the request arrives.
-
-    Args:
-        decode: returns the text of tokens, for logprobs.
-        wants_logprobs: whether the answer has logprobs.
-    """
+    """The format of one answer; constructed when the request arrives. `decode` returns the text of
+    tokens, for logprobs."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -35,7 +31,6 @@ class AnswerForm(ABC):
         self.wants_logprobs = wants_logprobs
 
     def whole(self, choices: Sequence[Step], usage: dict[str, int]) -> dict[str, Any]:
-        """The answer to a request without streaming."""
         return {
             **self._head,
             "object": self.whole_object,
@@ -88,8 +83,6 @@ class AnswerForm(ABC):
 
 
 class CompletionForm(AnswerForm):
-    """The format of /v1/completions."""
-
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
@@ -108,8 +101,6 @@ class CompletionForm(AnswerForm):
 
 
 class ChatForm(AnswerForm):
-    """The format of /v1/chat/completions."""
-
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

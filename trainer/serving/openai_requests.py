@@ -25,14 +25,14 @@ _MAX_STOP_TOKENS: Final = 1024
 _COMPLETION_TOKENS: Final = 16
 """Default of `max_tokens` of a completion in the OpenAI API."""
 
-# These do not affect the answer.
+# Parameters that do not affect the answer.
 _IGNORED: Final = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "parallel_tool_calls",
     }
 )  # fmt: skip
-# These are accepted only with a value that changes nothing.
+# Parameters that are accepted only with a value that changes nothing.
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -72,8 +72,6 @@ _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     include_usage: bool = False
@@ -152,11 +150,7 @@ _Request = TypeVar("_Request", bound=SamplingRequest)
 
 
 def parse_body(body: object, kind: type[_Request]) -> _Request:
-    """Checks a request.
-
-    Raises:
-        ApiError: the body is not a JSON object, or a parameter is wrong, unknown or unsupported.
-    """
+    """Raises ApiError unless the body is a JSON object of known, supported and right parameters."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     values: dict[str, Any] = {}
@@ -200,13 +194,9 @@ def _worded(error: ValidationError) -> ApiError:
 
 
 class ApiError(Exception):
-    """An error that is sent to the client.
-
-    Args:
-        status: of HTTP.
-        param: the parameter that is wrong, if any.
-        code: for programs, such as "model_not_found".
-    """
+    """An error for the client, in the OpenAI API's format: {"error": {message, type, param,
+    code}}. `status` is of HTTP, `param` the parameter that is wrong, `code` for programs, such
+    as "model_not_found"."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -249,13 +239,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
 
 
 class RequestBodies:
-    """Counts bodies from their first byte until their requests are answered.
-
-    Args:
-        max_nbytes: of one body.
-        max_held_nbytes: of all of them.
-        limit_s: for a body to arrive.
-    """
+    """Counts the bodies of requests, from their first byte until the answer. One body has at most
+    `max_nbytes` and arrives within `limit_s`; all have at most `max_held_nbytes`."""
 
     def __init__(self, *, max_nbytes: int, max_held_nbytes: int, limit_s: float) -> None:
         self._max_nbytes = max_nbytes
@@ -265,7 +250,7 @@ class RequestBodies:
 
     @contextlib.contextmanager
     def holding(self) -> Generator[bytearray]:
-        """A body that counts within the block; `read` fills it."""
+        """Yields a body that counts within the block; `read` fills it."""
         body = bytearray()
         try:
             yield body

@@ -60,12 +60,9 @@ _STOP_GRACE_S: Final = 20.0
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM, the regular end of a server; returns 0 then.
-
-    Raises:
-        ConfigError, DataError: a setting, a model directory or the address is wrong.
-        UmbraError: engines cannot be started or kept running.
-    """
+    """Serves until SIGINT or SIGTERM, the regular end of a server, and returns 0. Raises
+    ConfigError or DataError for a wrong setting, model directory or address, another UmbraError if
+    engines cannot be kept running."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError(f"umbra serve needs aiohttp: {how_to_install('serve')}")
     config = read_serve_config(arguments.config, arguments.overrides)
@@ -110,10 +107,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Prints one completion; the exit status is 128 + signal if one ended it.
-
-    Raises: as `serve`.
-    """
+    """Prints one completion; the exit status is 128 + signal if one ended it. Raises as `serve`."""
     if not arguments.config:
         raise ConfigError("give a config file or a model directory, or --url of a running server")
     config, pool = read_one_engine_config(
@@ -144,7 +138,6 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: str) -> ActorSpec:
-    """The actor that serves HTTP."""
     return ActorSpec(
         name=_FRONT,
         target="umbra.trainer.serving.http_front:HttpFront",
@@ -162,7 +155,7 @@ def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: st
 def _encode(
     text: ModelText, arguments: argparse.Namespace, pool: ServedPoolConfig
 ) -> NDArray[np.int32]:
-    """The prompt's tokens. Raises ConfigError or DataError if it cannot be used."""
+    """The prompt's tokens. Raises ConfigError or DataError if the prompt cannot be used."""
     if arguments.chat:
         messages = [{"role": "user", "content": arguments.prompt}]
         tokens = text.encode_chat_now(messages, pool.template_variables)
@@ -188,12 +181,9 @@ def _describe_engines(pools: Sequence[PoolSpec]) -> str:
 
 
 def _reserved(host: str, port: int) -> socket.socket:
-    """A socket that has `port`, or a free one for 0, which a restarted front must keep. It does not
-    listen, so that the front can, and nobody else is given the port while it is open.
-
-    Raises:
-        ConfigError: the address cannot be bound. This is checked before engines start.
-    """
+    """A socket bound to `port`, or for 0 to a free one, which a restarted front must keep. It does
+    not listen, so that the front can; nobody else gets the port while it is open. Raises
+    ConfigError if the address cannot be bound, before engines start."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -220,14 +210,11 @@ def with_pools(
     actors: Sequence[ActorSpec],
     work: Callable[[Session, ProgressDisplay], None],
 ) -> int:
-    """Runs `work` while the pools' engines and the actors that use them serve.
+    """Runs `work` in this process, without a trainer, while the pools' engines, which load their
+    models, and `actors` serve. No process of them is left afterwards.
 
-    No process of them is left afterwards. Returns 0, or 128 + the signal's number if SIGINT or
-    SIGTERM ended it.
-
-    Raises:
-        UmbraError: an error of `work`, or of the start of an actor or an engine. JobFailed if they
-            cannot be kept running.
+    Returns 0, or 128 + the signal's number if SIGINT or SIGTERM ended it. Raises the UmbraError of
+    `work` or of a failed start, and JobFailed if engines and actors cannot be kept running.
     """
     settings = SessionConfig(run_dir=run_dir, shutdown_grace_s=_SHUTDOWN_GRACE_S)
     with (
@@ -254,10 +241,8 @@ def _start(
     pools: Sequence[PoolSpec],
     actors: Sequence[ActorSpec],
 ) -> None:
-    """Starts pools and actors at the same time, so that the actors' errors come early.
-
-    Pools that share memory wait for each other in the supervisor.
-    """
+    """Starts pools and actors at the same time, so that the actors' errors come early. In the
+    supervisor, pools that share memory wait for each other."""
 
     def create(pool: PoolSpec, others_s: float) -> None:
         with starting_engines(display, session, pool):

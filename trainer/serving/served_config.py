@@ -26,12 +26,7 @@ from umbra.trainer.serving.served_pool import ServedPoolConfig
 
 def read_serve_config(source: str, overrides: Sequence[str]) -> ServeConfig:
     """Reads a config file, or makes a config for a model directory or a model of the hub, which is
-    downloaded.
-
-    Raises:
-        ConfigError: settings are wrong.
-        DataError: a model cannot be downloaded.
-    """
+    downloaded. Raises ConfigError for wrong settings, DataError for a failed download."""
     path = Path(source)
     if path.is_dir() or (path.suffix != ".toml" and model_name(path)):
         values = {"model": {"path": source}}
@@ -44,10 +39,7 @@ def read_serve_config(source: str, overrides: Sequence[str]) -> ServeConfig:
 def read_one_engine_config(
     source: str, overrides: Sequence[str], name: str | None, engine: str | None
 ) -> tuple[ServeConfig, ServedPoolConfig]:
-    """A config for one engine of the named pool (None: the policy's), of another kind if given.
-
-    Raises: as `read_serve_config` and `served_pools`.
-    """
+    """A config for one engine of the named pool (None: the policy's), of another kind if given."""
     pool = _find_pool(read_serve_config(source, overrides), name)
     more = [f"{pool.section}.count=1", "pool.staged_updates=false"]
     if engine:
@@ -56,12 +48,8 @@ def read_one_engine_config(
 
 
 def served_pools(config: ServeConfig) -> list[ServedPoolConfig]:
-    """The policy's pool and the auxiliary pools.
-
-    Raises:
-        ConfigError: two models have the same name; LoRA adapters count as models.
-        DataError: a path is not a model directory.
-    """
+    """The policy's pool and the auxiliary pools. Raises ConfigError if two models or LoRA adapters
+    have the same name, DataError if a path is not a model directory."""
     pools = [_policy(config), *(_auxiliary(config, name) for name in config.pools)]
     sections: dict[str, str] = {}
     for pool in pools:
@@ -90,11 +78,8 @@ def trained_instead(config: ServeConfig) -> Path | None:
 
 
 def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
-    """The places of the engines of all pools, or of the only one that will run.
-
-    Raises:
-        ConfigError: an engine has no place.
-    """
+    """The places of the engines of all pools, or of the only one that will run. Raises ConfigError
+    if an engine has no place."""
     device_type, gpus = _device_type(config), tuple[str, ...]()
     if any(engine_device(pool, device_type) == "cuda" for pool in _pools(config)):
         from umbra.trainer.world.world import usable_gpus  # imports torch
@@ -106,7 +91,7 @@ def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
 
 
 def pool_specs(config: ServeConfig, plan: Plan) -> list[PoolSpec]:
-    """The specifications of the pools of the plan; pools that share memory are time-sliced."""
+    """Pools that share memory are time-sliced."""
     device_type = _device_type(config)
     specs = [
         auxiliary_pool_spec(name, config, plan, device_type, POOL, host_gets_idle=False)
@@ -125,10 +110,7 @@ def alone(config: ServeConfig, pool: str) -> PoolSpec:
 
 
 def _find_pool(config: ServeConfig, name: str | None) -> ServedPoolConfig:
-    """The pool with this name, its own or its model's; None for the policy's.
-
-    Raises: as `served_pools`.
-    """
+    """The pool with this name, its own or its model's; None for the policy's."""
     pools = served_pools(config)
     if name is None:
         return pools[0]

@@ -1,5 +1,3 @@
-"""One served pool: a model with a name, its text, and generation by its engines."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -33,27 +31,16 @@ _AWAKE_OR_ASLEEP: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPoolConfig:
-    """The settings of one served pool.
+    """The settings of one served pool."""
 
-    Attributes:
-        model: name that clients may use besides the pool's own.
-        model_path: the model's directory, for the tokenizer.
-        section: section of the config that defines the pool.
-        path_setting: name of the setting that has the directory.
-        dispatch: to its engines.
-        adapters: names of its LoRA adapters; clients use an adapter's name to call the model with
-            it.
-        extra_stop_ids: end a completion, in addition to the model's own end-of-text tokens.
-        template_variables: of the chat template, if a request has no others.
-    """
-
-    model: str
-    model_path: str
-    section: str
-    path_setting: str
+    model: str  # clients may use it besides the pool's own name
+    model_path: str  # for the tokenizer
+    section: str  # of the config, which defines the pool
+    path_setting: str  # the setting that has the directory
     dispatch: DispatchConfig
-    adapters: Sequence[str] = ()
-    extra_stop_ids: Sequence[int] = ()
+    adapters: Sequence[str] = ()  # names of LoRA adapters, by which clients call the model with one
+    extra_stop_ids: Sequence[int] = ()  # end a completion, like the model's own end-of-text tokens
+    # Variables of the chat template, if a request has no others.
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trust_remote_code: bool = False
 
@@ -64,7 +51,7 @@ class ServedPoolConfig:
 
     @property
     def models(self) -> list[str]:
-        """The names of its models: the base model and the adapters."""
+        """The base model's name and the adapters'."""
         return [self.model, *self.adapters]
 
     @property
@@ -73,7 +60,7 @@ class ServedPoolConfig:
         return self.models if self.pool == self.model else [*self.models, self.pool]
 
     def open_text(self) -> ModelText:
-        """Opens the tokenizer. Raises DataError, see `ModelText`."""
+        """Raises DataError, see `ModelText`."""
         path = Path(self.model_path)
         try:
             return ModelText(path, self.extra_stop_ids, trust_remote_code=self.trust_remote_code)
@@ -102,10 +89,8 @@ class GenerationJob:
 class ServedPool:
     """Turns requests into jobs and jobs into choices.
 
-    Owns `text`, which must be entered, and `generator`, which must run.
-
-    Raises (on construction):
-        DataError: its model directory has no usable tokenizer.
+    Owns `text`, which must be entered, and `generator`, which must run. The constructor raises
+    DataError if the model directory has no usable tokenizer.
     """
 
     def __init__(
@@ -120,7 +105,7 @@ class ServedPool:
         self._template_variables = config.template_variables
 
     async def completion(self, request: CompletionRequest) -> GenerationJob:
-        """Checks a completion request. Raises ApiError."""
+        """Raises ApiError."""
         for prompt in request.prompts:
             self._check_size(prompt, "prompt")
         vocab_size = self.generator.vocab_size
@@ -136,7 +121,7 @@ class ServedPool:
         return self._job(request, prompts, request.max_tokens, form, "prompt")
 
     async def chat(self, request: ChatRequest) -> GenerationJob:
-        """Checks a chat request. Raises ApiError."""
+        """Raises ApiError."""
         if "chat_template" in request.chat_template_kwargs:  # a program, which may never end
             raise ApiError(
                 400,
@@ -198,8 +183,6 @@ class ServedPool:
             "max_model_len": self.generator.max_context_len,
             **({"parent": self.model} if model in self._adapters else {}),
         }
-
-    # -- private -------------------------------------------------------------------------
 
     def _model(self, name: str | None) -> str:
         """The model that answers: the named adapter, else the pool's model."""

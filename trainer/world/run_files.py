@@ -35,12 +35,8 @@ class RunDirectoryError(UmbraError):
 def describe_os_error(
     what: str, path: Path, error: OSError, otherwise: str = "", *, needed_nbytes: int = 0
 ) -> RunDirectoryError:
-    """Describes an OSError: what was attempted, where, why, and the remedy.
-
-    Args:
-        otherwise: text with the remedy, for errors that do not suggest one.
-        needed_nbytes: size of what was to be written; 0 if it is small.
-    """
+    """Describes an OSError: what was attempted, where, why, and the remedy, which is `otherwise`
+    where the error suggests none. `needed_nbytes` is 0 if what was to be written is small."""
     or_else = ", or point run.dir to a place that can be written"
     if error.errno == errno.ENOSPC:
         or_else = ", lower train.keep_checkpoints, or point run.dir to another disk"
@@ -50,13 +46,8 @@ def describe_os_error(
 
 @contextmanager
 def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
-    """Turns an OSError inside the block into a RunDirectoryError about `path`.
-
-    An OSError that a library has wrapped in another error counts, too.
-
-    Args:
-        needed_nbytes: size of what is written; 0 if it is small.
-    """
+    """Turns an OSError inside the block into a RunDirectoryError about `path`, also one that a
+    library has wrapped in another error. See `describe_os_error`."""
     try:
         yield
     except UmbraError:
@@ -83,7 +74,7 @@ class HeldFolder:
 
     @property
     def path(self) -> Path:
-        """Where it is now. Raises RunDirectoryError if it was removed."""
+        """Raises RunDirectoryError if the folder was removed."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                 return self._path
@@ -96,10 +87,7 @@ class HeldFolder:
 
     def append(self, name: str, line: str) -> None:
         """Appends a line to a file in it, also if an editor has replaced or removed that file.
-
-        Raises:
-            RunDirectoryError: the disk is full or the like, or the folder was removed.
-        """
+        Raises RunDirectoryError if the disk is full or the like, or the folder was removed."""
         path = self.path / name
         with writing("write", path), path.open("a+b") as file:
             file.write(_missing_newline(file) + line.encode() + b"\n")
@@ -117,9 +105,9 @@ def _missing_newline(file: BinaryIO) -> bytes:
 def replacing_folder(path: Path) -> Generator[Path]:
     """An empty folder that replaces `path` when the block ends, complete and synced.
 
-    Readers see the old folder or the new one at any time, even after a kill. If the file system
-    cannot exchange two names atomically, such as NFS and Lustre, there is no folder between two
-    renames; after a kill at that moment, `restore_folder` brings the old one back.
+    Readers see the old folder or the new one at any time, even after a kill. NFS, Lustre and other
+    file systems that cannot exchange two names atomically have no folder between two renames; after
+    a kill at that moment, `restore_folder` brings the old one back.
     """
     path = path.resolve()
     restore_folder(path)

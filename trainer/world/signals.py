@@ -96,12 +96,9 @@ class Deferral(Protocol):
 class StopSignals:
     """Handles stop signals while entered; restores former handlers on exit. Main thread only.
 
-    Until `defer()` is called there is nothing to save, and a signal ends the process at once.
-    Owns the thread that ends the process as a last resort.
-
-    Args:
-        grace_s: time from a signal to the end of the process, where no `Deferral` gives another.
-        on_last_resort: reports that, on that thread.
+    Until `defer()` is called there is nothing to save, and a signal ends the process at once. Owns
+    the thread that ends the process as a last resort, `grace_s` after a signal where no `Deferral`
+    gives another time; `on_last_resort` reports it on that thread.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class StopSignals:
         self._is_importing = False
         self._received_at = 0.0
         self._limit_s = 0.0  # from then on
-        # What the last resort saw: the handler runs a moment later, or never.
+        # The last resort's view: the handler runs a moment later, or never.
         self._first: signal.Signals | None = None
         self._seen_at = 0.0
         self._passed_in: signal.Signals | None = None
@@ -170,11 +167,11 @@ class StopSignals:
         stack.callback(signal.set_wakeup_fd, former)
 
     def _last_resort(self, reader: socket.socket) -> None:
-        """Makes the main thread run its handler; ends the process if that does not end it.
+        """Makes the main thread run its handler; ends the process if that does not end it. Runs on
+        its own thread until the writing end is closed.
 
         A signal may come just before the main thread begins to wait for a lock. Python then runs
-        the handler after the wait, unless another signal interrupts it. Runs on its own thread
-        until the writing end is closed.
+        the handler after the wait, unless another signal interrupts it.
         """
         end_at = math.inf
         while True:
@@ -233,7 +230,7 @@ class StopSignals:
 
     @property
     def exit_status(self) -> int:
-        """What this process ends with: 0 without a signal."""
+        """0 without a signal."""
         return 0 if self.received is None else stop_status(self.received)
 
     @property
@@ -246,12 +243,8 @@ class StopSignals:
         pass_on: Callable[[signal.Signals], None] | None = None,
         deferral: Deferral | None = None,
     ) -> None:
-        """Makes a first signal wait for the step boundary from now on.
-
-        Args:
-            pass_on: passes the signal on to the other ranks. Called in the handler: must return at
-                once and raise nothing.
-        """
+        """Makes a first signal wait for the step boundary from now on. `pass_on` passes it to the
+        other ranks; called in the handler, it must return at once and raise nothing."""
         self._pass_on = pass_on
         self._deferral = deferral
         self._is_deferring = True
@@ -259,11 +252,9 @@ class StopSignals:
     def pass_in(self, number: int, grace_s: float | None = None) -> None:
         """Takes a signal that another process got. Called on any thread, while this is entered.
 
-        It never counts as a second request. SIGALRM makes the main thread handle it.
-
-        Args:
-            grace_s: time for the step in progress. `umbra stop` and `umbra preempt` give one,
-                signals do not. After a signal it can only shorten the time.
+        It never counts as a second request. SIGALRM makes the main thread handle it. `umbra
+        stop` and `umbra preempt` give the step in progress `grace_s`; after a signal it can
+        only shorten the time.
         """
         if grace_s is not None:
             self._limit(grace_s, "umbra preempt" if number == PREEMPT_SIGNAL else "umbra stop")
@@ -280,12 +271,9 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self, *consequences: type[Exception]) -> Generator[None]:
-        """A block with a wait that a signal may end, with StopRequested.
-
-        Args:
-            consequences: errors with which this rank's wait ends when a signal ends another rank's.
-                The signal may arrive after them, so they are raised only if none follows shortly.
-        """
+        """A block with a wait that a signal may end, with StopRequested. A signal to another rank
+        ends this rank's wait with one of the errors `consequences`. The signal may arrive after
+        them, so they are raised only if none follows shortly."""
         try:
             with self._interruptible():
                 yield

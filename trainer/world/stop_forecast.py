@@ -1,5 +1,3 @@
-"""Foretells when a stop ends, and what an end before that would lose."""
-
 from __future__ import annotations
 
 import math
@@ -18,16 +16,12 @@ _UNMEASURED_CHECKPOINT_S: Final = 30.0
 
 
 class StopForecast:
-    """The work of the training loop that a stop waits for; see
-    `umbra.trainer.world.signals.Deferral`.
+    """Foretells when a stop ends, and what an end before that would lose; a `Deferral`.
 
     A signal ends a wait for rollouts at once. Training on a batch and writing a checkpoint end by
-    themselves, and take about as long as they took before.
-
-    Args:
-        step: steps done so far, all of which are in the checkpoint that the run resumed from.
-        given_grace_s: `train.shutdown_grace_s`.
-        show: shows a line to the operator.
+    themselves, and take about as long as they took before. All `step` steps done so far are in the
+    checkpoint that the run resumed from. `given_grace_s` is `train.shutdown_grace_s`; `show` shows
+    a line to the operator.
     """
 
     def __init__(
@@ -47,7 +41,8 @@ class StopForecast:
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
-        """Work that a signal does not end: training on the batch of one step, or a checkpoint."""
+        """A block that a signal does not end: training on the batch of one step,
+        or a checkpoint."""
         began_at = self._clock()
         self._phase = phase, began_at
         try:
@@ -62,8 +57,8 @@ class StopForecast:
             self._saved_step = self._step
 
     def grace_s(self, number: signal.Signals) -> float:
-        """SIGINT has no limit: a person at a terminal sees what it waits for, and can press Ctrl-C
-        again."""
+        """SIGINT has no limit: a person at a terminal sees what it waits for, and can
+        press Ctrl-C again."""
         if number == signal.SIGINT:
             return math.inf
         if self._given_grace_s is not None:

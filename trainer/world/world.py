@@ -53,12 +53,9 @@ class World:
         timeout_s: float,
     ) -> Generator[World]:
         """Connects this rank to the others; collective. Leaves the process group on exit.
+        `timeout_s` limits a rank's wait for the others in a collective.
 
-        On GPUs, open the session first: a supervisor that starts later inherits the cores of this
-        rank.
-
-        Args:
-            timeout_s: longest wait of a rank for the others in a collective.
+        On GPUs, open the session first: a supervisor that starts later inherits this rank's cores.
         """
         torch_device = pick_device(device, environment.local_rank)
         gpus = usable_gpus() if torch_device.type == "cuda" else ()
@@ -89,21 +86,15 @@ class World:
 
 def usable_gpus() -> tuple[str, ...]:
     """The GPUs that torch can use in this process, as CUDA_VISIBLE_DEVICES names them. Creates no
-    context on them.
-
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names a GPU twice, or one that the machine does not have.
-    """
+    context on them. Raises ConfigError if CUDA_VISIBLE_DEVICES names a GPU twice, or one that the
+    machine does not have."""
     num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return visible_gpus(max(count_gpus(), num_usable))[:num_usable]
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """This rank's device. The plan of the job's GPUs checks that each rank has one.
-
-    Raises:
-        ConfigError: the setting is cuda, and there is no GPU.
-    """
+    """This rank's device. Raises ConfigError if the setting is cuda, and there is no GPU. The plan
+    of the job's GPUs checks that each rank has one."""
     has_gpus = torch.cuda.is_available()
     if setting == "cpu" or (setting == "auto" and not has_gpus):
         return torch.device("cpu")
@@ -113,15 +104,12 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
 
 
 def share_cores(local_rank: int, local_world_size: int, gpus: Sequence[str]) -> None:
-    """Keeps this rank on the cores near its GPU. The ranks there share them, and the CPU quota of
-    their container, since more threads than cores slow them down. A single rank has as many threads
-    as OMP_NUM_THREADS says, if it is set.
+    """Keeps this rank on the cores near its GPU, the one of its local rank in `gpus` (none on the
+    CPU). The ranks there share them and the container's CPU quota, since more threads than cores
+    slow them down. A single rank has OMP_NUM_THREADS threads, if that is set.
 
-    Denormal numbers are flushed to zero: gradients are full of them, and each costs a hundred
-    times an ordinary multiplication on most CPUs.
-
-    Args:
-        gpus: the job's on this node, of which local rank i has the i-th; none on the CPU.
+    Denormal numbers are flushed to zero: gradients are full of them, and each costs a hundred times
+    an ordinary multiplication on most CPUs.
     """
     cores = cores_near([gpus[rank : rank + 1] for rank in range(local_world_size)])
     confine(cores[local_rank])
@@ -162,7 +150,6 @@ def agree_on_signal(received: signal.Signals | None) -> str:
 
 
 def barrier() -> None:
-    """Waits for all ranks. Collective."""
     any_rank(False)
 
 
@@ -188,11 +175,9 @@ def first_text(text: str) -> str:
 
 
 def from_lead(world: World, make: Callable[[], T]) -> T:
-    """Returns rank 0's `make()` on every rank. Collective.
-
-    If it raises, every rank raises: the same UmbraError, or JobFailed for any other error.
-    The value travels by torch.distributed's own object broadcast between the ranks of this job.
-    """
+    """Returns rank 0's `make()` on every rank. Collective. If it raises, every rank raises: the
+    same UmbraError, or JobFailed for any other error. The value travels by torch.distributed's own
+    object broadcast between the ranks of this job."""
     outcome: list[Any] = [None, None]
     if world.is_lead:
         try:

