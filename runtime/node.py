@@ -54,7 +54,8 @@ from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_socket import endpoint_at, split_endpoint
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor.supervisor_main import SupervisorConfig, supervisor_ref
+from umbra.runtime.supervisor.supervisor import SupervisorConfig
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 _JOB: Final = "node"
 """Stands in the socket directory's name for the job's, which an address does not tell."""

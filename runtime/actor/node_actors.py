@@ -6,22 +6,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.node_context import ActorWatcher, NodeContext
 from umbra.runtime.actor.remote_actor import ActorProcess, HostedActors, RemoteActor
-from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
-from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.cluster.gpu_shortage import read_gpu_memory
 from umbra.runtime.cluster.job_links import JobLinks
-from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (
     ActorDied,
@@ -40,39 +36,24 @@ logger = logging.getLogger(__name__)
 
 class NodeActors:
     """The actors of this node, and the remote ones that it runs on others. Owned by the supervisor.
-    No actor starts once `over` is set. `take_warm` returns an engine that no pool uses;
+    No actor starts once the job is over. `take_warm` returns an engine that no pool uses;
     `keeps_warm` tells whether an actor of `hosted` outlives the remote supervisor."""
 
     def __init__(
         self,
-        node: NodeSettings,
-        context: zmq.Context[zmq.Socket[bytes]],
-        job_stop: JobStop,
-        *,
-        links: JobLinks,
-        note: Notify,
-        ranks: AttachedRanks,
-        explain_late: Callable[[str], Awaitable[str]],
+        context: NodeContext,
+        watcher: ActorWatcher,
         processes_path: Path,
-        over: asyncio.Event,
+        *,
         take_warm: Callable[[str, asyncio.Event], SupervisedActor | None],
         keeps_warm: Callable[[SupervisedActor], bool],
-        on_change: Callable[[SupervisedActor], None],
-        on_remote_change: Callable[[int, RemoteActor], None],
     ) -> None:
         self.hosted = HostedActors(self.start, keeps_warm)
-        self._node = node
         self._context = context
-        self._job_stop = job_stop
-        self._links = links
-        self._note = note
-        self._ranks = ranks
-        self._explain_late = explain_late
+        self._node = context.node
+        self._watcher = watcher
         self._processes_path = processes_path
-        self._over = over
         self._take_warm = take_warm
-        self._on_change = on_change
-        self._on_remote_change = on_remote_change
         self._own: dict[str, SupervisedActor] = {}
         self._remote: dict[str, RemoteActor] = {}
         self._following: dict[str, asyncio.Task[None]] = {}  # tasks of `_remote`
@@ -122,15 +103,15 @@ class NodeActors:
         actor = SupervisedActor(
             spec,
             self._node,
-            self._context,
+            self._context.sockets,
             self._note_change,
-            self._note,
-            self._job_stop,
+            self._context.note,
+            self._context.job_stop,
             # A reused name continues its incarnations, or an old reference would match it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,
             describe_gpu_memory=self._describe_gpu_memory,
-            explain_late=self._explain_late,
+            explain_late=self._watcher.explain_late,
         )
         self._own[spec.name] = actor
         self._announce()
@@ -140,9 +121,11 @@ class NodeActors:
     def start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
             return self.start(spec, may_start)
-        there, epoch = self._links.supervisor_of(node), self._links.epoch
+        there, epoch = self._context.links.supervisor_of(node), self._context.links.epoch
         self._check_may_start(spec)
-        actor = RemoteActor(spec, there, epoch, may_start, partial(self._on_remote_change, node))
+        actor = RemoteActor(
+            spec, there, epoch, may_start, partial(self._watcher.on_remote_change, node)
+        )
         self._remote[spec.name] = actor
         self._announce()
         following = self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")
@@ -200,7 +183,7 @@ class NodeActors:
         self._remote.clear()
 
     async def _describe_gpu_memory(self) -> str:
-        ranks = self._ranks.all()
+        ranks = self._context.ranks.all()
         roots = {rank.pid: rank.name for rank in ranks}
         roots |= {
             actor.pid: f"{actor.spec.name} (pid {actor.pid})"
@@ -211,7 +194,7 @@ class NodeActors:
         return await read_gpu_memory(roots, memory)
 
     def _check_may_start(self, spec: ActorSpec) -> None:
-        if self._over.is_set():
+        if self._context.over.is_set():
             raise MailboxClosed(f"the job is over: {spec.name!r} is not started")
         for known in (self._own.get(spec.name), self._remote.get(spec.name)):
             if known is not None and not known.ended.is_set():
@@ -227,7 +210,7 @@ class NodeActors:
         self._last_incarnations[actor.spec.name] = actor.incarnation
         self._changed.set()
         self.hosted.on_actor_change(actor)
-        self._on_change(actor)
+        self._watcher.on_actor_change(actor)
 
     async def _write_changes(self) -> None:
         """Writes the state of all actors, in a thread, because shared file systems may hang."""

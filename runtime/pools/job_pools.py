@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.remote_actor import RemoteActor
-from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
-from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.cluster.job_nodes import JobNode
-from umbra.runtime.cluster.run_events import EventKind, Notify
+from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.warm_engines import WarmEngines
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
 from umbra.runtime.weights.image.fd_server import FdServer, serve_fds
 
@@ -30,26 +29,14 @@ _END_WARM_LIMIT_S: Final = 60.0
 
 class JobPools:
     """The pools of a job in one epoch after the other. Owned by the supervisor. Only the lead has
-    pools; other nodes hold images and warm engines, left by the last epoch's pools, for them.
-    `note` shows a line to the operator, `record` does not."""
+    pools; other nodes hold images and warm engines, left by the last epoch's pools, for them."""
 
-    def __init__(
-        self,
-        node: NodeSettings,
-        client: Client,
-        actors: NodeActors,
-        warm: WarmEngines,
-        links: JobLinks,
-        note: Notify,
-        record: Notify,
-    ) -> None:
-        self._node = node
-        self._client = client
+    def __init__(self, context: NodeContext, actors: NodeActors, warm: WarmEngines) -> None:
+        self._context = context
+        self._node = context.node
+        self._links = context.links
         self._actors = actors
         self._warm = warm
-        self._links = links
-        self._note = note
-        self._record = record
         self._loaded: NodePools | None = None
         self._loaded_images: NodeImages | None = None
         self._fd_server: FdServer
@@ -77,9 +64,9 @@ class JobPools:
 
             self._loaded = NodePools(
                 self._actors.start_on,
-                self._client,
-                self._note,
-                self._record,
+                self._context.client,
+                self._context.note,
+                self._context.record,
                 self._tasks,
                 self._fd_server,
                 JobImages(self.images, self._node.node_id, self._links),
@@ -155,13 +142,13 @@ class JobPools:
         engines = self.current.add_node(idx, node)
         what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
         text = f"node {idx} ({node.node_id}) has joined to generate, and {what}"
-        self._note(text, "joined", node.node_id)
+        self._context.note(text, "joined", node.node_id)
         return idx
 
     def remove_generator(self, node: int, what: str, kind: EventKind) -> None:
         self.current.remove_node(node)
         node_id = self._links.nodes[node].node_id
-        self._note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
+        self._context.note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
     def on_generator_change(self, node: int, actor: RemoteActor) -> None:
         """The node leaves if its engine cannot start."""

@@ -60,7 +60,8 @@ from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import LoopThread, Pool, SyncHandle
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.runtime.supervisor.supervisor_main import SupervisorConfig, supervisor_ref
+from umbra.runtime.supervisor.supervisor import SupervisorConfig
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.tracing.trace_writer import recording
 
 logger = logging.getLogger(__name__)

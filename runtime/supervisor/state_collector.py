@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory
-from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.reports.hang_bundle import JobBundles
@@ -33,7 +33,6 @@ from umbra.runtime.reports.job_state import (
     RolloutStatus,
     describe_phase,
 )
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 
@@ -56,18 +55,15 @@ class StateCollector:
 
     def __init__(
         self,
-        node_id: str,
-        client: Client,
+        context: NodeContext,
         actors: NodeActors,
-        ranks: AttachedRanks,
-        links: JobLinks,
         pools: Callable[[], Sequence[EnginePool]],
     ) -> None:
-        self._node_id = node_id
-        self._client = client
+        self._node_id = context.node.node_id
+        self._client = context.client
+        self._ranks = context.ranks
+        self._links = context.links
         self._actors = actors
-        self._ranks = ranks
-        self._links = links
         self._pools = pools
 
     def node(self) -> NodeStatus:

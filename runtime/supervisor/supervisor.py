@@ -8,19 +8,22 @@ an actor itself: its calls are the methods in `CALLS`, and the public ones of it
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import zmq
 
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.node_actors import ActorCalls, NodeActors
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.remote_actor import RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
@@ -57,18 +60,39 @@ _START_OVER_LIMIT_S: Final = 60.0
 _WARM_LIMIT_S: Final = 120.0
 
 
-class Supervisor:
-    """Owns all actors and pools of a node. `run()` lives until `over` is set.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """Settings that a rank, or the program of a node that only generates, passes on the standard
+    input of the supervisor that it starts."""
 
-    Args:
-        run_dir: None on a node that only generates.
-        is_lead: whether this is rank 0's node from start to end.
-        nodes_may_change: whether torchrun may start the ranks again on other nodes. Which node is
-            rank 0's, and the links to the others, then belong to an epoch.
-        secret_file: path of the job's keys; "" for none.
-        owns_keys: whether that file ends with the job, and no rank removes it.
-        torchrun_pid: of the agent that starts this node's ranks; 0 for none.
-    """
+    node_id: str
+    log_dir: str
+    run_dir: str  # "" on a node that only generates
+    socket_dir: str
+    tcp_host: str  # address to offer to other nodes; "" for none (then no keys are needed)
+    secret_file: str  # path of the job's keys; "" for none
+    log_level: int
+    trace_dir: str = ""  # folder of the run's trace; "" for none
+    is_lead: bool = False  # whether this is rank 0's node from start to end
+    # Whether torchrun may start the ranks again on other nodes. Which node is rank 0's, and the
+    # links to the others, then belong to an epoch.
+    nodes_may_change: bool = False
+    owns_keys: bool = False  # whether `secret_file` ends with the job, and no rank removes it
+    # `secret_file`, if it ends with this node's part of the job. The supervisor removes it if the
+    # guardian, which would, is lost.
+    keys_to_remove: str = ""
+    torchrun_pid: int = 0  # of the agent that starts this node's ranks; 0 for none
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        return cls(**json.loads(data))
+
+
+class Supervisor:
+    """Owns all actors and pools of a node. `run()` lives until `over` is set."""
 
     CALLS: Final = (
         *("attach", "detach", "fail_job", "pass_on_signal", "join_job"),  # by ranks
@@ -77,89 +101,63 @@ class Supervisor:
         *("note", "record"),  # by the rollout manager, see `OperatorMessages`
     )
 
-    def __init__(
-        self,
-        node: NodeSettings,
-        run_dir: Path | None,
-        client: Client,
-        *,
-        is_lead: bool,
-        nodes_may_change: bool = False,
-        secret_file: str = "",
-        owns_keys: bool = False,
-        torchrun_pid: int = 0,
-    ) -> None:
+    def __init__(self, node: NodeSettings, config: SupervisorConfig, client: Client) -> None:
+        self._config = config
         self._node = node
-        self._torchrun_pid = torchrun_pid
-        self._is_lead = is_lead
-        self._nodes_may_change = nodes_may_change
-        self._tcp_endpoint = ""
-        self._secret_file = secret_file
-        self._owns_keys = owns_keys
+        run_dir = Path(config.run_dir) if config.run_dir else None
         self._requests = None if run_dir is None else JobRequests(run_dir, self._act_on)
         self._events = None if run_dir is None else EventLog(run_dir)
+        self._tcp_endpoint = ""
         self._request_name = secrets.token_hex(8)  # see `JobNode.job`
         self._waiting: JobRequest | None = None  # until the nodes have met again
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._warm = WarmEngines(client, nodes_may_change=nodes_may_change)
-        self._end = JobEnd(nodes_may_change=nodes_may_change)
         self._round_id = ""  # of torchrun's rendezvous
-        self._links = JobLinks(client)
-        self._ranks = AttachedRanks(on_event=self._on_rank_event)
-        self._job_stop = JobStop()
         self._tasks: asyncio.TaskGroup
         self._started_over = asyncio.Event()
         self._started_over.set()
-        self.over = asyncio.Event()
-        folder = run_dir if is_lead else None
-        self._actors = NodeActors(
-            node,
-            self._context,
-            self._job_stop,
-            links=self._links,
-            note=self.note,
-            ranks=self._ranks,
-            explain_late=self._explain_late,
-            processes_path=(folder or node.log_dir) / "processes.json",
-            over=self.over,
-            take_warm=self._warm.take,
-            keeps_warm=self._warm.outlives_lead,
-            on_change=self._on_actor_change,
-            on_remote_change=self._on_remote_change,
-        )
-        self._pools = JobPools(
-            node,
-            client,
-            self._actors,
-            self._warm,
-            links=self._links,
+        self._end = JobEnd(nodes_may_change=config.nodes_may_change)
+        self._context = self._make_context(client)
+        self._links, self._ranks = self._context.links, self._context.ranks
+        self._job_stop, self.over = self._context.job_stop, self._context.over
+        self._make_parts(run_dir)
+
+    def _make_context(self, client: Client) -> NodeContext:
+        return NodeContext(
+            node=self._node,
+            client=client,
+            sockets=zmq.Context(),
+            job_stop=JobStop(),
+            links=JobLinks(client),
+            ranks=AttachedRanks(on_event=self._on_rank_event),
             note=self.note,
             record=self.record,
+            over=asyncio.Event(),
         )
+
+    def _make_parts(self, run_dir: Path | None) -> None:
+        context, links = self._context, self._links
+        folder = run_dir if run_dir is not None and self._config.is_lead else self._node.log_dir
+        self._warm = WarmEngines(context.client, nodes_may_change=self._config.nodes_may_change)
+        self._actors = NodeActors(
+            context,
+            self,
+            folder / "processes.json",
+            take_warm=self._warm.take,
+            keeps_warm=self._warm.outlives_lead,
+        )
+        self._pools = JobPools(context, self._actors, self._warm)
         self.actor_calls = ActorCalls(
             self._actors,
-            links=self._links,
+            links=links,
             check_may_stop=self._pools.check_may_stop,
             check_may_restart=self._pools.check_may_restart,
         )
-        self._states = StateCollector(
-            node.node_id,
-            client,
-            self._actors,
-            self._ranks,
-            links=self._links,
-            pools=self._pools.all,
-        )
-        self._bundles = JobBundles(
-            run_dir,
-            NodeReport(node, client, self._actors, self._ranks),
-            links=self._links,
-            state=self._read_state,
-        )
+        self._states = StateCollector(context, self._actors, self._pools.all)
+        report = NodeReport(self._node, context.client, self._actors, self._ranks)
+        self._bundles = JobBundles(run_dir, report, links=links, state=self._read_state)
         self._metrics = MetricsHost(run_dir, self._read_state)
         self.call_parts = (
             self.actor_calls,
-            PoolCalls(self._pools, self._links),
+            PoolCalls(self._pools, links),
             ReportCalls(self._ranks, self._states, self._bundles, self._metrics, self._read_state),
         )
 
@@ -219,7 +217,7 @@ class Supervisor:
         self._end.start_over()
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
-        if self._nodes_may_change:
+        if self._config.nodes_may_change:
             self._links.start_over()
             self._ranks.forget_nodes()
         if self._started_over.is_set():  # else the actors of an earlier restart are still ending
@@ -257,7 +255,7 @@ class Supervisor:
         """See `JobBundles.late`. Another node's supervisor calls it, too."""
         return await self._bundles.late(why, self._tasks)
 
-    async def _explain_late(self, why: str) -> str:
+    async def explain_late(self, why: str) -> str:
         found = await self.bundle_late(why)
         return f"\n{found}" if found else ""
 
@@ -293,7 +291,7 @@ class Supervisor:
             self._tasks.create_task(writing, name="bundle")
         elif request.kind == "drain":
             self._links.dismiss(self._links.find_generator(request.node), "")
-        elif self._nodes_may_change and not (self._links.has_met and len(self._ranks)):
+        elif self._config.nodes_may_change and not (self._links.has_met and len(self._ranks)):
             self._waiting = request  # the other nodes cannot be reached until they meet again
         elif self._links.lead is not None:
             self._links.tell_lead({"kind": "request", "request": to_wire(request)})
@@ -392,7 +390,7 @@ class Supervisor:
         parsed = [from_wire(JobNode, raw) for raw in nodes]
         self._end.begin_epoch()
         self._links.begin(parsed, node, epoch, self, self._tasks)
-        if self._nodes_may_change:
+        if self._config.nodes_may_change:
             self._request_name = request_name(parsed)
             await self._set_lead(node == 0)
             await self._warm.keep(self._actors.own())
@@ -417,7 +415,7 @@ class Supervisor:
             pid=os.getpid(),
             socket_dir=str(self._node.socket_dir),
             tcp_endpoint=self._tcp_endpoint,
-            secret_file=self._secret_file,
+            secret_file=self._config.secret_file,
             has_trace=bool(self._node.trace_dir),
         )
         await self._requests.post(address)
@@ -446,7 +444,7 @@ class Supervisor:
                 self._ranks.pass_on_signal(cause, self._ranks.incarnation, number, grace_s)
             case {"kind": "stopped for good"}:
                 self._end.is_for_good = True
-                if self._torchrun_pid and not len(self._ranks):
+                if self._config.torchrun_pid and not len(self._ranks):
                     self.over.set()
             case {"kind": "request"}:
                 self._act_on(from_wire(JobRequest, event["request"]))
@@ -496,7 +494,7 @@ class Supervisor:
         why = f"it cannot be reached any more: {why}"
         self.record(f"{name}: {why}", "lost", nodes[node].node_id)
         self._mark_interrupted()
-        if self._nodes_may_change:
+        if self._config.nodes_may_change:
             self._end.lose_node()
             self._ranks.fail(name, why)  # the others may continue without it
         else:
@@ -509,7 +507,7 @@ class Supervisor:
         if self._requests is not None:
             self._tasks.create_task(self._requests.mark_preempted(), name="mark-preempted")
 
-    def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
+    def on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._pools.all():
             pool.on_actor_change(actor)
         if node >= len(self._links.nodes):
@@ -525,7 +523,7 @@ class Supervisor:
                     self._end_syncs_of(rank)
             self._ranks.fail(actor.spec.name, actor.failure)
 
-    def _on_actor_change(self, actor: SupervisedActor) -> None:
+    def on_actor_change(self, actor: SupervisedActor) -> None:
         for pool in self._pools.all():
             pool.on_actor_change(actor)
         # A failed first start is the answer to `spawn`, not the job's failure.
@@ -544,15 +542,15 @@ class Supervisor:
         finally:
             if self._requests is not None:
                 await self._requests.withdraw()
-            self._context.destroy(linger=0)
+            self._context.sockets.destroy(linger=0)
             self._forget_keys()
 
     def _forget_keys(self) -> None:
         """Removes the file of keys on rank 0's node, unless the others may continue without it."""
         is_lead = self._requests is not None and self._requests.is_lead
         is_last = self._end.may_forget_keys(has_failed=self._ranks.has_failed)
-        if self._owns_keys and is_lead and is_last:
-            Path(self._secret_file).unlink(missing_ok=True)
+        if self._config.owns_keys and is_lead and is_last:
+            Path(self._config.secret_file).unlink(missing_ok=True)
 
     async def _run_actors(self) -> None:
         async with (
@@ -571,7 +569,7 @@ class Supervisor:
 
     async def _await_end(self) -> None:
         """Returns when the job is over, and ends torchrun then if it has to."""
-        if self._is_lead:
+        if self._config.is_lead:
             await self._set_lead(True)
         looking = [self._tasks.create_task(self._ranks.watch_stops(self.note), name="stopped")]
         if self._requests is not None:
@@ -579,12 +577,12 @@ class Supervisor:
         await self.over.wait()
         for task in looking:
             task.cancel()
-        if self._end.ends_torchrun and self._torchrun_pid:
-            logger.info("the job was stopped: ending torchrun (pid %d)", self._torchrun_pid)
+        if self._end.ends_torchrun and self._config.torchrun_pid:
+            logger.info("the job was stopped: ending torchrun (pid %d)", self._config.torchrun_pid)
             try:
-                os.kill(self._torchrun_pid, signal.SIGTERM)
+                os.kill(self._config.torchrun_pid, signal.SIGTERM)
             except OSError as error:  # it has ended, or belongs to another user
-                logger.warning("cannot end torchrun (pid %d): %s", self._torchrun_pid, error)
+                logger.warning("cannot end torchrun (pid %d): %s", self._config.torchrun_pid, error)
 
 
 def _got(receiver: str, number: int) -> str:

@@ -19,9 +19,7 @@ import os
 import resource
 import shutil
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 import uvloop
 import zmq
@@ -39,7 +37,7 @@ from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.loop_socket import endpoint_at
 from umbra.runtime.rpc.rpc_client import Client, describing_calls
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.supervisor.supervisor import Supervisor
+from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
 from umbra.runtime.tracing.trace_writer import recording
 
 logger = logging.getLogger(__name__)
@@ -51,42 +49,6 @@ _NUM_FILES = 262_144
 """Files that a process may open if the hard limit allows it. A connection takes four, and the
 common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
 they start, one by one, take seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorConfig:
-    """Settings that a rank passes to the supervisor that it starts; the others are `Supervisor`'s.
-
-    Attributes:
-        log_dir: folder of this node's logs.
-        run_dir: the run directory; "" on a node that only generates.
-        trace_dir: folder of the run's trace; "" for none.
-        tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
-        secret_file: path of the job's keys; "" for none.
-        keys_to_remove: the same, if the file ends with this node's part of the job. The supervisor
-            removes it if the guardian, which would, is lost.
-    """
-
-    node_id: str
-    log_dir: str
-    run_dir: str
-    socket_dir: str
-    tcp_host: str
-    secret_file: str
-    log_level: int
-    trace_dir: str = ""
-    is_lead: bool = False
-    nodes_may_change: bool = False
-    owns_keys: bool = False
-    keys_to_remove: str = ""
-    torchrun_pid: int = 0
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Self:
-        return cls(**json.loads(data))
 
 
 def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
@@ -110,18 +72,8 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
         trace_dir=config.trace_dir,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    run_dir = Path(config.run_dir) if config.run_dir else None
     async with Client(config.node_id, keys) as client:
-        supervisor = Supervisor(
-            node,
-            run_dir,
-            client,
-            is_lead=config.is_lead,
-            nodes_may_change=config.nodes_may_change,
-            secret_file=config.secret_file,
-            owns_keys=config.owns_keys,
-            torchrun_pid=config.torchrun_pid,
-        )
+        supervisor = Supervisor(node, config, client)
         handle_signals(STOP_SIGNALS, supervisor.stop_job)
 
         def on_guardian_end() -> None:

@@ -23,7 +23,7 @@ from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor import supervisor
-from umbra.runtime.supervisor.supervisor import Supervisor
+from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 _START_LIMIT_S = 20.0
@@ -47,8 +47,18 @@ async def run(run_dir: Path, socket_dir: Path, rank_pid: int) -> None:
         keys=(),
         log_level=logging.INFO,
     )
+    config = SupervisorConfig(
+        node_id="node",
+        log_dir=str(run_dir),
+        run_dir=str(run_dir),
+        socket_dir=str(socket_dir),
+        tcp_host="",
+        secret_file="",
+        log_level=logging.INFO,
+        nodes_may_change=True,
+    )
     async with Client("node") as client, asyncio.TaskGroup() as tasks:
-        cut_off = Supervisor(node, run_dir, client, is_lead=False, nodes_may_change=True)
+        cut_off = Supervisor(node, config, client)
         running = tasks.create_task(cut_off.run())
         await asyncio.to_thread(_await_file, socket_dir / "fds")
         events = cut_off.attach(0, 1, rank_pid, 1, True, "a round")

@@ -1,0 +1,44 @@
+"""What the parts of a node's supervisor share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.remote_actor import RemoteActor
+from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
+from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.cluster.run_events import Notify
+from umbra.runtime.rpc.rpc_client import Client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeContext:
+    """Made and owned by the supervisor; its parts hold it as long as they live."""
+
+    node: NodeSettings
+    client: Client
+    sockets: zmq.Context[zmq.Socket[bytes]]  # of the actors' mailboxes
+    job_stop: JobStop
+    links: JobLinks
+    ranks: AttachedRanks
+    note: Notify  # shows a line to the operator, and records it
+    record: Notify
+    over: asyncio.Event
+
+
+class ActorWatcher(Protocol):
+    """The supervisor, as its actors see it."""
+
+    def on_actor_change(self, actor: SupervisedActor) -> None: ...
+
+    def on_remote_change(self, node: int, actor: RemoteActor) -> None: ...
+
+    async def explain_late(self, why: str) -> str:
+        """Text for the error of an actor whose first start is late, before it is killed."""
+        ...
