@@ -100,10 +100,10 @@ def test_images_get_what_has_changed_whatever_dies_in_between(nodes: TwoNodes) -
 
         trainer.step()
         trainer.kills = nodes.pid(FAR[0])
-        assert sorted(trainer.publish().engines) == NEAR
+        report = trainer.publish()  # two syncs: the other engine of the node was left as it was
+        assert {*NEAR, FAR[1]} <= report.engines.keys()
+        assert report.network_nbytes >= ALL_NBYTES, "the image was half changed"
         trainer.kills = 0
-        publish()  # whichever engine of the node is ready
-        assert sent_nbytes[-1] == ALL_NBYTES, "the image was half changed"
         wait_until(lambda: nodes.state(FAR[0]) in ("PENDING_WEIGHTS", "SERVING"))
         trainer.step()
         publish()
