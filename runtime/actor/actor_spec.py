@@ -29,6 +29,8 @@ __all__ = ["ActorContext", "ActorSpec", "actor_context", "idempotent"]
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 Role = Literal["actor", "engine", "manager", "rollout"]
 
+_current: list[ActorContext] = []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSpec:
@@ -122,9 +124,6 @@ class ActorContext:
         return await self.resolve(lost.name, timeout_s, lost.incarnation)
 
 
-_current: list[ActorContext] = []
-
-
 def actor_context() -> ActorContext:
     """The context of the actor that this process serves; RuntimeError outside an actor."""
     if not _current:
@@ -158,8 +157,8 @@ def load_target(target: str) -> type:
 def make_target(
     target: str, kwargs: Mapping[str, Any], kwarg_settings: Mapping[str, str] | None = None
 ) -> Any:
-    """An instance of `module:Class`. Raises ConfigError that lists the accepted arguments, by their
-    `kwarg_settings`."""
+    """An instance of `module:Class`. Raises ConfigError that lists the accepted arguments, and
+    names the setting of a wrong one if `kwarg_settings` has it."""
     kind = load_target(target)
     try:
         signature = inspect.signature(kind)

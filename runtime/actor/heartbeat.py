@@ -41,8 +41,8 @@ _LOOK_EVERY: Final = 10
 
 
 class Beat(NamedTuple):
-    """The answer to a ping: the actor's incarnation, seconds since its loop last ticked, and
-    `LoopTicker.stalled_s`."""
+    """The answer to a ping. `loop_age_s` is the time since the actor's loop last ticked;
+    `stalled_s` is `LoopTicker.stalled_s`."""
 
     incarnation: int
     loop_age_s: float

@@ -487,8 +487,8 @@ def _port(text: str) -> int:
 
 
 def run_until_unread(command: Callable[[], int]) -> int:
-    """The command's exit status, or 141 if its output was closed before all was written. A pipe
-    that broke elsewhere is an ordinary error."""
+    """The command's exit status, or 141 if its output was closed before all was written, as in
+    `umbra ledger RUN | head`. A pipe that broke elsewhere is an ordinary error."""
     try:
         try:
             return command()

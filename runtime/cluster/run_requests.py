@@ -34,8 +34,7 @@ it, because nothing is lost then."""
 
 
 class JobRequests:
-    """Requests to the job in a run directory, by a call or a file. Owned by a
-    supervisor with ranks.
+    """Requests to the job in a run directory, by a call or a file. A supervisor with ranks owns it.
 
     The lead makes itself known in the directory, and looks there. The directory may be on a shared
     file system that answers late, so threads use it; writes come one after the other. `act_on` is
@@ -162,7 +161,8 @@ class JobAnswer:
 
 
 class RunNotice:
-    """The job's supervisor writes all files but the request."""
+    """The files of a run directory by which a job is found and gets requests. The job's supervisor
+    writes all of them but the request."""
 
     def __init__(self, run_dir: Path) -> None:
         self._address = run_dir / "supervisor.json"

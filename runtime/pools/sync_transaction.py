@@ -1,7 +1,7 @@
 """The sync transaction: brings a version to the engines of a pool that take part, or aborts.
 
-Pure: no clock, task or socket. `umbra.runtime.pools.sync_run` feeds it events and carries out its
-actions.
+Pure: no clock, task or socket. `sync_run` feeds it events and carries out its actions. Events and
+actions are below the class.
 
     GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all done────┐
                                                                                    v

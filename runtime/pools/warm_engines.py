@@ -44,8 +44,7 @@ class WarmEngines:
 
     @staticmethod
     def may_keep(actor: SupervisedActor) -> bool:
-        """Whether it can be brought to rest: it runs, on this node only, with the
-        trainer's weights."""
+        """Whether it can be brought to rest: it runs, on one node, with the trainer's weights."""
         spec = actor.spec
         if spec.role != "engine" or spec.target == FOLLOWER_TARGET or spec.kwargs.get("followers"):
             return False

@@ -44,6 +44,8 @@ _STUCK = {
 _PF_EXITING = 0x4
 """From include/linux/sched.h."""
 
+_HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
 
 class ProcessStat(NamedTuple):
     """Fields of /proc/PID/stat. `start_ticks`: start time in clock ticks since boot."""
@@ -281,9 +283,6 @@ def _reap_every_zombie() -> bool:
             return False
         if pid == 0:
             return True
-
-
-_HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 class ProcessTree:

@@ -1,4 +1,7 @@
-"""Memory of the host: without a name, in /dev/shm, page by page, and how much is in use."""
+"""Memory of the host: memfds, names in /dev/shm, pages, and the amount that is in use.
+
+The whole machine shares /dev/shm, which does not record who made a file there.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,10 @@ _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not in the mmap module of Python 
 _MADV_POPULATE_WRITE: Final = 23
 _FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def create_memory(name: str, nbytes: int, *, is_allocated: bool = True) -> int:
@@ -116,11 +123,6 @@ def _has_open(pid: int, path: str, inode: int) -> bool:
         return any(os.readlink(f"/proc/{pid}/fd/{name}") == path for name in names)
     except OSError:
         return False
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def populate_mapping(memory: mmap.mmap, start: int, nbytes: int) -> None:

@@ -6,6 +6,8 @@ ancestor below it die: it is an orphan, however it renamed or detached itself. E
 
     engine-0 (pid 7) forks a worker (8), which forks a daemon (9, setsid) and exits: 9 goes to 7
     SIGKILL 7: 9 comes to the supervisor, which knows 7 only by its exit: 9 is killed and reaped
+
+An ended process may hold GPU memory for a while: `gpu_memory_released` waits for it.
 """
 
 from __future__ import annotations

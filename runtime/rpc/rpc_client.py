@@ -268,6 +268,8 @@ def _bad_timeout(what: str, timeout_s: float) -> Exception:
 
 
 def describing_calls(client: Client, server: Callable[[], ActorServer]) -> Mapping[str, Any]:
+    """A method for a server: describes the process's calls in both directions, and its tasks."""
+
     def describe() -> dict[str, Any]:
         calls = sorted(client.pending_calls() + server().running_calls(), reverse=True)
         return {

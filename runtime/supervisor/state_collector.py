@@ -209,7 +209,8 @@ def _with_wait(rank: RankStatus, waits: Mapping[int, tuple[str, float]]) -> Rank
 
 
 class ReportCalls:
-    """Its public methods are calls of the supervisor, which owns it."""
+    """Calls of ranks, `umbra top` and other supervisors about the state of the job and its node.
+    The supervisor owns it and serves its public methods."""
 
     def __init__(
         self,

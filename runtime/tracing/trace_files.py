@@ -1,4 +1,6 @@
-"""Reads the trace of a run, with the times of all processes on one clock.
+"""Reads the trace of a run, with the times of all processes on one clock, and converts it.
+
+`trace_json` makes trace event JSON of it, which https://ui.perfetto.dev opens.
 
 Times in files are those of CLOCK_MONOTONIC, one clock for all processes since a machine was
 started. Its offset to the wall clock is in the headers, so machines are as well aligned as their

@@ -68,8 +68,8 @@ def checksum_of(data: Tensor) -> int:
 
 
 def checksums_of(parts: Sequence[CastValues], num_threads: int = 1) -> list[int]:
-    """The checksum of each part; waits for a GPU once. `num_threads` threads sum
-    parts on the CPU."""
+    """The checksum of each part; waits for a GPU once. `num_threads` threads sum parts that are on
+    the CPU."""
     by_device: dict[torch.device, list[int]] = {}
     for idx, part in enumerate(parts):
         by_device.setdefault(part.values.device, []).append(idx)
@@ -102,8 +102,7 @@ def _sum_on_cpu(part: CastValues) -> int:
 
 
 def sum_on_cpu(data: Tensor) -> int:
-    """The checksum of `data`, uint8 [N], contiguous, as signed 64 bits. Releases the
-    interpreter lock.
+    """The checksum of `data`, uint8 [N], contiguous, as signed 64 bits. Releases the GIL.
 
     Two words are one number of 64 bits, pair = high * 2**32 + low. With their coefficients a and b,
 
@@ -150,8 +149,7 @@ def _numbers(first: int, count: int) -> _Words:
 
 
 def sum_on_gpu(parts: Sequence[tuple[Tensor, torch.dtype]]) -> Tensor:
-    """The checksums of parts, bytes cast to a dtype: [parts] int64, which their GPU may
-    still compute.
+    """The checksums of parts, cast to their dtypes: [parts] int64, which a GPU may still compute.
 
     It reads tensors in place, and casts float32 to bfloat16 on the way. Strided tensors, tensors
     not aligned to 16 bytes, and other casts are copied first.

@@ -2,7 +2,7 @@
 
 The image is in shared memory; with CUDA IPC it is only a way to count bytes. Every tensor starts at
 a multiple of `ALIGNMENT`, in row-major order, without strides; buckets are windows into the image
-(see `bucket_grid`). Torch-free, because the supervisor checks manifests too.
+(see `bucket_grid.py`). Torch-free, because the supervisor checks manifests too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Determines which bytes of the image a rank holds.
+"""Determines which bytes of the image a rank holds, and reads them.
 
 Legend: N rows of dim 0, size W of the mesh dimension that shards it.
 

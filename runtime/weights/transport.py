@@ -5,7 +5,7 @@
     receiver   engine       load, verify               reads them into the engine's parameters
 
 A transport also carries the progress of its syncs, which the supervisor sees as `TransferProgress`.
-`weights/transport_choice.py` chooses between plans. Torch-free, as are all plans.
+`TransportChooser` chooses between plans. Torch-free, as are all plans.
 """
 
 from __future__ import annotations
@@ -145,8 +145,7 @@ class TransportPlan(Protocol):
     def can_reach(self, engine: ProbedEngine) -> bool: ...
 
     def lay_out(self, order: LayoutOrder) -> AbstractAsyncContextManager[Layout]:
-        """The layout of one sync, until the end of the block. Raises WeightSyncError
-        without memory."""
+        """The layout of one sync, until the block ends. Raises WeightSyncError without memory."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A sample as text, for people: its prompt, and its completion by turns."""
+"""A sample as text, for people: its prompt, its completion by turns, and its loop's records."""
 
 from __future__ import annotations
 

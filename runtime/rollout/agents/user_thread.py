@@ -43,13 +43,6 @@ _NOTE: Final = (
 )
 
 
-class Broken(NamedTuple):
-    """Why no more user code can run here, and the label of the call that is to blame, if any."""
-
-    label: str | None
-    reason: str
-
-
 class UserThread:
     """Runs user code, which may block its threads, or never return: the worker never waits for it.
 
@@ -234,6 +227,13 @@ class UserThread:
             await self._stop.wait()
 
 
+class Broken(NamedTuple):
+    """Why no more user code can run here, and the label of the call that is to blame, if any."""
+
+    label: str | None
+    reason: str
+
+
 def _whose(label: str | None) -> str:
     return f"user code for sample {label or 'unknown'}"
 
@@ -258,6 +258,8 @@ class Call:
 
 
 class GuardedLoop(asyncio.SelectorEventLoop):
+    """The event loop that the user code of many samples shares: no sample may end it for others."""
+
     def __init__(self, on_offence: OnOffence) -> None:
         super().__init__()
         self._on_offence = on_offence
@@ -322,7 +324,8 @@ class _OwnedTask(asyncio.Task[Any]):
 
 
 def explain_signals() -> None:
-    """Adds a note to errors of `signal.signal`, `alarm` and `setitimer`, and logs it once."""
+    """Explains why a verifier that sets an alarm fails outside of the main thread: adds a note to
+    errors of `signal.signal`, `alarm` and `setitimer`, and logs it once for each."""
     for name in ("signal", "alarm", "setitimer"):
         setattr(signal, name, _explaining(name, getattr(signal, name)))
 

@@ -1,4 +1,4 @@
-"""The ledger's state of one sample and of one group.
+"""The ledger's state of one sample and of one group, and the contents of chosen samples.
 
 PENDING -> RUNNING -> FINISHED -> SCORED -> LEASED -> TRAINED
    ^         |  ^                   |         |

@@ -84,8 +84,7 @@ class ExportedImage:
         return data.as_strided(part.shape, part.strides)
 
     def blocks(self, idx: int) -> list[ShardBlock]:
-        """The parts of entry `idx` as disjoint blocks; empty if a part has the rows in
-        another shape."""
+        """The parts of entry `idx` as disjoint blocks; empty if rows of a part differ in shape."""
         entry = self.manifest.entries[idx]
         found = [_block(entry, part) for part, _ in self._parts[idx]]
         return [block for block in found if block is not None] if None not in found else []
@@ -145,8 +144,8 @@ def _block(entry: TensorEntry, part: TensorPart) -> ShardBlock | None:
 
 
 class OpenedMemory:
-    """The ranks' memory as one engine process has it open, over syncs. Owns it. One
-    thread at a time.
+    """The ranks' memory as one engine process has it open, over syncs. Owns it. One thread at a
+    time.
 
         image ─▶ reads, copies ─▶ leave        once for each version
         close                                  ranks may have ended, or weights come another way

@@ -49,8 +49,8 @@ class ImageMemory:
     async def opened(
         self, grid: BucketGrid, num_ranks: int, num_engines: int, contents: str = ""
     ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
-        """The image and a control block for one sync, offered inside the block. Waits for the
-        last sync's end.
+        """The image and a control block for one sync, offered inside the block, after the end of
+        the sync before it.
 
         Yields facts for ranks and engines to map both, with the image's contents in "holds", and
         the progress. `contents` names those of the image once the sync has filled it. Raises
@@ -97,9 +97,9 @@ class ImageMemory:
         self._fd_server.offer({name: self._fd})
 
     async def free(self) -> None:
-        """Frees the image, although processes may still have it mapped, in slices: a large
-        one takes seconds. If it is cancelled, the rest is free once no process has it
-        mapped. Idempotent."""
+        """Frees the image, although processes may still have it mapped, in slices: a large one
+        takes seconds. If it is cancelled, the rest is free once no process has it mapped.
+        A second call does nothing."""
         if self._fd < 0:
             return
         fd, nbytes = self._fd, self._nbytes

@@ -44,6 +44,21 @@ _FUTEX_WAKE: Final = 1
 _EVERYBODY: Final = 0x7FFFFFFF
 
 
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.POINTER(_Timespec),
+)
+
+
 def _nothing() -> None:
     """Default of `while_waiting`: only the control block ends the wait."""
 
@@ -73,8 +88,10 @@ class SyncProgress:
 
     @classmethod
     def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
-        """Maps the block of `wire`: {"name", "num_ranks", "num_engines"}. Raises as
-        `received_fd`."""
+        """Maps the block of `wire`: {"name", "num_ranks", "num_engines"}.
+
+        Raises like `received_fd`.
+        """
         with received_fd(socket_path, wire["name"], timeout_s) as fd:
             return cls(fd, wire["num_ranks"], wire["num_engines"])
 
@@ -279,21 +296,6 @@ class EngineEnd:
         if self._counts and num_buckets > self._num_published:
             self._num_published = num_buckets
             self._progress.set_loaded(self._engine, num_buckets)
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-_libc.syscall.argtypes = (
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.POINTER(_Timespec),
-)
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:

@@ -1,5 +1,4 @@
-"""Between nodes, the supervisor's part: an image on each node, and where ranks meet its
-receiver. Torch-free.
+"""Between nodes, the supervisor's part: images of the nodes, and where ranks meet receivers.
 
     rank 0 ──────────────── fills ───────────────┐
     rank 1, on another node ══ link ══▶ engine a ┴─▶ image of the node ─▶ engine a
@@ -11,7 +10,7 @@ network once for each node.
 
 A rank may send changes to a node whose image holds the shards that the rank sent last. The node's
 supervisor knows the image's contents, and the rank its own. Each sync names its contents by a name
-that is not used again, so that the two cannot be confused.
+that is not used again, so that the two cannot be confused. Torch-free.
 """
 
 from __future__ import annotations

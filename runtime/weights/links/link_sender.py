@@ -1,5 +1,7 @@
-"""Between nodes, a rank's part: sends its shards to the receiver of every other node, bucket by
-bucket, and fills the image of its own node.
+"""Between nodes, a rank's part: sends its shards to the receivers of other nodes.
+
+`LinkSender` sends bucket by bucket, and fills the image of its own node. `LinkListener` accepts the
+connections of receivers.
 
 A bucket's shards are read once, for all nodes, into memory on the GPU if they are there. A node
 whose link is broken or that the supervisor reports as gone is skipped from then on; its receiver

@@ -198,8 +198,8 @@ class ReceivingLink(_Link):
         threading.Thread(target=self._open, args=args, name="weight-link", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the link, unless all has arrived. Then nothing more is written to the
-        image. Idempotent."""
+        """Ends the link, unless all has arrived. Afterwards nothing more is written to the image,
+        and a second call does nothing."""
         self._break()
         with self._writing:
             pass
