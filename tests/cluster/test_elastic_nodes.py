@@ -153,7 +153,7 @@ class ElasticNodes:
     def kept(self, node: int) -> list[int]:
         """The processes of a node in its first epoch that outlive its ranks: guardian, supervisor
         and engine."""
-        words = ("guardian", "supervisor_host", "policy-")
+        words = ("guardian", "supervisor_main", "policy-")
         commands = {pid: " ".join(command_of(pid)) for pid in self.job.tree(node)}
         return [pid for pid, text in commands.items() if any(word in text for word in words)]
 

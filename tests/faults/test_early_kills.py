@@ -49,7 +49,7 @@ def kind_of(line: str, program: str) -> str:
     kinds = {
         "torch.distributed.run": "torchrun",
         "guardian.py": "guardian",
-        "supervisor_host": "supervisor",
+        "supervisor_main": "supervisor",
         f"-m {program}": "rank",
     }
     return next((kind for word, kind in kinds.items() if word in line), "other")
