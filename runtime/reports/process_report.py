@@ -35,7 +35,7 @@ _WAITING: Final = re.compile(
 )
 """Files that a thread is in while it waits for work, or for its caller's event."""
 _REPORTING: Final = re.compile(
-    r"/umbra/runtime/(process/thread_stacks|reports/process_report)\.py$"
+    r"/(umbra/runtime/process/thread_stacks|umbra/runtime/reports/process_report)\.py$"
 )
 _COLLECTIVE: Final = "/torch/distributed/"
 _NUM_INNERMOST: Final = 3

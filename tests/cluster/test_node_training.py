@@ -182,6 +182,10 @@ class TwoNodes:
             assert time.monotonic() < deadline, self.joined_log.read_text()
             time.sleep(0.02)
 
+    def release_rewards(self) -> None:
+        """Ends the wait of `plain_rewards:distinct_once_released`."""
+        (self._home / "released").touch()
+
     def check(self, reference: History) -> None:
         """Nothing was lost, repeated or different."""
         history = surviving_history(self._records)
@@ -380,9 +384,11 @@ def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
     hosts: Hosts, two_nodes: TwoNodes, on_one_node: History, fault: str
 ) -> None:
     num_own = 0 if fault == "none" else 1
-    job_only = two_nodes.begin(f"pool.count={num_own}", num_nodes=1, ranks_each=2)
+    held_back = "reward.function=plain_rewards:distinct_once_released"
+    job_only = two_nodes.begin(f"pool.count={num_own}", held_back, num_nodes=1, ranks_each=2)
     with job_only as job, two_nodes.joined(by_address=fault == "killed") as program:
         two_nodes.wait_for_engine(f"policy-{num_own}")
+        two_nodes.release_rewards()
         begin = time.monotonic()
         if fault == "killed":
             for pid in tree(program.pid)[2:]:  # the supervisor and the engine
@@ -394,7 +400,8 @@ def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
         finally:
             hosts.reconnect(1)
         assert time.monotonic() - begin < LOST_AFTER_S + 15.0
-        waits_s = [row["time/rollout_s"] + row["time/sync_s"] for row in two_nodes.metrics()]
+        # The first step was held back.
+        waits_s = [row["time/rollout_s"] + row["time/sync_s"] for row in two_nodes.metrics()[1:]]
         assert max(waits_s) < LOST_AFTER_S + WAIT_LIMIT_S, waits_s
         assert program.wait(START_LIMIT_S) == (0 if fault == "none" else 1)
 

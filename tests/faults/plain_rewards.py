@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from umbra.runtime.rollout.agents.auxiliary_pool import RewardContext
@@ -18,6 +20,16 @@ def distinct_after_a_while(
 ) -> list[float]:
     """Like `distinct`, but slow enough for a test to act within a step."""
     time.sleep(0.05)
+    return distinct(prompts, completions)
+
+
+def distinct_once_released(
+    prompts: list[str], completions: list[str], **columns: list[Any]
+) -> list[float]:
+    """Like `distinct`, but no batch is complete before the file NOTED_IN/released exists."""
+    released = Path(os.environ["NOTED_IN"]) / "released"
+    while not released.exists():  # a file has no event; `reward.timeout_s` ends the wait
+        time.sleep(0.02)
     return distinct(prompts, completions)
 
 

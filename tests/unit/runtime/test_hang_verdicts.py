@@ -14,7 +14,7 @@ from umbra.runtime.reports.process_report import SeenProcess, SeenThread
 REWARD = "never_returns (/home/me/slow_rewards.py:5)"
 LOSS = "loss (/home/me/stuck.py:7)"
 REDUCE = "all_reduce (/lib/torch/distributed/distributed_c10d.py:3000)"
-NEXT_BATCH = "_collect (/src/umbra/runtime/collective.py:180)"
+NEXT_BATCH = "_collect (/src/umbra/runtime/session/rollouts.py:180)"
 Calls = Mapping[str, Mapping[str, Any]]
 
 
