@@ -18,8 +18,7 @@ from umbra.runtime.errors import ConfigError
 
 _MAX_BURST: Final = 1024
 # Tokens of one request made at once where no speed is set: a long one still takes several batches.
-
-_GOLDEN: Final = 0x9E3779B97F4A7C15
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spreads positions
 _MASK: Final = (1 << 64) - 1
 
 

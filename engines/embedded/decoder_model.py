@@ -164,9 +164,11 @@ def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 def rope_tables(
     config: RopeConfig, *, head_dim: int, num_positions: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines [P, 1, D] and signed sines [P, 1, D], on the CPU. `x * cos + x.roll(D / 2, -1) * sin`
-    rotates x: the sign of "rotate half" is in the sines. Angles are float32 whatever the dtype, as
-    in transformers, so logits agree with a trainer's.
+    """Rotary position embeddings (Su et al., RoFormer, 2021) as two tables on the CPU: cosines
+    [P, 1, D] and signed sines [P, 1, D].
+
+    `x * cos + x.roll(D / 2, -1) * sin` rotates x: the sign of "rotate half" is in the sines. Angles
+    are float32 whatever the dtype, as in transformers, so logits agree with a trainer's.
 
     P: positions, D: head dimension. Heads hold the two halves of each rotated pair D/2 apart, as
     Hugging Face checkpoints do.

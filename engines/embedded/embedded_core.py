@@ -19,10 +19,9 @@ from umbra.runtime.engine_api.kept_tokens import Truncation, lowest_kept
 from umbra.runtime.engine_api.token_deltas import DeltaBuffer, DeltaColumns
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 NOT_FINITE: Final = "error: the model's logits are not finite; its weights are broken"
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class EngineCore:
@@ -274,21 +273,6 @@ class EngineCore:
         return torch.as_tensor(array, device=self._device)  # shares memory on the CPU
 
 
-def _unique(
-    prompts: Sequence[npt.NDArray[np.int32]],
-) -> tuple[list[npt.NDArray[np.int32]], Int64Array | None]:
-    """Distinct prompts, and the index of each request's prompt (None: all differ). The samples of a
-    group share a prompt, so it is computed once."""
-    known: dict[bytes, int] = {}
-    distinct: list[npt.NDArray[np.int32]] = []
-    copies = np.zeros(len(prompts), np.int64)
-    for idx, prompt in enumerate(prompts):
-        copies[idx] = known.setdefault(prompt.tobytes(), len(distinct))
-        if copies[idx] == len(distinct):
-            distinct.append(prompt)
-    return distinct, None if len(distinct) == len(prompts) else copies
-
-
 class RowTable:
     """The running sequences as columns: row i of every array is cache row i; 0..count-1 are in use.
     With a small model, Python per sequence would cost more than the model. R: rows, C: longest
@@ -407,3 +391,18 @@ class RowTable:
         self.stops[target] = self.stops[source]
         for column in self._scalars:
             column[target] = column[source]
+
+
+def _unique(
+    prompts: Sequence[npt.NDArray[np.int32]],
+) -> tuple[list[npt.NDArray[np.int32]], Int64Array | None]:
+    """Distinct prompts, and the index of each request's prompt (None: all differ). The samples of a
+    group share a prompt, so it is computed once."""
+    known: dict[bytes, int] = {}
+    distinct: list[npt.NDArray[np.int32]] = []
+    copies = np.zeros(len(prompts), np.int64)
+    for idx, prompt in enumerate(prompts):
+        copies[idx] = known.setdefault(prompt.tobytes(), len(distinct))
+        if copies[idx] == len(distinct):
+            distinct.append(prompt)
+    return distinct, None if len(distinct) == len(prompts) else copies

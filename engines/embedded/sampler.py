@@ -11,6 +11,7 @@ _MAX_CHUNK_ELEMENTS: Final = 1 << 25
 # Logits processed at once; the float64 sums take 8 bytes each. A larger number raises peak memory,
 # a smaller one makes more steps.
 
+# The constants of splitmix64, see `uniforms`.
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)

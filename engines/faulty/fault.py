@@ -13,6 +13,39 @@ FaultKind = Literal["kill", "stop", "stall", "slow", "drop", "repeat", "error"]
 
 CALLS: Final = tuple(name for name in vars(Engine) if not name.startswith("_"))
 
+_POINT_KEYS: Final = ("after_tokens", "every_tokens", "incarnations", "engines")
+# An incarnation is killed once, and slow from its point on, so kill and slow have no `times`.
+_OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "kill": (),
+    "stop": ("times",),
+    "stall": ("times", "for_s"),
+    "slow": ("for_s",),
+    "drop": ("times", "what"),
+    "repeat": ("times", "what"),
+    "error": ("times", "call"),
+}
+assert tuple(_OWN_KEYS) == get_args(FaultKind)
+_REQUIRED: Final = {"stall": ("for_s",), "slow": ("for_s",), "error": ("call",)}
+_NAMES: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    ("drop", "what"): ("batch", "run"),
+    ("repeat", "what"): ("batch", "earlier"),
+    ("error", "call"): CALLS,
+}
+_CHECKS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "after_tokens": (lambda v: _is_whole(v, 0), "a whole number of at least 0"),
+    "every_tokens": (lambda v: _is_number(v) and v >= 1, "a number of at least 1"),
+    "times": (lambda v: _is_whole(v, 1), "a whole number of at least 1"),
+    "for_s": (lambda v: _is_number(v) and v > 0, "a number of seconds above 0"),
+    "incarnations": (
+        lambda v: _is_list_of(v, lambda item: _is_whole(item, 1)),
+        "a list of incarnations, such as [1, 2]",
+    ),
+    "engines": (
+        lambda v: _is_list_of(v, lambda item: isinstance(item, str)),
+        'a list of names, such as ["policy-0"]',
+    ),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -131,40 +164,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_list_of(value: Any, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_right, cast("list[Any]", value)))
-
-
-_POINT_KEYS: Final = ("after_tokens", "every_tokens", "incarnations", "engines")
-# An incarnation is killed once, and slow from its point on, so kill and slow have no `times`.
-_OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "kill": (),
-    "stop": ("times",),
-    "stall": ("times", "for_s"),
-    "slow": ("for_s",),
-    "drop": ("times", "what"),
-    "repeat": ("times", "what"),
-    "error": ("times", "call"),
-}
-assert tuple(_OWN_KEYS) == get_args(FaultKind)
-_REQUIRED: Final = {"stall": ("for_s",), "slow": ("for_s",), "error": ("call",)}
-_NAMES: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
-    ("drop", "what"): ("batch", "run"),
-    ("repeat", "what"): ("batch", "earlier"),
-    ("error", "call"): CALLS,
-}
-_CHECKS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "after_tokens": (lambda v: _is_whole(v, 0), "a whole number of at least 0"),
-    "every_tokens": (lambda v: _is_number(v) and v >= 1, "a number of at least 1"),
-    "times": (lambda v: _is_whole(v, 1), "a whole number of at least 1"),
-    "for_s": (lambda v: _is_number(v) and v > 0, "a number of seconds above 0"),
-    "incarnations": (
-        lambda v: _is_list_of(v, lambda item: _is_whole(item, 1)),
-        "a list of incarnations, such as [1, 2]",
-    ),
-    "engines": (
-        lambda v: _is_list_of(v, lambda item: isinstance(item, str)),
-        'a list of names, such as ["policy-0"]',
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""The weights of an update in an image in host memory: of the node, or a copy of one."""
+"""The weights of an update in an image in host memory: of the node, or a copy of one.
+
+Workers read a `CompleteImage` or a `FillingImage`. The engine's process makes the description and
+verifies checksums (`ImageImport`).
+"""
 
 from __future__ import annotations
 
@@ -142,29 +146,11 @@ class FillingImage(CompleteImage):
         return image_tensors(self.manifest, copy)
 
 
-def filled_image(description: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """The whole image, once ranks have filled it. Blocks. Raises the errors of `WeightSource`."""
-    if "progress" not in description:
-        return np.fromfile(description["path"], np.uint8)
-    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=False)) as end:
-        end.wait_filled(_grid(description).num_buckets)
-    wire = description["image"]
-    with received_fd(description["fd_socket"], wire["name"], _OPEN_TIMEOUT_S) as fd:
-        return np.frombuffer(mmap.mmap(fd, wire["nbytes"], access=mmap.ACCESS_READ), np.uint8)
-
-
-def _grid(description: Mapping[str, Any]) -> BucketGrid:
-    return BucketGrid(
-        Manifest.from_wire(description["manifest"]).nbytes, description["bucket_nbytes"]
-    )
-
-
 class ImageImport:
-    """One update, with prepare_update's arguments, whose weights workers read from
-    their node's image.
+    """One update, with prepare_update's arguments, which workers read from their node's image.
 
-        ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
-                             └──▶ engine process: compares checksums
+    ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
+                         └──▶ engine process: compares checksums
     """
 
     def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
@@ -193,6 +179,17 @@ class ImageImport:
         self._source.close()
 
 
+def filled_image(description: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """The whole image, once ranks have filled it. Blocks. Raises the errors of `WeightSource`."""
+    if "progress" not in description:
+        return np.fromfile(description["path"], np.uint8)
+    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=False)) as end:
+        end.wait_filled(_grid(description).num_buckets)
+    wire = description["image"]
+    with received_fd(description["fd_socket"], wire["name"], _OPEN_TIMEOUT_S) as fd:
+        return np.frombuffer(mmap.mmap(fd, wire["nbytes"], access=mmap.ACCESS_READ), np.uint8)
+
+
 def image_tensors(manifest: Manifest, memory: mmap.mmap) -> dict[str, Tensor]:
     """The manifest's tensors as views of an image, which stays mapped while they live."""
     image = buffer_bytes(memory)
@@ -200,3 +197,9 @@ def image_tensors(manifest: Manifest, memory: mmap.mmap) -> dict[str, Tensor]:
         entry.name: typed_view(image[entry.offset : entry.end], entry.dtype, entry.shape)
         for entry in manifest.entries
     }
+
+
+def _grid(description: Mapping[str, Any]) -> BucketGrid:
+    return BucketGrid(
+        Manifest.from_wire(description["manifest"]).nbytes, description["bucket_nbytes"]
+    )

@@ -2,7 +2,7 @@
 
 The engine's process makes a description, a plain map, and its own channels carry it to the workers:
 
-    image     image, bucket_nbytes, manifest, fd_socket, progress     image_import
+    image     image, bucket_nbytes, manifest, fd_socket, progress     image_weights
     exports   exports, manifest, fd_socket, progress,
               has_checksums, is_staged                                weight_import
     copy      path, nbytes, manifest                                  an image without a sync

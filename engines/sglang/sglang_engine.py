@@ -56,7 +56,8 @@ _NOT_TAKEN: Final = object()
 
 
 class SglangCore(AdapterCore):
-    """Owns SGLang's Engine and its processes. Its tasks live from `start` to `stop`.
+    """The core of the SGLang engine: starts, watches and ends SGLang's Engine, and translates calls
+    and errors. Owns its processes, and from `start` to `stop` its tasks.
 
         this process (actor)      TokenizerManager, event loop
           ├ scheduler             one for each GPU of a tensor-parallel engine, with its worker

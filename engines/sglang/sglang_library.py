@@ -1,5 +1,9 @@
 """The parts of SGLang that the adapter uses, imported late: SGLang is heavy and optional. Its
 objects are `Any`, because SGLang is absent where types are checked.
+
+The functions confine SGLang's side effects on the process that starts it: SGLang reconfigures
+logging, makes socket files in the temporary folder, and has its children send SIGQUIT on failure,
+which would kill this process. Here the signal only ends the engine.
 """
 
 from __future__ import annotations
@@ -87,11 +91,7 @@ class SglangLibrary:
 
 
 def ignore_sigquit(signum: int, frame: object) -> None:
-    """SGLang's `custom_sigquit_handler` during the start: the exception reports a failed start.
-
-    SGLang reconfigures logging, makes socket files in the temporary folder, and has its children
-    send SIGQUIT on failure, which would kill this process. Here the signal only ends the engine.
-    """
+    """SGLang's `custom_sigquit_handler` during the start: the exception reports a failed start."""
 
 
 def end_on_sigquit(signum: int, frame: object) -> None:

@@ -1,4 +1,5 @@
-"""Runs in SGLang's scheduler processes. SGLang imports `obey` by name."""
+"""Runs in SGLang's scheduler processes, and carries out the adapter's orders, such as to load
+weights or a LoRA adapter. SGLang imports `obey` by name."""
 
 from __future__ import annotations
 
@@ -110,28 +111,6 @@ def _load_adapter(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
         return {"regions": source.regions, "way": way}
 
 
-class WatchedLoader:
-    """SGLang's loader, which fills the parameters in place; `unread` are tensors of the
-    last recording."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        self.unread: list[str] = []
-
-    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        with LoaderRecording(self._model) as recording:
-            self._model.load_weights(recording.watch(source.tensors()))
-        if getattr(self._model, "quant_config", None) is None:  # else parameters have other shapes
-            recording.check_filled("SGLang")
-        self.unread = recording.unread()
-        return recording, {}
-
-    def load(
-        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        self._model.load_weights(tensors)
-
-
 def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -179,17 +158,26 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _check_done(result: Any) -> None:
-    if not result.success:
-        raise WeightSyncError(f"SGLang refuses the LoRA adapter: {result.error_message}")
+class WatchedLoader:
+    """SGLang's loader, which fills the parameters in place; `unread` are tensors of the
+    last recording."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self.unread: list[str] = []
 
-@cache
-def _lora_manager(model: nn.Module) -> Any:
-    """SGLang's manager of the model's adapters, which it gives to no weight loader."""
-    kind: Any = importlib.import_module("sglang.srt.lora.lora_manager").LoRAManager
-    managers = (found for found in gc.get_objects() if type(found) is kind)
-    return next(manager for manager in managers if manager.base_model is model)
+    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
+        with LoaderRecording(self._model) as recording:
+            self._model.load_weights(recording.watch(source.tensors()))
+        if getattr(self._model, "quant_config", None) is None:  # else parameters have other shapes
+            recording.check_filled("SGLang")
+        self.unread = recording.unread()
+        return recording, {}
+
+    def load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self._model.load_weights(tensors)
 
 
 def load_adapter(model: nn.Module, source: WeightSource) -> str:
@@ -218,6 +206,19 @@ def load_adapter(model: nn.Module, source: WeightSource) -> str:
     # Copies to the GPU now: SGLang would with the next batch, and end if that failed.
     manager.fetch_new_loras({SYNCED_ADAPTER})
     return f"loaded a LoRA adapter of rank {spec.rank} for {len(modules)} modules"
+
+
+@cache
+def _lora_manager(model: nn.Module) -> Any:
+    """SGLang's manager of the model's adapters, which it gives to no weight loader."""
+    kind: Any = importlib.import_module("sglang.srt.lora.lora_manager").LoRAManager
+    managers = (found for found in gc.get_objects() if type(found) is kind)
+    return next(manager for manager in managers if manager.base_model is model)
+
+
+def _check_done(result: Any) -> None:
+    if not result.success:
+        raise WeightSyncError(f"SGLang refuses the LoRA adapter: {result.error_message}")
 
 
 _ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]]] = {

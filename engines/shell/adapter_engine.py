@@ -22,7 +22,8 @@ from umbra.runtime.waiting import first_of
 
 logger = logging.getLogger(__name__)
 
-_REPORT_AFTER_S: Final = 60.0
+_REPORT_AFTER_S: Final = 60.0  # without the end of the warm-up
+# The warm-up's request.
 _REQUEST: Final = GenerationRequest(
     id=0,
     tokens=np.zeros(1, np.int32),

@@ -1,8 +1,10 @@
-"""The core of an engine: the small part that differs between engines. `EngineShell` does the rest.
+"""The parts that differ between engines: a core and its weight updates. `EngineShell` does the
+rest.
 
     Core            states: every engine
     └ PolledCore    requests whose tokens are taken once a tick (`PolledRequests`)
       └ AdapterCore   weights that the engine loads from a description (`AdapterUpdates`)
+    WeightUpdates   new weights: `AdapterUpdates`, or an engine's own
 
 docs/write-an-engine.md explains them method by method.
 """

@@ -79,8 +79,8 @@ class EngineRequests(ABC):
 
 
 class DeltaStream:
-    """Owned by the engine. Holds a few bytes for every token of the consumer's requests. Calls
-    `on_consumer_gone` with the new epoch to drop all requests.
+    """Carries token deltas from an engine to its one consumer, on the engine's event loop. Calls
+    `on_consumer_gone` with the new epoch to drop all requests. `EngineRequests` owns it.
 
         engine ──put──▶ [batches] ──read──▶ consumer A
                                             consumer B attaches: A's stream ends, A's requests are

@@ -23,11 +23,10 @@ from umbra.runtime.weights.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 _Core = TypeVar("_Core", bound=Core)
+_T = TypeVar("_T")
 _PREPARED_INTERVAL_S: Final = 0.005
 # Interval of asking whether an update is prepared. Each question waits for the engine's current
 # step and delays the next one: shorter intervals delay tokens, longer ones the update.
-
-_T = TypeVar("_T")
 
 
 class EngineShell(Generic[_Core]):

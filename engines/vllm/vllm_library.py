@@ -1,3 +1,6 @@
+"""The parts of vLLM that the adapter uses, and the files and shared memory that vLLM leaves: it
+removes their names only when it ends in order."""
+
 from __future__ import annotations
 
 import contextlib
