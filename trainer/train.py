@@ -87,15 +87,12 @@ from umbra.trainer.world.world import World, agree_on_signal, from_lead, pick_de
 # How long a rank that lost another one waits for the supervisor to report which rank or process
 # failed first. The supervisor knows within milliseconds; a rank's own errors are delayed this long.
 _CAUSE_TIMEOUT_S: Final = 1.0
-
-
 # For the supervisors to write what all processes are doing, before this rank ends.
 _BUNDLE_LIMIT_S: Final = 20.0
-
 _LEAST_S: Final = 1800.0
-"""Ranks that fail end the others through the session long before this, which is for a network that
-drops packets. Less is too short for a rank that slowly reads its data or writes the model."""
-
+"""Least timeout of a collective. Ranks that fail end the others through the session long before,
+so it is for a network that drops packets. Less is too short for a rank that slowly reads its data
+or writes the model."""
 _MARGIN_S: Final = 240.0
 """A wait may take this much longer than its setting: by the margins of calls, and with auxiliary
 pools, by starting the process that handles their requests."""

@@ -26,30 +26,6 @@ def clipped_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -
     return LossOutput(loss, terms.metrics())
 
 
-class ClippedSurrogate(NamedTuple):
-    """PPO's surrogate of each token, to be maximised; all are [M]."""
-
-    objective: Tensor
-    ratio: Tensor
-    is_clipped: Tensor
-
-    def metrics(self) -> dict[str, LossMetric]:
-        return {
-            "clipped_share": LossMetric(self.is_clipped),
-            "ratio_mean": LossMetric(self.ratio),
-        }
-
-
-def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, settings: TrainSection
-) -> ClippedSurrogate:
-    """`log_ratio`, [M], has the gradient."""
-    ratio = log_ratio.exp()
-    free = ratio * advantages
-    bounded = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high) * advantages
-    return ClippedSurrogate(torch.minimum(free, bounded), ratio, bounded < free)
-
-
 def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
     """The clipped surrogate around the proximal policy, for tokens of older policies.
 
@@ -80,19 +56,6 @@ def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection)
         "importance_max": LossMetric(raw, "max"),
     }
     return LossOutput(loss, terms.metrics() | metrics)
-
-
-def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:
-    """[M] limited importance weights, from [M] probability ratios. Tokens whose weight becomes 0
-    still count where a loss is divided by the number of tokens."""
-    match settings.importance_above_cap:
-        case "truncate":
-            limited = raw.clamp(max=settings.importance_cap)
-        case "mask":
-            limited = torch.where(raw > settings.importance_cap, 0.0, raw)
-        case _:
-            assert_never(settings.importance_above_cap)
-    return torch.where(raw < settings.importance_floor, 0.0, limited)
 
 
 def gspo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
@@ -127,3 +90,40 @@ def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> 
     loss = -(inputs.weights * clipped * inputs.advantages * logprobs).sum()
     metrics = {"clipped_share": LossMetric(clipped != ratio), "ratio_mean": LossMetric(ratio)}
     return LossOutput(loss, metrics)
+
+
+class ClippedSurrogate(NamedTuple):
+    """PPO's surrogate of each token, to be maximised; all are [M]."""
+
+    objective: Tensor
+    ratio: Tensor
+    is_clipped: Tensor
+
+    def metrics(self) -> dict[str, LossMetric]:
+        return {
+            "clipped_share": LossMetric(self.is_clipped),
+            "ratio_mean": LossMetric(self.ratio),
+        }
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, settings: TrainSection
+) -> ClippedSurrogate:
+    """`log_ratio`, [M], has the gradient."""
+    ratio = log_ratio.exp()
+    free = ratio * advantages
+    bounded = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high) * advantages
+    return ClippedSurrogate(torch.minimum(free, bounded), ratio, bounded < free)
+
+
+def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:
+    """[M] limited importance weights, from [M] probability ratios. Tokens whose weight becomes 0
+    still count where a loss is divided by the number of tokens."""
+    match settings.importance_above_cap:
+        case "truncate":
+            limited = raw.clamp(max=settings.importance_cap)
+        case "mask":
+            limited = torch.where(raw > settings.importance_cap, 0.0, raw)
+        case _:
+            assert_never(settings.importance_above_cap)
+    return torch.where(raw < settings.importance_floor, 0.0, limited)

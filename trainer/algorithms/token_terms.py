@@ -1,7 +1,7 @@
 """A token's terms in the loss: its estimate of the KL divergence, and its weight.
 
 k2 and k3 are from Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO has k3 in the loss
-(Shao et al. 2024, arXiv:2402.03300, eq. 4). M: generated tokens of a micro-batch.
+(Shao et al. 2024, arXiv:2402.03300, eq. 4). M: generated tokens of a micro-batch; N: its samples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 KlEstimator = Literal["k2", "k3"]
-
 Aggregation = Literal["token", "sequence", "constant"]
 
 
@@ -48,8 +47,6 @@ def token_weights(
     | "sequence" | GRPO, Shao et al. 2024, arXiv:2402.03300, eq. 3 |
     | "token" | DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8 |
     | "constant" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by length |
-
-    M: generated tokens of a micro-batch; N: samples of a micro-batch.
 
     "token": all tokens of the global batch weigh the same, so long samples weigh more.
     "sequence": all samples weigh the same; the tokens of one share its weight.

@@ -1,4 +1,5 @@
-"""The run directory (docs/run-directory.md): starting or resuming a run in it, and its versions."""
+"""The run directory (docs/run-directory.md): starting or resuming a run in it, its lock, its
+versions."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from umbra.trainer.world.run_files import (
     writing,
 )
 
+# Files of an earlier run, which a new one moves to `_REPLACED`.
 _EARLIER: Final = (
     "settings.json",
     "tokenizers",
@@ -62,7 +64,6 @@ NEW_RUN: Final = (
     "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"
 )
 """The remedy where a run cannot be resumed: `run.overwrite` alone changes nothing for a resume."""
-
 _LOOK_INTERVAL_S: Final = 0.5
 """Between attempts to get the lock. A longer one delays a restart; each asks the file system."""
 

@@ -32,10 +32,10 @@ _WORDS: Final = {
 """Replace messages of pydantic that speak of Python types."""
 _SURE_RATIO: Final = 0.8
 """Similarity from which a key of another section is suggested. Lower suggests unrelated keys."""
-_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
-
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
 """Defaults of optional settings: an empty value removes such a setting."""
+
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:

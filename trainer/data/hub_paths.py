@@ -31,11 +31,12 @@ _LIMIT_S: Final = 6 * 3600.0
 """For a node's downloads. A shorter time ends jobs with large models and slow networks; a longer
 one delays the end of a job whose node hangs."""
 
-_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
-
+# Names of models and data sets on the hub, see `HubName`.
 _REPO: Final = r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w.-]+))?"
 _MODEL: Final = re.compile(_REPO)
 _DATA: Final = re.compile(_REPO + r"(/(?P<subset>[\w.-]+))?(:(?P<split>[\w\[\]:%+-]+))?")
+
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 
 def with_local_models(config: _Config) -> _Config:

@@ -268,22 +268,6 @@ def _overlong_message(where: str, num_tokens: int, budget: PromptBudget) -> str:
     )
 
 
-@dataclass(slots=True)
-class _Found:
-    num_prompts: int = 0
-    num_repeated: int = 0
-    first: str = ""
-
-    def count(self, prompt: dict[str, Any], is_repeated: bool) -> None:
-        self.num_prompts += 1
-        if is_repeated:
-            self.num_repeated += 1
-            self.first = self.first or _ending(prompt["prompt"])
-
-    def __str__(self) -> str:
-        return f"{self.num_repeated} of {self.num_prompts} prompts"
-
-
 class RepeatedPrompts:
     """Finds prompts that are trained on twice, or held out and trained on, by their tokens.
     Training prompts have to pass before held-out ones."""
@@ -322,6 +306,22 @@ class RepeatedPrompts:
                 "them from one of the two"
             )
         return found
+
+
+@dataclass(slots=True)
+class _Found:
+    num_prompts: int = 0
+    num_repeated: int = 0
+    first: str = ""
+
+    def count(self, prompt: dict[str, Any], is_repeated: bool) -> None:
+        self.num_prompts += 1
+        if is_repeated:
+            self.num_repeated += 1
+            self.first = self.first or _ending(prompt["prompt"])
+
+    def __str__(self) -> str:
+        return f"{self.num_repeated} of {self.num_prompts} prompts"
 
 
 def _ending(text: str) -> str:

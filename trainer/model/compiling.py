@@ -1,4 +1,5 @@
-"""Compiles decoder blocks with torch.compile, which saves passes over memory."""
+"""Decoder blocks with other forward passes: compiled with torch.compile, which saves passes over
+memory, or computed again in the backward pass, which saves memory."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Must be called once, before blocks are sharded: gathering parameters is not recomputed.
+    """Makes blocks keep only their inputs, and compute the rest again in the backward pass. Must be
+    called once, before blocks are sharded: gathering parameters is not recomputed.
     Raises ConfigError if the model does not declare its blocks."""
     blocks = decoder_blocks(model)
     if not blocks:

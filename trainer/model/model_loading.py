@@ -211,6 +211,9 @@ def _transformers() -> Any:
 
 @torch.no_grad()
 def fix_rotary_frequencies(model: nn.Module, context_len: int) -> None:
+    """Fixes rotary frequencies that depend on a length by the longest context, as engines do.
+    transformers chooses "longrope" and "dynamic" ones by the longest sequence of a batch: a sample
+    would have other log-probabilities beside a longer one than alone."""
     for module in model.modules():
         rotary: Any = module
         kinds: Any = getattr(module, "rope_type", None)

@@ -21,8 +21,7 @@ from umbra.runtime.terminal_text import escape_unprintable, format_duration
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-
-_NAMES: Final = {1: "stdout", 2: "stderr"}
+_NAMES: Final = {1: "stdout", 2: "stderr"}  # by descriptor
 
 _TICK_S: Final = 1.0
 """Between two looks at what is in progress. Shorter repeats calls to other processes for nothing;
@@ -38,8 +37,7 @@ progress, so that an hour of waiting is a dozen lines."""
 _QUIET_STEPS: Final = 3.0
 """The same once steps are done, in durations of the last step, and at least `_LEAST_QUIET_S`."""
 _LEAST_QUIET_S: Final = 60.0
-
-_BAR_WIDTH: Final = 30
+_BAR_WIDTH: Final = 30  # characters
 
 Count = tuple[int, int]
 """How many are done, and of how many."""
@@ -331,10 +329,10 @@ class _Rows:
         self._live = None
 
     def _open(self) -> Any:
-        from rich.console import Console
+        from rich.console import Console as RichConsole
         from rich.live import Live
 
-        self._console = Console(file=self._stream)
+        self._console = RichConsole(file=self._stream)
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False
         )

@@ -13,7 +13,6 @@ from umbra.runtime.cluster.memory_plan import GIB, Phase
 from umbra.runtime.process.nvml import LIBRARY, Nvml
 from umbra.trainer.world.world import max_over_ranks
 
-_GIB: Final = 1 << 30
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 
@@ -43,7 +42,7 @@ class MemoryAccount:
         """`memory/PHASE_allocated_gib`, `..._peak_gib` and, on CUDA, `..._reserved_gib` (the peak
         in the phase), each of the rank with most. Collective. Clears the measurements."""
         counts = torch.tensor(list(self._nbytes.values()), dtype=torch.float64)
-        most: Any = max_over_ranks(counts) / _GIB  # torch leaves `tolist` untyped
+        most: Any = max_over_ranks(counts) / GIB  # torch leaves `tolist` untyped
         gib: list[float] = most.tolist()
         names, self._nbytes = list(self._nbytes), {}
         return {f"memory/{name}_gib": value for name, value in zip(names, gib, strict=True)}

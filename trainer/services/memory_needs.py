@@ -229,6 +229,8 @@ def _context_len(pool: EnginePoolSettings, path: Path) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
+    """The sizes of a decoder, from config.json and the headers of its weight files."""
+
     num_parameters: int  # tied embeddings count once
     stored_nbytes: int  # of the weights' files
     num_layers: int

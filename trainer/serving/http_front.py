@@ -58,12 +58,11 @@ _ABORT_S: Final = 10.0
 second or two on an idle machine. With `_SHUTDOWN_S` it is below the actor's grace."""
 _SHUTDOWN_S: Final = 1.0
 """Time for the last bytes to reach their clients."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 _STREAM_AHEAD: Final = 16
 """Steps of an answer's choices that a slow client may leave unread. Beyond that, choices wait, and
 their steps become longer."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpFront:
@@ -310,8 +309,8 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 class Endpoints:
-    """The endpoints of all pools, which have distinct names. Requests that name no model
-    go to the first."""
+    """The endpoints of all pools, without HTTP: turns requests into generations, and their choices
+    into answers. Pools have distinct names; requests that name no model go to the first."""
 
     def __init__(self, pools: Sequence[ServedPool]) -> None:
         self._pools = pools

@@ -1,4 +1,4 @@
-"""Requests in the format of the OpenAI API.
+"""Requests and errors in the format of the OpenAI API, and the bodies of the requests in progress.
 
 A parameter that would change the answer but is not supported is refused, never silently ignored.
 """
@@ -57,18 +57,19 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+# What a parameter of several types must be.
 _FORMS: Final[Mapping[str, str]] = {
     "prompt": f"a text or a list of token ids, or a list of up to {_MAX_PROMPTS} of these",
     "stop": f"a text or a list of up to {_MAX_STOPS}, each of 1 to {_MAX_STOP_LEN} characters",
     "stop_token_ids": f"a list of up to {_MAX_STOP_TOKENS} token ids",
 }
 _WHOLE_DISTRIBUTION: Final = frozenset({"top_p", "top_k", "min_p", "typical_p"})
+_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""Types of errors by HTTP status; others are "invalid_request_error" or "server_error"."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LEN)]
 # Checked up to the first wrong item: a body may have millions, and each error takes memory.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-
-_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class StreamOptions(BaseModel):

@@ -52,7 +52,6 @@ _FRONT_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window
 _FRONT_GRACE_S: Final = 12.0
 _LOOK_S: Final = 3600.0
 """Length of one wait for the end; waits repeat."""
-
 _SHUTDOWN_GRACE_S: Final = 5.0
 """Time for engines and requests in progress to end."""
 _STOP_GRACE_S: Final = 20.0
