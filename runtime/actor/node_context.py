@@ -1,4 +1,4 @@
-"""What the parts of a node's supervisor share."""
+"""The objects that the parts of a node's supervisor share."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import AdvantageEstimator
 
-# Keeps the quotient finite. Larger shrinks advantages of groups that hardly differ; below float32
-# rounding of the rewards, rounding noise grows to full size.
+# The floor keeps the quotient finite. A larger one shrinks advantages of groups that hardly differ;
+# below float32 rounding of the rewards, rounding noise grows to full size.
 _STD_FLOOR: Final = 1e-4
 
 

@@ -33,8 +33,8 @@ from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, w
 from umbra.trainer.world.world import World, barrier, from_lead
 
 MAX_SHARD_NBYTES: Final = 5 * 10**9
-"""Of a file of weights. Larger ones take more memory in an export of a checkpoint; with smaller
-ones, large models have very many."""
+"""Size of a file of weights. Larger files take more memory in an export of a checkpoint; with
+smaller ones, large models have very many."""
 # Copied from the directory that the model came from; training does not change them.
 _COPIED: Final = (
     "tokenizer.json",

@@ -75,12 +75,13 @@ _LEAST_NUM_FILES: Final = 4096
 """Files that each process should be allowed to open. A connection between processes takes four, and
 a manager has one to each engine, rank and worker."""
 _LEAST_SHARED_NBYTES: Final = 1 << 30
-"""Of /dev/shm, where NCCL, vLLM and SGLang have buffers. Docker's 64 MiB are too little."""
+"""Size that /dev/shm should have for buffers of NCCL, vLLM and SGLang. Docker's 64 MiB are too
+little."""
 _SLOW_LOOKUP_S: Final = 1.0
-"""To look up the name of an address. With less, a busy name server is a warning; with more, each
-restart of the ranks takes seconds longer and nothing says why."""
+"""Time to look up the name of an address. With less, a busy name server is a warning; with more,
+each restart of the ranks takes seconds longer and nothing says why."""
 _MAX_USED_GPU_NBYTES: Final = 3 * GIB
-"""Of a GPU on which nothing runs but these checks, whose processes have a context each. With more,
+"""Use of a GPU on which only these checks run, whose processes have a context each. With more,
 small jobs of others go unnoticed."""
 
 

@@ -130,7 +130,7 @@ class HostOffload:
 
 
 class _HostCopy:
-    """Keeps the storage alive, which is empty while its bytes are on the host."""
+    """The copy keeps the storage alive, which is empty while its bytes are on the host."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage

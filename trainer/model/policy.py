@@ -34,8 +34,8 @@ _NUM_COMPARED: Final = 8
 """Tokens to compare the scoring of hidden states with the model's own forward pass. Any number
 shows a difference; more take time."""
 _MAX_DIFFERENCE: Final = 0.03
-"""Of hidden states, as a share of their norm. Rounding in bfloat16 differs by less, a model that
-changes hidden states by more."""
+"""Accepted difference of hidden states, as a share of their norm. Rounding in bfloat16 differs by
+less, a model that changes hidden states by more."""
 _LARGEST_PROBE: Final = 50.0
 """The largest of the logits that show what a model does after its head, such as caps and masks."""
 

@@ -32,7 +32,7 @@ LOGGER_TARGETS: Final[Mapping[str, str]] = {
 }
 """Loggers by name, which is also the name of the package that each needs."""
 
-# Of TensorBoard's protocol buffers.
+# Constants of TensorBoard's protocol buffers.
 _DT_STRING: Final = 7
 _DATA_CLASS_TENSOR: Final = 2
 

@@ -17,7 +17,7 @@ from umbra.trainer.reporting.metrics_log import merge_steps, read_metrics
 
 Rows = Sequence[Mapping[str, float]]
 _HEIGHT: Final = 2.0
-"""Of a panel, in inches. Lower ones have no room for their titles; higher ones make a plot long."""
+"""A panel's height in inches. Lower panels have no room for titles; higher ones are long."""
 _FEW: Final = 40
 """Points of a series that are drawn as such: a single one has no line. More would hide the line."""
 _FORMATS: Final = (".svg", ".png", ".pdf")
