@@ -86,6 +86,9 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
                 raise
             known = earlier + later  # they need samples that the snapshot has let go
             continue
+        if known is None and found and restoring_step is not None:
+            known = earlier + found  # the first of them was taken for the caller's own
+            continue
         return LedgerContent(state, earlier + found, snapshot)
 
 

@@ -17,6 +17,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Dropped,
     Event,
+    Leased,
     Recorded,
     Restored,
     Started,
@@ -235,6 +236,21 @@ def test_after_a_return_to_a_checkpoint_snapshots_of_the_discarded_steps_do_not_
     found = snapshots_of(read_history(tmp_path))
     assert [snapshot.steps_done for snapshot in found] == [4, 4]
     check_state(tmp_path, 4)
+
+
+def test_the_job_goes_back_to_one_checkpoint_twice_with_a_newer_one_between(tmp_path: Path) -> None:
+    """The newer checkpoint is then lost or damaged, and the log behind the snapshot has the first
+    return, which must not be taken for the second."""
+    begin(tmp_path, 4)
+    take_snapshot(read_history(tmp_path), [4])
+    with LedgerLog.open(tmp_path, "job") as log:
+        write_events(log, [Checkpoint(4, 4)], *steps(4, 5), [Restored(4, 4, False)])
+    with LedgerLog.open(tmp_path, "job") as log:
+        again = [Version(54, 4), Leased(4, uids_of(8, 9)), Version(55, 5), Checkpoint(5, 55)]
+        write_events(log, again)
+
+    check_state(tmp_path, 4)
+    check_state(tmp_path)
 
 
 def run_until_call(number: int, function: Callable[[], object]) -> bool:
