@@ -76,67 +76,68 @@ def test_the_page_follows_a_run_through_a_kill_to_its_end(folder: Path) -> None:
     write_rows(folder / "rows.jsonl", rows)
     data = ("data.train=rows.jsonl", "data.id_column=id", "data.shuffle=false")
     expect.set_options(timeout=_LIMIT_MS)
-    with (
-        start_run(folder, *data, "train.steps=100000", "pool.count=2", num_ranks=0) as run,
-        dash(run.run_dir) as url,
-        browser_page(url) as page,
-    ):
+    with start_run(folder, *data, "train.steps=100000", "pool.count=2", num_ranks=0) as run:
         run.wait_for_step(2)
-        expect(page.locator("#status")).to_have_text("running")
-        expect(page.locator("#numbers dd").first).to_contain_text("of 100000")
-        expect(page.locator("#engines > div")).to_have_count(2)
-        expect(page.locator("#engines > div").first).to_contain_text("version")
-        expect(page.locator("#charts canvas")).not_to_have_count(0)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400  # fits a phone
+        with dash(run.run_dir) as url, browser_page(url) as page:
+            expect(page.locator("#status")).to_have_text("running")
+            expect(page.locator("#numbers dd").first).to_contain_text("of 100000")
+            expect(page.locator("#engines > div")).to_have_count(2)
+            expect(page.locator("#engines > div").first).to_contain_text("version")
+            expect(page.locator("#charts canvas")).not_to_have_count(0)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400  # fits a phone
 
-        newest = page.locator("#samples tbody tr").first.locator("button")
-        listed = newest.inner_text()
-        newest.focus()
-        expect(newest).not_to_have_text(listed)  # by itself
+            newest = page.locator("#samples tbody tr").first.locator("button")
+            listed = newest.inner_text()
+            newest.focus()
+            expect(newest).not_to_have_text(listed)  # by itself
 
-        page.locator("#step").fill("1")
-        page.locator("#choose button").click()
-        expect(page.locator("#samples tbody tr")).to_have_count(8)
-        page.locator("#samples tbody button", has_text=f"e0/{_HOSTILE}0/1").click()
-        expect(page.locator("#sample-facts")).to_contain_text("step 1")
-        expect(page.locator("#sample-text pre.prompt")).to_have_text("all 0=")
-        expect(page.locator("#sample-text pre.policy")).to_have_count(1)
-        page.locator("#sample button").click()
+            page.locator("#step").fill("1")
+            page.locator("#choose button").click()
+            expect(page.locator("#samples tbody tr")).to_have_count(8)
+            page.locator("#samples tbody button", has_text=f"e0/{_HOSTILE}0/1").click()
+            expect(page.locator("#sample-facts")).to_contain_text("step 1")
+            expect(page.locator("#sample-text pre.prompt")).to_have_text("all 0=")
+            expect(page.locator("#sample-text pre.policy")).to_have_count(1)
+            page.locator("#sample button").click()
 
-        worker = run.pid_of("worker-0")
-        os.kill(worker, signal.SIGSTOP)
-        stopped = page.locator("#waiting li", has_text=f"worker-0 (pid {worker}) is stopped")
-        expect(stopped).to_have_count(1)
-        expect(page.locator("#waiting li", has_text="umbra dump")).to_have_count(1)
-        os.kill(worker, signal.SIGCONT)
-        expect(stopped).to_have_count(0)
-        titles = page.locator("#charts figcaption").all_inner_texts()
-        assert titles[:2] == ["Reward", "Truncated share"]
-        assert "KL" not in titles, "there is no reference model"
-        share = "charts.find((chart) => chart?.key.startsWith('Truncated share ')).plot.scales.y"
-        assert page.evaluate(f"{share}.min") == 0
-        assert page.evaluate(f"{share}.max") >= 0.1
-        expect(page.locator("#settings")).to_contain_text("train.steps = 100000")
+            worker = run.pid_of("worker-0")
+            os.kill(worker, signal.SIGSTOP)
+            stopped = page.locator("#waiting li", has_text=f"worker-0 (pid {worker}) is stopped")
+            expect(stopped).to_have_count(1)
+            expect(page.locator("#waiting li", has_text="umbra dump")).to_have_count(1)
+            os.kill(worker, signal.SIGCONT)
+            expect(stopped).to_have_count(0)
+            titles = page.locator("#charts figcaption").all_inner_texts()
+            assert titles[:2] == ["Reward", "Truncated share"]
+            assert "KL" not in titles, "there is no reference model"
+            share = (
+                "charts.find((chart) => chart?.key.startsWith('Truncated share ')).plot.scales.y"
+            )
+            assert page.evaluate(f"{share}.min") == 0
+            assert page.evaluate(f"{share}.max") >= 0.1
+            expect(page.locator("#settings")).to_contain_text("train.steps = 100000")
 
-        seen = step_of(page)
-        os.kill(run.pid_of("policy-0"), signal.SIGKILL)
-        expect(page.locator("#engines > div").first).to_contain_text("restarted 1 time")
-        killed = page.locator("#events li", has_text=re.compile(r"policy-0#1.* killed by SIGKILL"))
-        expect(killed).not_to_have_count(0)
-        run.wait_for_step(seen + 1)
-        expect(page.locator("#numbers dd").first).not_to_have_text(f"{seen} of 100000")
+            seen = step_of(page)
+            os.kill(run.pid_of("policy-0"), signal.SIGKILL)
+            expect(page.locator("#engines > div").first).to_contain_text("restarted 1 time")
+            killed = page.locator(
+                "#events li", has_text=re.compile(r"policy-0#1.* killed by SIGKILL")
+            )
+            expect(killed).not_to_have_count(0)
+            run.wait_for_step(seen + 1)
+            expect(page.locator("#numbers dd").first).not_to_have_text(f"{seen} of 100000")
 
-        back = page.locator("#events li", has_text="policy-0#2 serves again")
-        expect(back).to_have_count(1)
+            back = page.locator("#events li", has_text="policy-0#2 serves again")
+            expect(back).to_have_count(1)
 
-        os.kill(run.process.pid, signal.SIGTERM)
-        expect(page.locator("#status")).to_have_text("stopped by SIGTERM")
-        expect(page.locator("#engines-section")).to_be_hidden()
-        page.reload()
-        expect(back).to_have_count(1)
-        expect(page.locator("#samples tbody tr")).to_have_count(100)
-        page.locator("#samples tbody tr").first.click()
-        expect(page.locator("#sample-text pre.prompt")).to_contain_text("all ")
+            os.kill(run.process.pid, signal.SIGTERM)
+            expect(page.locator("#status")).to_have_text("stopped by SIGTERM")
+            expect(page.locator("#engines-section")).to_be_hidden()
+            page.reload()
+            expect(back).to_have_count(1)
+            expect(page.locator("#samples tbody tr")).to_have_count(100)
+            page.locator("#samples tbody tr").first.click()
+            expect(page.locator("#sample-text pre.prompt")).to_contain_text("all ")
 
 
 def test_a_report_is_the_page_with_its_data_and_loads_nothing(tmp_path: Path) -> None:
