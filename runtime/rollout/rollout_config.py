@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from umbra.runtime.errors import ConfigError, SettingError
@@ -200,6 +201,18 @@ class RolloutConfig(Settings):
         Settings.__post_init__(self)
         if not self.worker_names:
             raise ConfigError("worker_names is empty: nobody could compute rewards")
+
+    @property
+    def ledger_folder(self) -> Path | None:
+        return Path(self.ledger_path) if self.ledger_path else None
+
+    @property
+    def worker_concurrency(self) -> dict[str, int]:
+        """Calls in progress per rollout worker, by method."""
+        if not self.settings.agent:
+            return {"score": self.score_concurrency}
+        loops = self.settings.agent_concurrency or self.dispatch.max_inflight_per_engine
+        return {"score": self.score_concurrency, "run_agent": loops}
 
     def eval_sampling(self, temperature: float) -> SamplingOptions:
         return SamplingOptions(

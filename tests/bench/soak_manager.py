@@ -61,7 +61,7 @@ class SoakManager:
         """The number of groups that continue."""
         state = await self._recorder.recover(restored, position)
         assert state is not None
-        recovered = recover_groups(state, make_group, lambda sample, held: None)
+        recovered = recover_groups(state, make_group)
         await self._recorder.durable()
         self._step = state.steps_done
         self._next_idx = recovered.next_idx or 0

@@ -38,6 +38,7 @@ from umbra.runtime.errors import (
     TransportError,
     UmbraError,
 )
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
 
@@ -82,33 +83,30 @@ class WorkerJob:
 
 
 class WorkerPool:
-    """Runs `concurrency` calls on each rollout worker, by method. `max_deaths` is how many deaths
-    of workers a job may see; one more, alone, shows it is the cause. `on_failure` is called when no
+    """Runs `config.worker_concurrency` calls on each rollout worker. `on_failure` is called when no
     worker is left, or user code blocks for any input."""
 
     def __init__(
         self,
-        names: Sequence[str],
+        config: RolloutConfig,
         context: ActorContext,
-        *,
-        concurrency: dict[str, int],
-        max_deaths: int,
         on_failure: Callable[[UmbraError], None],
     ) -> None:
+        names = config.worker_names
         self._workers = [
             _Worker(idx, name, context, self._on_change) for idx, name in enumerate(names)
         ]
-        self._concurrency = concurrency
+        self._concurrency = concurrency = config.worker_concurrency
         # By method, for each worker: its running jobs, or `_NO_ROOM`. Lists of integers, because a
         # search through hundreds of workers for each job would take longer than the job.
         self._loads = {method: [_NO_ROOM] * len(names) for method in concurrency}
-        self._max_deaths = max_deaths
+        self._max_deaths = config.max_worker_deaths
         self._on_failure = on_failure
         # Bounded by what the manager admits: a job per group or trajectory.
         self._queues: dict[str, asyncio.Queue[WorkerJob]] = {
             method: asyncio.Queue() for method in concurrency
         }
-        self._quarantine_from = min(_QUARANTINE_FROM, max_deaths)
+        self._quarantine_from = min(_QUARANTINE_FROM, config.max_worker_deaths)
         self._blocked = {method: BlockedInARow() for method in concurrency}
         self._has_room = asyncio.Event()  # a worker may have room for another job
 

@@ -342,12 +342,20 @@ class GroupShape:
 
 class Group:
     """Trajectories that are scored together and delivered whole: those of one prompt, in
-    evaluations of several."""
+    evaluations of several.
 
-    __slots__ = ("group_id", "last_engine", "num_open", "trajectories")
+    Args:
+        group_id: unique in the job, such as `e0/prompt7`.
+        order_idx: index in the endless order of prompts; -1 in evaluations.
+    """
 
-    def __init__(self, group_id: str, trajectories: Sequence[Trajectory]) -> None:
-        self.group_id = group_id  # unique in the job, such as `e0/prompt7`
+    __slots__ = ("group_id", "last_engine", "num_open", "order_idx", "trajectories")
+
+    def __init__(
+        self, group_id: str, trajectories: Sequence[Trajectory], order_idx: int = -1
+    ) -> None:
+        self.group_id = group_id
+        self.order_idx = order_idx
         self.trajectories = list(trajectories)
         self.num_open = len(self.trajectories)  # trajectories that are still being generated
         self.last_engine: EngineId | None = None  # may have the prompt cached

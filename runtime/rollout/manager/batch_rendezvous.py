@@ -14,7 +14,7 @@ others repeat the call to its successor, one by one.
                  call.
     sync_wanted  The others wait in `sync_begin` of the current version, which the supervisor knows.
                  While ranks are missing from a call, the manager asks the supervisor, and sends the
-                 ranks that wait here after the others (`CatchUp`).
+                 ranks that wait here after the others (`_request_syncs`).
     an error     It ends the ranks that received it, and so the job.
     none yet     No rank has an answer before it is on disk, so all ask again.
 """
@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
+from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import DeadlineExceeded, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.router import EngineId
@@ -39,7 +40,6 @@ from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.rollout_config import RolloutConfig
-from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.waiting import Alarm
 
 logger = logging.getLogger(__name__)
@@ -49,44 +49,33 @@ _CATCH_UP_TIMEOUT_S: Final = 10.0
 
 
 class BatchRendezvous:
-    """Owns the call in progress, the evaluation it may need, and the waiting ranks.
+    """Owns the call in progress, the evaluation it may need, and the waiting ranks. A `GroupOwner`
+    of the evaluation's groups.
 
-    Args:
-        name: of the manager; its log file has the same name.
-        flow_changed: set by `flow` when a batch may have become complete.
-        learn: called with the version and the step of each batch that is asked for.
-        on_failure: called with an error that makes an answer impossible; must lead to `fail`.
+    Attributes:
+        failure: the error that ended all rollouts.
     """
 
     def __init__(
         self,
-        name: str,
         config: RolloutConfig,
-        supervisor: Handle,
-        *,
+        context: ActorContext,
         admission: Admission,
         runner: GroupRunner,
         flow: TrainingFlow,
         fleet: Fleet,
         recorder: Recorder,
-        flow_changed: asyncio.Event,
-        learn: Callable[[int, int], None],
-        on_failure: Callable[[UmbraError], None],
     ) -> None:
         self.failure: UmbraError | None = None
-        self._name = name
         self._config = config
+        self._context = context
         self._admission = admission
         self._runner = runner
         self._flow = flow
         self._fleet = fleet
         self._recorder = recorder
-        self._flow_changed = flow_changed
-        self._learn = learn
-        self._on_failure = on_failure
-        pool = config.dispatch.pool
-        self._catch_up = CatchUp(supervisor, pool, self._waiting_ranks, self._ask_for_sync)
-        self._ranks = RankRendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
+        self._sync_requests = SyncRequests()
+        self._ranks = RankRendezvous(config.world_size, config.rank_timeout_s)
         self._starving = Alarm(config.dispatch.engine_timeout_s, self._on_starved)
         self._call: CollectiveCall | None = None
         self._batch: BatchAnswers | None = None
@@ -101,14 +90,14 @@ class BatchRendezvous:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._catch_up.run())
+            tasks.create_task(self._request_syncs())
             tasks.create_task(self._follow_flow())
             tasks.create_task(self._deliver())
 
     async def _follow_flow(self) -> None:
         while True:
-            await self._flow_changed.wait()
-            self._flow_changed.clear()
+            await self._flow.changed.wait()
+            self._flow.changed.clear()
             self.answer()
 
     def close(self) -> None:
@@ -133,7 +122,7 @@ class BatchRendezvous:
             if self._call != call:
                 self._begin(call)
         except UmbraError as error:
-            self._on_failure(error)
+            self.fail(error)
         self.answer()
         return await self._ranks.wait(rank, slot)
 
@@ -148,7 +137,7 @@ class BatchRendezvous:
         groups = self._flow.leased(call.step)
         if groups is None or self._call == call:
             return None
-        self._learn(call.version, call.step)
+        self._flow.learn(call.version, call.step)
         self._flow.advance(call.step)
         return self._batch_answers(groups).of(rank)
 
@@ -157,17 +146,12 @@ class BatchRendezvous:
         self._drop_evaluation()
         self._call, self._batch = call, None
         if call.version is not None:
-            self._learn(call.version, call.step)
+            self._flow.learn(call.version, call.step)
             self._flow.advance(call.step)
             return
-        self._evaluation = Evaluation(
-            self._admission.evaluation_groups(),
-            self._runner,
-            self._config.eval_sampling(call.temperature),
-            on_done=self.answer,
-            on_failure=lambda error: self._on_failed_evaluation(call, error),
-        )
-        self._evaluation.begin()
+        evaluation = self._evaluation = Evaluation(self._admission.evaluation_groups())
+        for group in evaluation.groups:
+            self._runner.start(group, self._config.eval_sampling(call.temperature), self)
 
     def restore(self, evaluation: Evaluated | None) -> None:
         """Replaces the work in progress by the ledger's last evaluation."""
@@ -176,11 +160,29 @@ class BatchRendezvous:
 
     def _drop_evaluation(self) -> None:
         if self._evaluation is not None:
-            self._evaluation.abandon()
+            for group in self._evaluation.groups:
+                self._runner.abandon(group)
             self._evaluation = None
 
+    def on_scored(self, group: Group) -> None:
+        assert self._evaluation is not None, group.group_id
+        self._evaluation.on_scored()
+        if self._evaluation.is_done:
+            self.answer()
+
+    def on_failed(self, group: Group, error: UmbraError) -> None:
+        assert self._call is not None, group.group_id
+        message = (
+            f"the evaluation after step {self._call.step} failed, and with it the run "
+            f"(rollout.max_failed_share only covers prompts that are trained on): {error}; "
+            f"logs/{self._context.name}.log has the earlier failures"
+        )
+        self._drop_evaluation()
+        is_reward = isinstance(error, RewardError)
+        self.fail(RewardError(message) if is_reward else RolloutError(message))
+
     def on_pool_change(self) -> None:
-        self._catch_up.observe(self._fleet.pending)
+        self._sync_requests.observe(self._fleet.pending)
         self.answer()
 
     def on_work(self, has_work: bool) -> None:
@@ -200,7 +202,7 @@ class BatchRendezvous:
         try:
             answers = self._outcome(self._call)
         except UmbraError as error:
-            self._on_failure(error)
+            self.fail(error)
             return
         if answers is not None:
             self._to_deliver.put_nowait((self._call, answers))
@@ -208,7 +210,7 @@ class BatchRendezvous:
             self._num_delivered += 1
             self._starving.watch(False)
         elif self._fleet.pending:
-            self._catch_up.look()
+            self._ranks.lacking.set()
 
     def _outcome(self, call: CollectiveCall) -> list[dict[str, Any]] | None:
         """One answer per rank; None while it is not complete."""
@@ -239,7 +241,7 @@ class BatchRendezvous:
             try:
                 await self._recorder.durable()
             except UmbraError as error:
-                self._on_failure(error)
+                self.fail(error)
                 continue
             if call.version is None:
                 self._last_evaluation = Evaluated(call.step, call.temperature, answers[0])
@@ -247,36 +249,68 @@ class BatchRendezvous:
             self._ranks.give(call, answers)
 
     def fail(self, error: UmbraError) -> None:
-        """Fails this and all later calls of every rank."""
+        """Ends all rollouts: every rank gets the first error, in this and all later calls."""
+        if self.failure is not None:
+            return
+        logger.error("rollouts failed: %s", error)
         self.failure = error
         self._starving.watch(False)
         self._ranks.fail(error)
+        self._flow.abandon()
+        self._runner.abandon_all()
 
-    def _on_failed_evaluation(self, call: CollectiveCall, error: UmbraError) -> None:
-        message = (
-            f"the evaluation after step {call.step} failed, and with it the run "
-            f"(rollout.max_failed_share only covers prompts that are trained on): {error}; "
-            f"logs/{self._name}.log has the earlier failures"
+    async def _request_syncs(self) -> None:
+        """Asks the supervisor which engines lack weights, and the waiting ranks to publish to them.
+
+        The manager's view of the pool may be older than the ranks' latest sync (one that has ended
+        passes through PENDING_WEIGHTS), so the supervisor decides. It also knows which ranks
+        already wait for the others in `sync_begin` of the current version. A rank that waits here
+        at that time missed the answer that sent the others there, and gets it now: without it that
+        sync cannot continue. Ranks publish other versions on their own, all together, so this
+        concerns the current version only.
+        """
+        pool = self._config.dispatch.pool
+        while True:
+            await self._ranks.lacking.wait()
+            self._ranks.lacking.clear()
+            waiting = self._waiting()
+            try:
+                lack = await self._context.supervisor.call(
+                    "catch_up", pool, timeout_s=_CATCH_UP_TIMEOUT_S
+                )
+            except DeadlineExceeded as error:
+                logger.warning("the supervisor is slow to answer; asking again: %s", error)
+                self._ranks.lacking.set()
+                continue
+            if self._call is None or not self._ranks.waiting or waiting != self._waiting():
+                continue
+            if reason := self._sync_reason(lack):
+                logger.info("asking the ranks for version %d: %s", lack["version"], reason)
+                answer = {"kind": "sync_wanted", "version": lack["version"]}
+                self._num_answers += 1
+                self._ranks.give(self._call, [answer] * self._config.world_size)
+
+    def _waiting(self) -> tuple[object, ...]:
+        """Changes when a rank comes, leaves or is answered."""
+        return self._call, self._num_answers, self._ranks.waiting
+
+    def _sync_reason(self, lack: Mapping[str, Any]) -> str:
+        """Why the ranks should publish the current version once more; "" if they should not."""
+        if lack["ranks"]:
+            is_apart = self._ranks.waiting.isdisjoint(lack["ranks"])
+            return f"ranks {lack['ranks']} wait for them in its sync" if is_apart else ""
+        if not self._ranks.is_full:
+            return ""
+        engines = self._sync_requests.take_new(
+            EngineId(name, number) for name, number in lack["engines"]
         )
-        is_reward = isinstance(error, RewardError)
-        self._on_failure(RewardError(message) if is_reward else RolloutError(message))
-
-    def _waiting_ranks(self) -> Waiting | None:
-        if self._call is None or not self._ranks.waiting:
-            return None
-        ranks = self._ranks
-        return Waiting(self._call, self._num_answers, ranks.waiting, ranks.is_full)
-
-    def _ask_for_sync(self, answer: dict[str, Any]) -> None:
-        assert self._call is not None
-        self._num_answers += 1
-        self._ranks.give(self._call, [answer] * self._config.world_size)
+        return f"{', '.join(map(str, engines))} came up without weights" if engines else ""
 
     def _on_starved(self) -> None:
         remedy = "publish weights and wake the pool, or see the engines' logs"
         if not self._fleet.views:
             remedy = "start a machine that generates (python -m umbra.runtime.node), or raise count"
-        self._on_failure(
+        self.fail(
             RolloutError(
                 f"no engine of pool {self._config.dispatch.pool!r} has served for "
                 f"{self._config.dispatch.engine_timeout_s:.3g} s while {self._call} waits "
@@ -304,82 +338,3 @@ class SyncRequests:
     def observe(self, pending: Iterable[EngineId]) -> None:
         """Forgets engines that have weights now; must be called on every change of state."""
         self._requested &= set(pending)
-
-
-class Waiting(NamedTuple):
-    """The ranks that wait for one answer, by its number; `is_complete` if no rank is missing."""
-
-    call: CollectiveCall
-    answer: int
-    ranks: frozenset[int]
-    is_complete: bool
-
-
-class CatchUp:
-    """Asks the supervisor which engines lack weights, and the waiting ranks to publish to them.
-
-    The manager's view of the pool may be older than the ranks' latest sync (one that has ended
-    passes through PENDING_WEIGHTS), so the supervisor decides.
-
-    The supervisor also knows which ranks already wait for the others in `sync_begin` of the current
-    version. A rank that waits here at that time missed the answer that sent the others there, and
-    gets it now: without it that sync cannot continue. Ranks publish other versions on their own,
-    all together, so this concerns the current version only.
-
-    `waiting` returns the ranks that wait now, or None; `answer` sends one answer to all of them,
-    unless their set has changed since the supervisor was asked.
-    """
-
-    def __init__(
-        self,
-        supervisor: Handle,
-        pool: str,
-        waiting: Callable[[], Waiting | None],
-        answer: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._supervisor = supervisor
-        self._pool = pool
-        self._waiting = waiting
-        self._answer = answer
-        self._requests = SyncRequests()
-        self._lacking = asyncio.Event()
-
-    def observe(self, pending: Iterable[EngineId]) -> None:
-        """Takes the engines without weights; must be called on every change of state."""
-        self._requests.observe(pending)
-
-    def look(self) -> None:
-        """Starts a check: engines seem to lack weights while ranks wait, or ranks are missing."""
-        self._lacking.set()
-
-    async def run(self) -> None:
-        while True:
-            await self._lacking.wait()
-            self._lacking.clear()
-            waiting = self._waiting()
-            try:
-                lack = await self._supervisor.call(
-                    "catch_up", self._pool, timeout_s=_CATCH_UP_TIMEOUT_S
-                )
-            except DeadlineExceeded as error:
-                logger.warning("the supervisor is slow to answer; asking again: %s", error)
-                self._lacking.set()
-                continue
-            if waiting is None or waiting != self._waiting():
-                continue
-            reason = self._reason(waiting, lack)
-            if reason:
-                logger.info("asking the ranks for version %d: %s", lack["version"], reason)
-                self._answer({"kind": "sync_wanted", "version": lack["version"]})
-
-    def _reason(self, waiting: Waiting, lack: Mapping[str, Any]) -> str:
-        """Why the ranks should publish the current version once more; "" if they should not."""
-        if lack["ranks"]:
-            is_apart = waiting.ranks.isdisjoint(lack["ranks"])
-            return f"ranks {lack['ranks']} wait for them in its sync" if is_apart else ""
-        if not waiting.is_complete:
-            return ""
-        engines = self._requests.take_new(
-            EngineId(name, number) for name, number in lack["engines"]
-        )
-        return f"{', '.join(map(str, engines))} came up without weights" if engines else ""

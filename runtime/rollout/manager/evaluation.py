@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
-from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.rollout_config import RolloutConfig, SamplingOptions
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 _NUM_EACH: Final = 3
 """Worst samples, and as many best. More are too many to read; fewer do not show what varies."""
@@ -19,26 +17,12 @@ _MAX_TOKENS: Final = 1024
 
 
 class Evaluation:
-    """One evaluation: a fixed set of groups, from fresh to scored, in callbacks on one loop.
-    `on_done` is called once, when every group is scored; `on_failure` with the first error, which
-    abandons the evaluation."""
+    """A fixed set of groups, and how many of them are not scored yet."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        runner: GroupRunner,
-        sampling: SamplingOptions,
-        *,
-        on_done: Callable[[], None],
-        on_failure: Callable[[UmbraError], None],
-    ) -> None:
-        self.groups = list(groups)
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
         self.gen_s = 0.0
-        self._runner = runner
-        self._sampling = sampling
-        self._on_done = on_done
-        self._on_failure = on_failure
-        self._num_unscored = len(self.groups)
+        self._num_unscored = len(groups)
         self._began = time.monotonic()
 
     @property
@@ -55,24 +39,9 @@ class Evaluation:
             "tokens": sum(sample.num_generated for sample in samples),
         }
 
-    def begin(self) -> None:
-        """Gives all groups to engines or agent loops, which take them as they have capacity."""
-        for group in self.groups:
-            self._runner.start(group, self._sampling, self._on_scored, self._on_failed)
-
-    def abandon(self) -> None:
-        for group in self.groups:
-            self._runner.abandon(group)
-
-    def _on_scored(self, _group: Group) -> None:
+    def on_scored(self) -> None:
         self._num_unscored -= 1
-        if self.is_done:
-            self.gen_s = time.monotonic() - self._began
-            self._on_done()
-
-    def _on_failed(self, _group: Group, error: UmbraError) -> None:
-        self.abandon()
-        self._on_failure(error)
+        self.gen_s = time.monotonic() - self._began
 
 
 def worst_and_best(groups: Iterable[Group]) -> list[dict[str, Any]]:

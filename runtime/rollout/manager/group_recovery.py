@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,8 @@ from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAcc
 class Recovered:
     """The state that a manager resumes with; groups by index in the prompt order, ascending. Groups
     in `open` are not scored, those in `ready` not leased; `leases` are by optimizer step.
-    `next_idx` is None if nothing was ever admitted; the counts cover the whole history."""
+    `next_idx` is None if nothing was ever admitted; the counts cover the whole history. `records`
+    are the values that loops of unfinished samples recorded."""
 
     open: dict[int, Group] = field(default_factory=dict[int, Group])
     ready: dict[int, Group] = field(default_factory=dict[int, Group])
@@ -30,6 +32,9 @@ class Recovered:
     num_admitted: int = 0
     num_trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
+    records: dict[Trajectory, Mapping[str, Any]] = field(
+        default_factory=dict[Trajectory, Mapping[str, Any]]
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -38,14 +43,10 @@ class Recovered:
         return sum(sample.num_generated for group in held for sample in group.trajectories)
 
 
-def recover_groups(
-    state: LedgerState,
-    make_group: Callable[[int], Group],
-    remember: Callable[[Trajectory, SampleAccount], None],
-) -> Recovered:
+def recover_groups(state: LedgerState, make_group: Callable[[int], Group]) -> Recovered:
     """Restores groups from the ledger's accounts at the end of the history. `make_group` returns a
-    fresh group for an index of the prompt order; `remember` is called with each unfinished sample.
-    Raises LedgerError if the data set, or a setting that decides its order, has changed."""
+    fresh group for an index of the prompt order. Raises LedgerError if the data set, or a setting
+    that decides its order, has changed."""
     group_size = max(1, state.next_uid // max(1, state.num_groups))
     recovered = Recovered(
         next_idx=state.next_order_idx if state.num_groups else None,
@@ -59,7 +60,12 @@ def recover_groups(
         states = {sample.state for sample in account.samples}
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
             continue
-        group = _restored(account, make_group(account.order_idx), remember)
+        group = make_group(account.order_idx)
+        _check(group, account)
+        for sample, held in zip(group.trajectories, account.samples, strict=True):
+            _fill(sample, held)
+            if not sample.is_finished:
+                recovered.records[sample] = held.recorded
         if SampleState.LEASED in states:
             step = account.samples[0].step
             assert step is not None
@@ -71,9 +77,7 @@ def recover_groups(
     return recovered
 
 
-def _restored(
-    account: GroupAccount, group: Group, remember: Callable[[Trajectory, SampleAccount], None]
-) -> Group:
+def _check(group: Group, account: GroupAccount) -> None:
     seeds = [sample.seed for sample in group.trajectories]
     if group.group_id != account.group_id or seeds != account.seeds.tolist():
         raise LedgerError(
@@ -82,11 +86,6 @@ def _restored(
             "data set, train.seed, data.shuffle or rollout.group_size was changed; change it back, "
             "or begin a new run in another run.dir"
         )
-    for sample, held in zip(group.trajectories, account.samples, strict=True):
-        _fill(sample, held)
-        if not sample.is_finished:
-            remember(sample, held)
-    return group
 
 
 def _fill(sample: Trajectory, held: SampleAccount) -> None:

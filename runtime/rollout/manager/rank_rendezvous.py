@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from umbra.runtime.errors import DeadlineExceeded, RolloutError
 from umbra.runtime.waiting import Alarm
 
 _LACKING_S: Final = 1.0
-"""Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other: shorter calls
-needlessly, longer leaves engines idle."""
+"""Interval of setting `lacking`. Ranks arrive within milliseconds of each other: shorter asks the
+supervisor needlessly, longer leaves engines idle."""
 
 
 class CollectiveCall(NamedTuple):
@@ -33,12 +33,11 @@ class RankRendezvous:
         rank 0  wait(0, next_batch 3) ......................... give -> answer 0
         rank 1          wait(1, next_batch 3)  (is_full) ...... give -> answer 1
 
-    A rank may be missing for `timeout_s`; meanwhile `on_lacking` is called every `_LACKING_S`.
+    A rank may be missing for `timeout_s`; meanwhile `lacking` is set every `_LACKING_S`.
     """
 
-    def __init__(
-        self, world_size: int, timeout_s: float, on_lacking: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.lacking = asyncio.Event()
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._call: CollectiveCall | None = None
@@ -46,7 +45,6 @@ class RankRendezvous:
         self._arrived_at: dict[int, float] = {}  # by rank, in loop time
         self._incomplete = Alarm(timeout_s, self._on_missing)
         self._lacking = Alarm(_LACKING_S, self._on_lacking)
-        self._tell_lacking = on_lacking
 
     @property
     def is_full(self) -> bool:
@@ -119,9 +117,8 @@ class RankRendezvous:
         self._lacking.watch(lacks_some)
 
     def _on_lacking(self) -> None:
-        if self._tell_lacking is not None:
-            self._tell_lacking()
-        self._lacking.watch(True)  # call again while ranks are missing
+        self.lacking.set()
+        self._lacking.watch(True)  # again while ranks are missing
 
     def _on_missing(self) -> None:
         missing = sorted(set(range(self._world_size)) - self._slots.keys())

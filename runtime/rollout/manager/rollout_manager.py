@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -34,7 +33,6 @@ from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
 from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
-from umbra.runtime.rollout.manager.staleness import VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire
@@ -53,65 +51,30 @@ class RolloutManager:
     batch impossible is final: every rank gets it, now and in later calls."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = from_wire(RolloutConfig, config)
-        settings, dispatch = self._config.settings, self._config.dispatch
-        self._admission = Admission(self._config)
-        context = actor_context()
-        self._context = context
-        self._operator_messages = OperatorMessages(context)
-        router = Router(dispatch.max_inflight_per_engine)
-        folder = Path(self._config.ledger_path) if self._config.ledger_path else None
-        self._recorder = Recorder(folder, self._fail, settings.ledger_gb * 1e9)
+        self._config = rollout = from_wire(RolloutConfig, config)
+        settings, dispatch = rollout.settings, rollout.dispatch
+        self._context = context = actor_context()
+        self._messages = OperatorMessages(context)
+        self._admission = Admission(rollout)
+        self._recorder = recorder = Recorder(
+            rollout.ledger_folder, self._fail, settings.ledger_gb * 1e9
+        )
         self._pool_load = PoolLoad(context.supervisor, dispatch.pool)
-        self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
-        self._sessions = AgentSessions(self._dispatcher, self._recorder, dispatch.vocab_size)
-        concurrency = {"score": self._config.score_concurrency}
-        if settings.agent:
-            concurrency["run_agent"] = (
-                settings.agent_concurrency or dispatch.max_inflight_per_engine
-            )
-        self._workers = WorkerPool(
-            self._config.worker_names,
-            context,
-            concurrency=concurrency,
-            max_deaths=self._config.max_worker_deaths,
-            on_failure=self._fail,
+        self._dispatcher = dispatcher = Dispatcher(
+            Router(dispatch.max_inflight_per_engine), self._fail, recorder, on_work=self._on_work
         )
-        self._fleet = Fleet(dispatch, context, self._dispatcher, self._operator_messages.put)
+        self._sessions = AgentSessions(dispatcher, recorder, dispatch.vocab_size)
+        self._workers = WorkerPool(rollout, context, self._fail)
+        self._fleet = Fleet(dispatch, context, dispatcher, self._messages.put)
         self._runner = GroupRunner(
-            context.name,
-            self._config,
-            self._dispatcher,
-            self._sessions,
-            self._workers,
-            self._recorder,
+            rollout, dispatcher, self._sessions, self._workers, recorder, context.name
         )
-        self._versions = VersionSteps()
-        flow_changed = asyncio.Event()
         self._flow = TrainingFlow(
-            settings,
-            self._admission,
-            self._runner,
-            self._versions,
-            self._recorder,
-            self._dispatcher.take_metrics,
-            lambda: self._dispatcher.num_generated,
-            on_change=flow_changed.set,
-            on_failure=self._fail,
-            note=self._operator_messages.put,
-        )
+            settings, self._admission, self._runner, recorder, dispatcher, self._fail,
+            self._messages.put,
+        )  # fmt: skip
         self._rendezvous = BatchRendezvous(
-            context.name,
-            self._config,
-            context.supervisor,
-            admission=self._admission,
-            runner=self._runner,
-            flow=self._flow,
-            fleet=self._fleet,
-            recorder=self._recorder,
-            flow_changed=flow_changed,
-            learn=self._learn,
-            on_failure=self._fail,
+            rollout, context, self._admission, self._runner, self._flow, self._fleet, recorder
         )
         gauge("turns", lambda: {"waiting for engines": self._dispatcher.num_waiting})
         self._called = asyncio.Event()
@@ -130,7 +93,7 @@ class RolloutManager:
     async def run(self) -> None:
         """Owns every task of the manager; runs until the actor is stopped."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._operator_messages.run())
+            tasks.create_task(self._messages.run())
             tasks.create_task(self._recorder.run())
             if self._context.num_restarts:
                 tasks.create_task(self._resume())
@@ -166,7 +129,7 @@ class RolloutManager:
     async def announce(self, version: int, step: int) -> None:
         """The weights after `step` steps will be `version`. One rank calls it before publishing."""
         await self._ensure_recovered()
-        self._learn(version, step)
+        self._flow.learn(version, step)
         await self._recorder.durable()
 
     @idempotent
@@ -176,7 +139,7 @@ class RolloutManager:
         await self._ensure_recovered()
         self._recorder.checkpoint(step, version, kept)
         await self._recorder.durable()
-        await self._operator_messages.record(f"after step {step}, version {version}", "checkpoint")
+        await self._messages.record(f"after step {step}, version {version}", "checkpoint")
 
     @idempotent
     async def position(self) -> str:
@@ -226,10 +189,6 @@ class RolloutManager:
         self._called.set()
         return await self._rendezvous.join(rank, wanted)
 
-    def _learn(self, version: int, step: int) -> None:
-        self._recorder.version(version, step)
-        self._versions.learn(version, step)
-
     async def _resume(self) -> None:
         """Resumes where the previous incarnation was killed; ranks get its errors when they ask."""
         pool = self._config.dispatch.pool
@@ -259,12 +218,10 @@ class RolloutManager:
         state = await self._recorder.recover(restored, position)
         if state is not None:
             for version, step in state.versions.items():
-                self._versions.learn(version, step)
-            recovered = recover_groups(
-                state,
-                self._admission.training_group,
-                lambda sample, held: self._sessions.remember(sample, held.recorded),
-            )
+                self._flow.versions.learn(version, step)
+            recovered = recover_groups(state, self._admission.training_group)
+            for sample, records in recovered.records.items():
+                self._sessions.remember(sample, records)
             self._rendezvous.restore(state.evaluation)
         if restored is not None and recovered.next_idx is None:
             recovered.next_idx = 0  # a checkpoint of another run, whose data may be other ones
@@ -272,7 +229,7 @@ class RolloutManager:
         self._is_recovered = True
         groups = len(recovered.open) + len(recovered.ready)
         if groups:
-            self._operator_messages.put(
+            self._messages.put(
                 f"the rollout manager resumes with {groups} groups, {len(recovered.ready)} of them "
                 f"scored, and {recovered.num_tokens} tokens"
             )
@@ -298,7 +255,7 @@ class RolloutManager:
 
     def report_blocked(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
         """A rollout worker is about to end because this sample blocks it ("": unknown sample)."""
-        self._operator_messages.put(f"{worker}#{incarnation} ends: {reason}")
+        self._messages.put(f"{worker}#{incarnation} ends: {reason}")
         if sample_id:
             self._workers.report_blocked(worker, incarnation, sample_id, RolloutError(reason))
 
@@ -333,10 +290,4 @@ class RolloutManager:
             self._fail(RolloutError(f"lost track of the engines: {first_leaf(group)}"))
 
     def _fail(self, error: UmbraError) -> None:
-        """Ends the job's rollouts: every rank gets the first error."""
-        if self._rendezvous.failure is not None:
-            return
-        logger.error("rollouts failed: %s", error)
-        self._rendezvous.fail(error)
-        self._flow.abandon()
-        self._runner.abandon_all()
+        self._rendezvous.fail(error)  # which is made last

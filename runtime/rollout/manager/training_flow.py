@@ -9,15 +9,17 @@ Generation continues across steps as far as the staleness bound allows; see `sta
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.admission import Admission
 from umbra.runtime.rollout.manager.dropped_groups import FailedGroups, ZeroVarianceGroups
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
@@ -28,50 +30,43 @@ from umbra.runtime.tracing.spans import gauge, past_span
 logger = logging.getLogger(__name__)
 
 
-class GroupSource(Protocol):
-    """The source of groups; `Admission` implements it."""
-
-    @property
-    def num_prompts(self) -> int: ...
-
-    def training_group(self, order_idx: int) -> Group: ...
-
-    def epoch_of(self, order_idx: int) -> int: ...
-
-
 class TrainingFlow:
-    """Supplies engines with training groups and delivers whole batches of them. `on_change` is
-    called when a batch may have become ready, `on_failure` with an error that ends the job."""
+    """Supplies engines with training groups and delivers whole batches of them; a `GroupOwner`.
+
+    Args:
+        dispatcher: measures the engines' work between batches.
+        on_failure: called with an error that ends the job.
+        note: called with lines for the operator.
+
+    Attributes:
+        changed: set when a batch may have become complete.
+        versions: the versions that were announced.
+    """
 
     def __init__(
         self,
         settings: RolloutSettings,
-        source: GroupSource,
+        admission: Admission,
         runner: GroupRunner,
-        versions: VersionSteps,
         recorder: Recorder,
-        take_metrics: Callable[[], Mapping[str, float]],
-        num_generated: Callable[[], int],
-        *,
-        on_change: Callable[[], None],
+        dispatcher: Dispatcher,
         on_failure: Callable[[UmbraError], None],
         note: Callable[[str], None],
     ) -> None:
+        self.changed = asyncio.Event()
+        self.versions = VersionSteps()
         self._settings = settings
-        self._source = source
+        self._admission = admission
         self._runner = runner
-        self._versions = versions
         self._bound = StalenessBound(
             max_staleness=settings.max_staleness,
             groups_per_step=settings.groups_per_step,
             over_sampling=settings.over_sampling,
         )
         self._recorder = recorder
-        self._take_metrics = take_metrics
-        self._num_generated = num_generated
+        self._dispatcher = dispatcher
         self._next_idx: int | None = None
         self._is_abandoned = False
-        self._on_change = on_change
         self._on_failure = on_failure
         self._step = -1
         self._open: dict[int, Group] = {}  # by index in the prompt order, as all groups here
@@ -79,7 +74,9 @@ class TrainingFlow:
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, in this order
         self._leases: dict[int, list[Group]] = {}  # by step
         self._failed = FailedGroups(settings.max_failed_share, note)
-        self._zero_variance = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
+        self._zero_variance = ZeroVarianceGroups(
+            admission.num_prompts, settings.groups_per_step, note
+        )
         self._begin_batch()
         # Metrics of the time between the last two batches; a new manager does not know it.
         self._since_last: dict[str, float] = {}
@@ -88,6 +85,11 @@ class TrainingFlow:
         self.num_trained = 0
         self.dropped: Counter[str] = Counter()  # groups, by reason
         gauge("groups", lambda: {"open": len(self._open), "scored": len(self._ready)})
+
+    def learn(self, version: int, step: int) -> None:
+        """Records that `version` is the weights after `step` steps."""
+        self._recorder.version(version, step)
+        self.versions.learn(version, step)
 
     def advance(self, step: int) -> None:
         """Begins the step whose batch the ranks ask for; batches of earlier ones are trained on."""
@@ -104,8 +106,8 @@ class TrainingFlow:
             self._step = step
         for done in [leased for leased in self._leases if leased < step]:
             self.num_trained += len(self._leases.pop(done))
-        for order_idx in [p for p, group in self._open.items() if self._is_too_old(group)]:
-            self._drop(order_idx, "too old")
+        for group in [group for group in self._open.values() if self._is_too_old(group)]:
+            self._drop(group, "too old")
         self.admit()
 
     def resume(self) -> None:
@@ -136,15 +138,14 @@ class TrainingFlow:
             else:
                 order_idx = self._next_idx
                 try:
-                    group = self._source.training_group(order_idx)
-                    self._recorder.admitted(group, self._source.epoch_of(order_idx), order_idx)
+                    group = self._admission.training_group(order_idx)
+                    self._recorder.admitted(group, self._admission.epoch_of(order_idx), order_idx)
                 except UmbraError as error:
                     self._on_failure(error)
                     return
                 self._next_idx += 1
                 self.num_admitted += 1
-            self._open[order_idx] = group
-            self._start(order_idx, group)
+            self._start(group)
 
     def restore(self, recovered: Recovered) -> None:
         for group in self._open.values():
@@ -162,8 +163,8 @@ class TrainingFlow:
         self._zero_variance.end_streak()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
-        for order_idx, group in begun.items():
-            self._start(order_idx, group)
+        for group in begun.values():
+            self._start(group)
 
     def take(self, step: int) -> list[Group] | None:
         """Leases a batch to `step` and returns its groups; None while there are too few."""
@@ -181,10 +182,10 @@ class TrainingFlow:
             past_span("batch", self._began, "batches", step=step + 1)
             gen_s = time.monotonic() - self._began
             self._since_last = {
-                **self._take_metrics(),
+                **self._dispatcher.take_metrics(),
                 "dropped_tokens": float(self._dropped_tokens),
                 "gen_s": gen_s,
-                "tokens_per_s": (self._num_generated() - self._generated_before) / gen_s,
+                "tokens_per_s": (self._dispatcher.num_generated - self._generated_before) / gen_s,
             }
             self._begin_batch()
             self._dropped_tokens = 0
@@ -222,7 +223,7 @@ class TrainingFlow:
             for sample in group.trajectories:
                 for segment in sample.segments():
                     if segment.version != NOT_GENERATED:
-                        age = self._step - self._versions.step_of(segment.version)
+                        age = self._step - self.versions.step_of(segment.version)
                         ages[age] += segment.stop - segment.start
         staleness: dict[str, float] = {}
         if num_tokens := ages.total():
@@ -245,19 +246,15 @@ class TrainingFlow:
         }
 
     def _begin_batch(self) -> None:
-        self._began, self._generated_before = time.monotonic(), self._num_generated()
+        self._began, self._generated_before = time.monotonic(), self._dispatcher.num_generated
 
     @property
     def _num_open(self) -> int:
         return len(self._open) + sum(map(len, self._leases.values()))
 
-    def _start(self, order_idx: int, group: Group) -> None:
-        self._runner.start(
-            group,
-            self._settings.sampling,
-            lambda group: self._on_scored(order_idx, group),
-            lambda group, error: self._on_failed(order_idx, group, error),
-        )
+    def _start(self, group: Group) -> None:
+        self._open[group.order_idx] = group
+        self._runner.start(group, self._settings.sampling, self)
 
     def _choose(self) -> list[int] | None:
         """Indices of a batch: the first admitted or, if settings allow it, the first ready."""
@@ -270,17 +267,14 @@ class TrainingFlow:
             return None
         return sorted(indices)
 
-    def _on_scored(self, order_idx: int, group: Group) -> None:
+    def on_scored(self, group: Group) -> None:
         self._failed.scored()
-        if self._settings.drop_zero_variance_groups and group.has_zero_variance:
-            self._on_zero_variance(order_idx, group)
+        if not (self._settings.drop_zero_variance_groups and group.has_zero_variance):
+            self._zero_variance.end_streak()
+            self._ready[group.order_idx] = group
+            self.changed.set()
             return
-        self._zero_variance.end_streak()
-        self._ready[order_idx] = group
-        self._on_change()
-
-    def _on_zero_variance(self, order_idx: int, group: Group) -> None:
-        self._drop(order_idx, "all rewards equal")
+        self._drop(group, "all rewards equal")
         try:
             self._zero_variance.dropped(group, len(self._ready))
         except RolloutError as error:
@@ -288,10 +282,10 @@ class TrainingFlow:
             return
         self.admit()
 
-    def _on_failed(self, order_idx: int, group: Group, error: UmbraError) -> None:
+    def on_failed(self, group: Group, error: UmbraError) -> None:
         """Drops a group. One failure costs one prompt; frequent failures end the job."""
         is_reward = isinstance(error, RewardError)
-        self._drop(order_idx, "reward failed" if is_reward else "agent loop failed", str(error))
+        self._drop(group, "reward failed" if is_reward else "agent loop failed", str(error))
         try:
             self._failed.failed(group, error, self.num_admitted)
         except RolloutError as too_many:
@@ -299,9 +293,9 @@ class TrainingFlow:
             return
         self.admit()
 
-    def _drop(self, order_idx: int, reason: str, cause: str = "") -> None:
-        group = self._open.pop(order_idx)
-        self._ready.pop(order_idx, None)
+    def _drop(self, group: Group, reason: str, cause: str = "") -> None:
+        del self._open[group.order_idx]
+        self._ready.pop(group.order_idx, None)
         self._runner.abandon(group)
         self._recorder.dropped(group, reason, cause)
         self._dropped_tokens += sum(sample.num_generated for sample in group.trajectories)
@@ -318,4 +312,4 @@ class TrainingFlow:
         for sample in group.trajectories:
             for segment in sample.segments():
                 if segment.version != NOT_GENERATED:
-                    yield self._versions.step_of(segment.version)
+                    yield self.versions.step_of(segment.version)

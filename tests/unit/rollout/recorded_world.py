@@ -26,7 +26,6 @@ from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_recovery import recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.manager.staleness import VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import RolloutConfig
@@ -180,21 +179,18 @@ class Life:
         self.sessions = AgentSessions(self.dispatcher, self.recorder)
         pool: Any = self.workers
         self.runner = GroupRunner(
-            "manager", config, self.dispatcher, self.sessions, pool, self.recorder
+            config, self.dispatcher, self.sessions, pool, self.recorder, "manager"
         )
-        self.versions = VersionSteps()
         self.flow = TrainingFlow(
             config.settings,
-            self,
+            self,  # pyright: ignore[reportArgumentType]
             self.runner,
-            self.versions,
             self.recorder,
-            self.dispatcher.take_metrics,
-            lambda: self.dispatcher.num_generated,
-            on_change=lambda: None,
-            on_failure=self.failures.append,
-            note=lambda text: None,
+            self.dispatcher,
+            self.failures.append,
+            lambda text: None,
         )
+        self.learn = self.flow.learn
 
     # as Admission
     num_prompts = 1
@@ -212,7 +208,7 @@ class Life:
             )
             for k in range(config.settings.group_size)
         ]
-        self.groups[order_idx] = Group(f"e0/p{order_idx}", samples)
+        self.groups[order_idx] = Group(f"e0/p{order_idx}", samples, order_idx)
         return self.groups[order_idx]
 
     def epoch_of(self, order_idx: int) -> int:
@@ -228,20 +224,14 @@ class Life:
         state = await self.recorder.recover(restored, needs)
         assert state is not None
         for version, step in state.versions.items():
-            self.versions.learn(version, step)
+            self.flow.versions.learn(version, step)
         self.evaluation = state.evaluation
-        recovered = recover_groups(
-            state,
-            self.training_group,
-            lambda sample, held: self.sessions.remember(sample, held.recorded),
-        )
+        recovered = recover_groups(state, self.training_group)
+        for sample, records in recovered.records.items():
+            self.sessions.remember(sample, records)
         self.flow.restore(recovered)
         if restored is not None:
             await self.recorder.durable()
-
-    def learn(self, version: int, step: int) -> None:
-        self.recorder.version(version, step)
-        self.versions.learn(version, step)
 
     async def end(self) -> None:
         for task in self.tasks:

@@ -34,8 +34,8 @@ def score_call(samples: list[Trajectory]) -> tuple[Any, Any, Any]:
     )
     unused: Any = None
     pool: Any = workers
-    runner = GroupRunner("manager", config, unused, unused, pool, Recorder(None, unused))
-    runner.start(Group("g", samples), config.settings.sampling, unused, unused)
+    runner = GroupRunner(config, unused, unused, pool, Recorder(None, unused), "manager")
+    runner.start(Group("g", samples), config.settings.sampling, unused)
     (job,) = workers.queue
     arguments: Any = job.make_arguments()
     return arguments

@@ -130,10 +130,8 @@ def test_a_batch_is_planned_once_however_often_ranks_ask_for_it(
             assert life.flow.take(0) is not None
             unused: Any = None
             batches = BatchRendezvous(
-                "manager", config, unused, admission=unused, runner=life.runner, flow=life.flow,
-                fleet=unused, recorder=life.recorder, flow_changed=asyncio.Event(),
-                learn=lambda version, step: None, on_failure=life.failures.append,
-            )  # fmt: skip
+                config, unused, unused, life.runner, life.flow, unused, life.recorder
+            )
             call = CollectiveCall("next_batch", 0, 1.0, version=1)
 
             answers = [await batches.join(rank, call) for rank in (0, 1, 1, 0)]

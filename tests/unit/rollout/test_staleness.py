@@ -15,11 +15,11 @@ from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_recovery import Recovered
-from umbra.runtime.rollout.manager.group_runner import OnFailed, OnScored
+from umbra.runtime.rollout.manager.group_runner import GroupOwner
 from umbra.runtime.rollout.manager.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.rollout_config import RolloutSettings
+from umbra.runtime.rollout.rollout_config import RolloutSettings, SamplingOptions
 
 UNIFORM = ((0.0, 0.0), (1.0, 1.0))
 
@@ -32,26 +32,22 @@ class World:
 
     def __init__(self, **changes: Any) -> None:
         self.settings = RolloutSettings(groups_per_step=2, group_size=2, **changes)
-        self.running: dict[str, tuple[Group, OnScored, OnFailed]] = {}
+        self.running: dict[str, Group] = {}
         self.failure: UmbraError | None = None
-        self.num_changes = 0
         self.num_generated = 0
         self.notes: list[str] = []
         self.step = 0
-        versions = VersionSteps()
-        self.learn = versions.learn
+        everything_else: Any = self
         self.flow = TrainingFlow(
             self.settings,
-            self,
-            self,  # pyright: ignore[reportArgumentType]
-            versions,
+            everything_else,
+            everything_else,
             Recorder(None, self._on_failure),
-            dict[str, float],
-            lambda: self.num_generated,
-            on_change=self._on_change,
-            on_failure=self._on_failure,
-            note=self.notes.append,
+            everything_else,
+            self._on_failure,
+            self.notes.append,
         )
+        self.learn = self.flow.versions.learn
 
     def advance(self, step: int) -> None:
         self.step = step
@@ -67,42 +63,44 @@ class World:
             Trajectory(f"p{order_idx}/{k}", prompt, k, budget=100, max_context_len=200)
             for k in range(self.settings.group_size)
         ]
-        return Group(f"p{order_idx}", samples)
+        return Group(f"p{order_idx}", samples, order_idx)
 
     def epoch_of(self, order_idx: int) -> int:
         return 0
 
     # as GroupRunner
-    def start(self, group: Group, _: float, on_scored: OnScored, on_failed: OnFailed) -> None:
-        self.running[group.group_id] = (group, on_scored, on_failed)
+    def start(self, group: Group, _: SamplingOptions, owner: GroupOwner) -> None:
+        assert owner is self.flow
+        self.running[group.group_id] = group
 
     def abandon(self, group: Group) -> None:
         self.running.pop(group.group_id, None)
+
+    # as Dispatcher; `num_generated` is an attribute
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     # what engines and rewards do
     def generate(self, group_id: str, *, is_updated: bool = False) -> None:
         """One token more in each trajectory, under the weights of now or those that come next."""
         version = self.step + 100 + is_updated
-        for sample in self.running[group_id][0].trajectories:
+        for sample in self.running[group_id].trajectories:
             sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), version)
             self.num_generated += 1
 
     def score(self, group_id: str, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
-        group, on_scored, _ = self.running.pop(group_id)
+        group = self.running.pop(group_id)
         for sample, reward in zip(group.trajectories, rewards, strict=True):
             sample.reward = reward
-        on_scored(group)
+        self.flow.on_scored(group)
 
     def fail(self, group_id: str) -> None:
-        group, _, on_failed = self.running.pop(group_id)
-        on_failed(group, RewardError(f"no reward for {group_id}"))
+        group = self.running.pop(group_id)
+        self.flow.on_failed(group, RewardError(f"no reward for {group_id}"))
 
     def taken(self) -> list[str] | None:
         groups = self.flow.take(self.step)
         return None if groups is None else [group.group_id for group in groups]
-
-    def _on_change(self) -> None:
-        self.num_changes += 1
 
     def _on_failure(self, error: UmbraError) -> None:
         self.failure = error

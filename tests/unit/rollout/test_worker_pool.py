@@ -12,6 +12,7 @@ from typing import Any, cast
 from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import ActorDied, ConnectionLost, UmbraError
 from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
+from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
 from umbra.runtime.rpc.envelopes import ActorRef
 
 
@@ -62,6 +63,17 @@ class LostWorker:
         )
 
 
+def pool_config(concurrency: int, max_deaths: int, *names: str) -> RolloutConfig:
+    return RolloutConfig(
+        settings=RolloutSettings(agent="loops:run", agent_concurrency=concurrency),
+        dispatch=DispatchConfig(pool="policy", max_context_len=8),
+        prompts_path="",
+        world_size=1,
+        worker_names=names,
+        max_worker_deaths=max_deaths,
+    )
+
+
 def refuse_failure(error: UmbraError) -> None:
     raise AssertionError(error)
 
@@ -94,11 +106,7 @@ def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back()
         context, wanted, done = LostWorker(), {"first"}, asyncio.Event()
 
         pool = WorkerPool(
-            ["worker-0"],
-            cast("ActorContext", context),
-            concurrency={"run_agent": 1},
-            max_deaths=1,
-            on_failure=refuse_failure,
+            pool_config(1, 1, "worker-0"), cast("ActorContext", context), refuse_failure
         )
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(pool.run())
@@ -181,11 +189,7 @@ def test_once_a_job_is_found_that_ends_its_worker_the_others_run_side_by_side_ag
             failed.append(name)
 
         pool = WorkerPool(
-            ["worker-0"],
-            cast("ActorContext", DeadlyWorker()),
-            concurrency={"run_agent": 3},
-            max_deaths=2,
-            on_failure=refuse_failure,
+            pool_config(3, 2, "worker-0"), cast("ActorContext", DeadlyWorker()), refuse_failure
         )
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(pool.run())
@@ -282,13 +286,7 @@ def run_with_two_workers(
             failures.append(error)
             context.has_failed.set()
 
-        pool = WorkerPool(
-            ["a", "b"],
-            cast("ActorContext", context),
-            concurrency={"run_agent": 3},
-            max_deaths=3,
-            on_failure=note_failure,
-        )
+        pool = WorkerPool(pool_config(3, 3, "a", "b"), cast("ActorContext", context), note_failure)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(pool.run())
             await act(context, pool)
