@@ -105,11 +105,12 @@ class Supervisor:
         self._config = config
         self._node = node
         run_dir = Path(config.run_dir) if config.run_dir else None
-        self._requests = None if run_dir is None else JobRequests(run_dir, self._act_on)
+        self._requests = None if run_dir is None else JobRequests(run_dir, self._take)
         self._events = None if run_dir is None else EventLog(run_dir)
         self._tcp_endpoint = ""
         self._request_name = secrets.token_hex(8)  # see `JobNode.job`
         self._waiting: JobRequest | None = None  # until the nodes have met again
+        self._taken: set[str] = set()  # tokens of requests
         self._round_id = ""  # of torchrun's rendezvous
         self._tasks: asyncio.TaskGroup
         self._started_over = asyncio.Event()
@@ -281,7 +282,13 @@ class Supervisor:
     def request(self, call: dict[str, Any]) -> None:
         """Called for `umbra stop`, `preempt`, `drain` and `dump`, with a `JobRequest`. Raises
         ActorNotFound if it is addressed to another job, or that has no such node."""
-        self._act_on(from_wire(JobRequest, call))
+        self._take(from_wire(JobRequest, call))
+
+    def _take(self, request: JobRequest) -> None:
+        """Acts on a request once: a client whose call is answered late leaves it as a file, too."""
+        if request.token not in self._taken:
+            self._act_on(request)
+            self._taken.add(request.token)
 
     def _act_on(self, request: JobRequest) -> None:
         if request.job != self._request_name:
@@ -447,7 +454,7 @@ class Supervisor:
                 if self._config.torchrun_pid and not len(self._ranks):
                     self.over.set()
             case {"kind": "request"}:
-                self._act_on(from_wire(JobRequest, event["request"]))
+                self._take(from_wire(JobRequest, event["request"]))
             case {"kind": "rank_lost", "rank": int(rank)}:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text), "about": [kind, who]}:

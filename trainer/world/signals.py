@@ -8,7 +8,7 @@
         └─ it is passed on to the other ranks, which act as if they had got it (`pass_in`)
 
     `umbra stop`, `umbra preempt` ──▶ the supervisor passes SIGTERM or SIGUSR1 in, with a grace of
-                                      its own
+                                      its own, which no later SIGTERM shortens
 
 torchrun passes a signal on to its ranks, and a terminal sends it to all of them, too: signals
 within a second of the first are the same request. If a signal reaches only one rank, that rank ends
@@ -189,7 +189,7 @@ class StopSignals:
                     return
                 is_signal, now = data[0] in _SIGNALS, time.monotonic()
                 if first is not None:
-                    if is_signal and now - self._seen_at >= _SAME_REQUEST_S:
+                    if is_signal and self._is_another(data[0], now - self._seen_at):
                         self._is_second = True
                         end_at = min(end_at, now + _LAST_RESORT_S)
                 elif is_signal or self._passed_in is not None:
@@ -305,9 +305,15 @@ class StopSignals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self._begin(signal.Signals(number))
-        elif time.monotonic() - self._received_at >= _SAME_REQUEST_S:
+        elif self._is_another(number, time.monotonic() - self._received_at):
             self._is_second = True
             self._stop_now(self._stop_of(self.received))
+
+    def _is_another(self, number: int, after_s: float) -> bool:
+        """Whether a signal that long after the first is a second request. SIGTERM is none after
+        `umbra stop`: torchrun also sends it when the ranks of another node have left first."""
+        is_torchrun = number == signal.SIGTERM and self._asked_grace_s is not None
+        return after_s >= _SAME_REQUEST_S and not is_torchrun
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:

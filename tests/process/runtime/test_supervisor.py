@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import resource
 import signal
 import time
@@ -11,11 +13,17 @@ import pytest
 from rank_processes import Ranks, poll
 from watching import all_end, kill
 
+from umbra.runtime.actor.job_stop import STOP_WINDOW_S
 from umbra.runtime.cluster.run_events import read_events
-from umbra.runtime.errors import ActorNotFound
+from umbra.runtime.cluster.run_requests import JobRequest, RunNotice
+from umbra.runtime.errors import ActorNotFound, JobFailed
 from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session.session import Session
+from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.supervisor import Supervisor
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
+from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 
@@ -169,6 +177,41 @@ def test_a_low_soft_limit_of_open_files_does_not_bind_the_supervisor(
 
     assert limits == {min(hard, 262_144)}
     assert_all_gone(socket_root)
+
+
+async def ask_twice(run_dir: Path) -> list[str]:
+    """Makes a request by a call and, a while later, by a file. Returns the kinds of events that a
+    rank gets from the first until a note after the second."""
+    notice = RunNotice(run_dir)
+    while (address := notice.address()) is None:  # noqa: ASYNC110  a file has no event
+        await asyncio.sleep(0.05)
+    request = JobRequest(job=address.job, kind="stop")
+    async with Client(address.node_id) as client, asyncio.timeout(20.0):
+        handle = client.handle(supervisor_ref(address.node_id, Path(address.socket_dir)))
+        rank = handle.stream("attach", 1, 2, os.getpid(), 1, False, timeout_s=None)
+        async with rank as events:
+            assert (await anext(events))["kind"] == "attached"
+            await handle.call("request", to_wire(request))
+            await asyncio.sleep(STOP_WINDOW_S + 0.1)  # from here on, another one would count
+            notice.leave_request(request)
+            while notice.take_answer(request) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await handle.call("note", "taken")
+            kinds = [(await anext(events))["kind"] for _ in range(2)]
+            await handle.call("detach", 1)
+    return kinds
+
+
+def test_a_request_that_comes_by_a_call_and_by_a_file_is_one(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    """A client that gets no answer to its call in time leaves the request as a file."""
+    session = umbra_session_factory()
+
+    assert asyncio.run(ask_twice(umbra_session_factory.run_dirs[0])) == ["signal", "note"]
+
+    with pytest.raises(JobFailed, match="stopped by SIGTERM"):  # as in a session without a handler
+        session.raise_if_lost()
 
 
 CALLS = {

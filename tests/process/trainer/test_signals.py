@@ -318,6 +318,30 @@ def test_umbra_stop_limits_the_time_that_ctrl_c_has_left_open(waits_in_c: bool) 
         assert 2.0 < time.monotonic() - started < 10.0
 
 
+def test_after_umbra_stop_only_ctrl_c_shortens_the_step() -> None:
+    """torchrun sends SIGTERM when the ranks of another node have left first."""
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            threading.Thread(target=stop.pass_in, args=(signal.SIGTERM, 20.0)).start()
+            while not stop.requested:
+                time.sleep(0.01)
+            time.sleep(1.1)
+            say("ready")
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(2.5)  # longer than the last resort waits
+                say("the step continued")
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            except StopNow as now:
+                say(now)
+    """
+    with rank(code) as process:
+        text = "a second signal came before the step in progress had ended"
+        assert rest_of(process) == f"the step continued\n{text}\n"
+
+
 def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
