@@ -141,11 +141,14 @@ def _run(
             # Imports torch, while the supervisor and the rollout workers start.
             gc.disable()  # looking for garbage among torch's modules takes a sixth of the time
             with stop.importing(), display.activity("importing torch"):
-                from umbra.trainer.train import Trainer
+                from umbra.trainer.run_parts import TrainingRun
+                from umbra.trainer.train import train
 
             gc.freeze()  # they never become garbage
             gc.enable()
-            Trainer(config, session, environment, stop, display, fatal_errors, starter).run()
+            run = TrainingRun(config, session, environment, stop, display, fatal_errors, starter)
+            with run.open():
+                train(run)
         except UmbraError as error:
             fatal_errors.report(error)
             raise

@@ -15,17 +15,32 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-from umbra.runtime.errors import JobFailed, RemoteError, UmbraError
+from umbra.runtime.errors import (
+    ActorError,
+    DeadlineExceeded,
+    JobFailed,
+    RemoteError,
+    TransportError,
+    UmbraError,
+)
+from umbra.runtime.session.session import Session
 from umbra.runtime.terminal_text import escape_unprintable
 from umbra.trainer.world.signals import StopNow
+
+# How long a rank that lost another one waits for the supervisor to report which rank or process
+# failed first. The supervisor knows within milliseconds; a rank's own errors are delayed this long.
+_CAUSE_TIMEOUT_S: Final = 1.0
+# For the supervisors to write what all processes are doing, before this rank ends.
+_BUNDLE_LIMIT_S: Final = 20.0
 
 
 class FatalErrorReporter:
@@ -74,6 +89,38 @@ class FatalErrorReporter:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             traceback.print_exception(error)
 
+    def announce(
+        self,
+        session: Session,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Reports the cause to the other ranks, before they notice that their collectives break.
+        Raises JobFailed in place of an error that is only the consequence of another rank's or
+        process's end. To be pushed on an ExitStack."""
+        if isinstance(error, RuntimeError | ActorError | TransportError):
+            try:
+                session.raise_if_lost(_CAUSE_TIMEOUT_S)
+            except JobFailed as failure:
+                raise failure from error
+        is_late = isinstance(error, Exception) and _missed_deadline(error)
+        if isinstance(error, UmbraError) and not is_late:
+            self.report(error)
+        if isinstance(error, Exception) and not isinstance(error, JobFailed):
+            with contextlib.suppress(UmbraError):
+                found: str = session.supervisor_call(
+                    "fail_job",
+                    f"rank {session.rank}",
+                    f"{type(error).__name__}: {error}",
+                    is_late,
+                    timeout_s=_BUNDLE_LIMIT_S if is_late else 2.0,
+                )
+                if found:
+                    error.add_note(found)
+        if isinstance(error, UmbraError):
+            self.report(error)
+
     def stopped(self, stop: StopNow) -> None:
         """Reports a stop at once. A signal mostly comes to all ranks, and one line is enough."""
         if self._rank == 0:
@@ -90,6 +137,15 @@ class FatalErrorReporter:
     def _end(self, failure: JobFailed) -> None:
         self.report(failure)
         os._exit(1)
+
+
+def _missed_deadline(error: Exception) -> bool:
+    """Whether something took too long. torch has no class of its own for a late collective."""
+    if isinstance(error, UmbraError):
+        return isinstance(error, DeadlineExceeded)
+    return (
+        isinstance(error, RuntimeError) and re.search("time(d )?out", str(error), re.I) is not None
+    )
 
 
 def _leave_for_torchrun(message: str) -> None:

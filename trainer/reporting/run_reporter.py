@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Self
 
+from umbra.runtime.settings import shown_settings
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
@@ -14,7 +16,14 @@ from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.metrics_loggers import EvalSample, MetricsLogger, MetricsRow
+from umbra.trainer.reporting.metrics_loggers import (
+    EvalSample,
+    LoggedRun,
+    MetricsLogger,
+    MetricsLoggers,
+    MetricsRow,
+    logger_names,
+)
 from umbra.trainer.reporting.metrics_plot import save_plot
 from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report, write_summary
 from umbra.trainer.world.run_files import writing
@@ -65,6 +74,26 @@ class RunReporter:
         self._has_warned_of_zeros = False
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, config: TrainerConfig, display: ProgressDisplay, step: int, *, is_lead: bool
+    ) -> Generator[Self]:
+        """Opens rank 0's log and loggers, and shows where the run starts: after `step` steps."""
+        display.begin_steps(config.run_name, step, config.train.total_steps)
+        if not is_lead:
+            yield cls(config, display, None, steps_before=step)
+            return
+        logged = LoggedRun(
+            folder=config.run.dir, name=config.run_name, settings=shown_settings(config)
+        )
+        with (
+            MetricsLog(config.run.dir, first_step=step + 1) as log,
+            MetricsLoggers(logger_names(config.run.loggers), logged, display.note) as loggers,
+        ):
+            _show_start(config, display, step)
+            yield cls(config, display, log, loggers, step)
 
     def step_done(self, step: int, row: Mapping[str, float]) -> None:
         """Logs and shows step `step` (from 1)."""
@@ -140,6 +169,18 @@ class RunReporter:
                 if "eval/accuracy" in row:
                     return row["eval/accuracy"]
         return accuracy
+
+
+def _show_start(config: TrainerConfig, display: ProgressDisplay, step: int) -> None:
+    run_dir, total = RunDir(config.run.dir), config.train.total_steps
+    if run_dir.replaced.exists():
+        display.note(f"the earlier run is kept in {run_dir.replaced} until a step is done")
+    if step:
+        display.note(f"resuming after step {step}")
+        if step >= total:
+            display.note(f"train.steps is {total}: no step is left to do")
+    elif config.run.resume == "auto":
+        display.note(f"no complete checkpoint in {run_dir.checkpoints}: starting from scratch")
 
 
 def _why_no_tokens(config: TrainerConfig) -> str:

@@ -1,0 +1,153 @@
+"""The engines that generate with the policy's weights, as one rank sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.session.rollouts import Rollouts, SessionSync
+from umbra.runtime.session.session import Session
+from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.tracing.spans import span
+from umbra.runtime.weights.sync_messages import SyncReport
+from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, newest_version
+from umbra.trainer.checkpoint.trainer_state import TrainerState
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.model.host_offload import HostOffload
+from umbra.trainer.model.policy import Policy
+from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
+from umbra.trainer.services.services import MANAGER, POOL
+from umbra.trainer.world.signals import StopRequested, StopSignals
+from umbra.trainer.world.world import World, any_rank, from_lead
+
+T = TypeVar("T")
+
+
+class PolicyEngines:
+    """Gives the policy's weights to the engines and gets batches and evaluations for them. Every
+    rank has one; all methods are collective. A signal to any rank ends a wait on all of them."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        session: Session,
+        world: World,
+        policy: Policy,
+        offload: HostOffload,
+        gpu_memory: GpuMemorySeen,
+        stop: StopSignals,
+    ) -> None:
+        self.rollouts = Rollouts(session, MANAGER)
+        self._config = config
+        self._is_hybrid = config.pool.mode == "hybrid"
+        self._world = world
+        self._offload = offload
+        self._gpu_memory = gpu_memory
+        self._stop = stop
+        self._pool = session.pool(POOL)
+        self._publisher = WeightPublisher(
+            SessionSync(session),
+            world.rank,
+            world.world_size,
+            policy.tensors,
+            getattr(torch, config.model.compute_dtype),
+            locate=offload.locate,
+            keeps_memory=not offload.moves_parameters,
+            on_read=self._send_away if self._is_hybrid else None,
+            link_host=session.tcp_host or ("127.0.0.1" if config.pool.transport == "tcp" else ""),
+        )
+
+    def begin(self, state: TrainerState, resumed_from: Path | None) -> None:
+        """Takes the ledger back to the checkpoint, which may be another run's."""
+        versions = RunDir(self._config.run.dir).versions
+        newest = from_lead(self._world, lambda: self._begin(state, resumed_from, versions))
+        self.versions = VersionCounter(versions, newest, writes=self._world.is_lead)
+
+    def _begin(self, state: TrainerState, resumed_from: Path | None, versions: Path) -> int:
+        """The newest version that was ever used, because numbers are not reused."""
+        is_own = resumed_from is not None and RunDir(self._config.run.dir).holds(resumed_from)
+        position = state.ledger if is_own else ""
+        timeout_s = self._config.pool.sync_timeout_s
+        kept = self.rollouts.begin(state.step, state.version, position, timeout_s)
+        return max(kept["version"], state.version, newest_version(versions))
+
+    def publish(self, step: int) -> dict[str, float] | None:
+        """Publishes the weights after `step` steps under a new version; returns metrics. None if a
+        signal ended it: nothing would be generated with these weights."""
+        version = self.versions.next(step)
+        with span("sync", version=version) as sync:
+            if self._world.is_lead:
+                self.rollouts.announce(version, step)
+            report = self._wait(lambda: self._sync(version))
+        if any_rank(report is None) or report is None:
+            return None
+        return {
+            "sync/version": float(version),
+            "sync/prepare_s": report.prepare_s,
+            "sync/transfer_s": report.transfer_s,
+            "sync/verify_s": report.verify_s,
+            "sync/resume_s": report.resume_s,
+            "sync/network_mib": report.network_nbytes / (1 << 20),
+            "sync/failed_engines": float(len(report.failed)),
+            "time/sync_s": sync.seconds,
+        }
+
+    def next_batch(self, step: int) -> Mapping[str, Any] | None:
+        """This rank's columns; None if a signal ended the wait."""
+        timeout_s = self._config.rollout.timeout_s
+        columns = self._wait(
+            lambda: self.rollouts.next_batch(
+                step, self.versions.current, self._sync_again, timeout_s
+            )
+        )
+        return None if any_rank(columns is None) else columns
+
+    def evaluate(self, step: int) -> Mapping[str, Any] | None:
+        """Scores of the held-out prompts; None if a signal ended the wait of this rank."""
+        config = self._config
+        return self._wait(
+            lambda: self.rollouts.evaluate(
+                step, config.eval.temperature, self._sync_again, config.rollout.timeout_s
+            )
+        )
+
+    def sleep(self) -> None:
+        """Gives the memory that hybrid engines share with the ranks to the ranks."""
+        if self._is_hybrid:
+            if self._world.is_lead:
+                self._pool.sleep(2)
+            any_rank(False)  # a barrier: no rank takes memory before the engines have released it
+        self._offload.bring_back()
+
+    def sleep_if_awake(self) -> None:
+        if any_rank(self._offload.is_away):  # a signal may have reached only some ranks
+            self.sleep()
+
+    def _sync(self, version: int) -> SyncReport:
+        if self._is_hybrid:
+            # Engines wake once every rank has joined the sync, when all have released their cache.
+            self._offload.release_cache()
+        return self._publisher.publish(POOL, version, self._config.pool.sync_timeout_s)
+
+    def _sync_again(self, version: int) -> None:
+        """Publishes the current version again, to an engine that came up while this rank waits."""
+        with span("sync again", version=version):
+            self._sync(version)
+
+    def _send_away(self) -> None:
+        self._gpu_memory.look("sync")
+        with self._stop.uninterruptible():  # otherwise a checkpoint could miss tensors in transit
+            self._offload.send_away()
+
+    def _wait(self, ask: Callable[[], T]) -> T | None:
+        """The result of `ask`; None if a signal ended the wait."""
+        try:
+            # A signal that reaches one rank during a sync fails the sync on all ranks.
+            with self._stop.interruptible(WeightSyncError):
+                return ask()
+        except StopRequested:
+            return None

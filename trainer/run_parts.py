@@ -1,0 +1,431 @@
+"""The parts of a training run: how they start, and what a step does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import torch
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.reports.step_metrics import last_steps
+from umbra.runtime.session.session import Session
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
+from umbra.runtime.tracing.spans import span
+from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
+from umbra.trainer.algorithms.base import PolicyLoss
+from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
+from umbra.trainer.checkpoint.model_export import export_policy
+from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
+from umbra.trainer.checkpoint.trainer_state import TrainerState
+from umbra.trainer.config import setting_rules
+from umbra.trainer.config.algorithm_names import LOSSES
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.logprob_check import LogprobCheck
+from umbra.trainer.model.host_offload import HostOffload
+from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.model_loading import load_policy
+from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.policy_engines import PolicyEngines
+from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
+from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
+from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
+from umbra.trainer.services.job_plan import JobPlan
+from umbra.trainer.services.rollout_start import start_rollouts
+from umbra.trainer.services.services import POOL, ServiceStarter, user_folders
+from umbra.trainer.step import TrainStep
+from umbra.trainer.world.signals import StopSignals
+from umbra.trainer.world.stop_forecast import StopForecast
+from umbra.trainer.world.world import World, agree_on_signal, any_rank, from_lead
+
+T = TypeVar("T")
+
+_LEAST_S: Final = 1800.0
+"""Least timeout of a collective. Ranks that fail end the others through the session long before,
+so it is for a network that drops packets. Less is too short for a rank that slowly reads its data
+or writes the model."""
+_MARGIN_S: Final = 240.0
+"""A wait may take this much longer than its setting: by the margins of calls, and with auxiliary
+pools, by starting the process that handles their requests."""
+
+
+class TrainingRun:
+    """Opens and owns the parts of one rank's run. Every rank has one, and calls each method with
+    the others; `train` has their order. `starter`, on rank 0 only, has begun to start the rollout
+    workers."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        session: Session,
+        environment: TorchrunEnvironment,
+        stop: StopSignals,
+        display: ProgressDisplay,
+        fatal_errors: FatalErrorReporter,
+        starter: ServiceStarter | None,
+    ) -> None:
+        self.config = config
+        self.step = 0  # optimizer steps done so far
+        self._session = session
+        # torchrun's count of restarts may differ between nodes.
+        self._environment = replace(environment, incarnation=session.incarnation)
+        self._stop = stop
+        self._display = display
+        self._announce_failure = partial(fatal_errors.announce, session)
+        self._starter = starter
+        self._run_dir = RunDir(config.run.dir)
+        self._row: dict[str, float] = {}  # metrics of the step in progress
+
+    @contextmanager
+    def open(self) -> Generator[Self]:
+        """Starts and loads the parts; closes them on exit. Raises UmbraError on every rank if one
+        is not possible."""
+        with ExitStack() as stack:
+            folders = user_folders(self.config)
+            loss = load_loss(self.config.train.loss, folders)
+            self._estimate = load_advantage_estimator(self.config.train.advantage, folders)
+            self._plan_job()
+            self._join_ranks(stack)
+            self._by_starter(ServiceStarter.wait_for_workers)
+            resumed_from = self._begin_run_dir()
+            self._start_rollouts()
+            self._load_models()
+            state = self._resume(resumed_from)
+            self._by_starter(ServiceStarter.wait)
+            self._engines.begin(state, resumed_from)
+            self._open_reports(stack)
+            self._make_train_step(loss)
+            self._stop.defer(self._session.pass_on_signal, self._forecast)
+            yield self
+
+    def _plan_job(self) -> None:
+        """Starts the engines, too."""
+        setting = self.config.train.activation_checkpointing
+        self._plan = plan = JobPlan.make(
+            self.config, self._session, self._environment.local_world_size
+        )
+        self.config = config = plan.config
+        if setting == "auto" and plan.memory.expected_nbytes:
+            chosen = config.train.activation_checkpointing
+            self._display.note(
+                f"chosen by the memory plan: train.activation_checkpointing = {chosen!r}"
+            )
+        if self._starter is None:
+            return
+        warnings = [f"warning: {each}" for each in setting_rules.warnings(config)]
+        table = plan.placement.table(plan.memory.columns())
+        for line in (*warnings, *table, *plan.memory.notes):
+            self._display.note(line)
+        self._starter.start_engines(plan.placement, plan.device_type)
+        if address := config.run.metrics_address:
+            url = self._session.lead_call("serve_metrics", address)
+            self._display.note(f"metrics for Prometheus: {url}")
+
+    def _join_ranks(self, stack: ExitStack) -> None:
+        plan, limit_s = self._plan, collective_timeout_s(self.config)
+        planned = plan.memory.gpus if self._starter else ()
+        gpu_memory = GpuMemorySeen.open(plan.placement.nodes[0].gpus, planned)
+        self._gpu_memory = stack.enter_context(gpu_memory)
+        with self._display.activity("connecting the ranks"):
+            world = World.join(self._environment, self.config.train.device, limit_s)
+            self._world = stack.enter_context(world)
+        stack.push(self._announce_failure)
+        self._memory = MemoryAccount(self._world.device)
+
+    def _by_starter(self, act: Callable[[ServiceStarter], T]) -> T:
+        """The result on rank 0, which has the starter, on every rank."""
+
+        def start() -> T:
+            assert self._starter is not None
+            return act(self._starter)
+
+        return from_lead(self._world, start)
+
+    def _begin_run_dir(self) -> Path | None:
+        """Prepares the run directory; returns the newest checkpoint whose files are intact."""
+        config, display, damaged = self.config, self._display, list[Path]()
+        self._checkpoints = CheckpointStore(
+            self._run_dir.checkpoints, self._world, config.train.keep_checkpoints
+        )
+        incarnation = self._environment.incarnation
+        while True:
+            path = from_lead(self._world, lambda: begin_run(config.run, incarnation, damaged))
+            if path is None:
+                return None
+            with display.activity(f"checking {path.name}"):
+                damage = self._checkpoints.find_damage(path)
+            if not damage:
+                if damaged:
+                    display.note(f"resuming from the older checkpoint {path} instead")
+                return path
+            display.note(f"warning: the checkpoint {path} is damaged: {damage}")
+            damaged.append(path)
+
+    def _start_rollouts(self) -> None:
+        config, world = self.config, self._world
+        num_prompts = self._by_starter(
+            lambda starter: start_rollouts(
+                config, starter, self._display, world.world_size, world.device.type
+            )
+        )
+        self.config = config.with_steps(num_prompts)
+
+    def _load_models(self) -> None:
+        """The policy, and the frozen starting model if a KL term needs it."""
+        config, world = self.config, self._world
+        with self._display.activity("loading the model"):
+            self._policy = load_policy(config, world.mesh)
+        tensors = list(self._policy.parameters.values())
+        num_parameters = sum(parameter.numel() for parameter in tensors)
+        self._display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
+        self._reference = None
+        if config.train.kl_coef:
+            with self._display.activity("loading the reference model"):
+                self._reference = load_policy(config, world.mesh).freeze()
+            tensors += self._reference.parameters.values()
+        self._optimizer = PolicyOptimizer(self._policy.parameters, config.train)
+        self._offload = HostOffload(
+            config.train.offload,
+            tensors,
+            self._optimizer.adamw,
+            world.device,
+            on_release=self._session.report_gpu_memory,
+        )
+        self._engines = PolicyEngines(
+            *(config, self._session, world, self._policy),
+            *(self._offload, self._gpu_memory, self._stop),
+        )
+
+    def _resume(self, resumed_from: Path | None) -> TrainerState:
+        state = TrainerState(step=0, version=0, world_size=self._world.world_size, seed=0)
+        if resumed_from is not None:
+            with self._display.activity("loading the checkpoint"):
+                state = self._checkpoints.load(
+                    resumed_from, self._policy.parameters, self._optimizer.adamw
+                )
+        self.step = self._first_step = self._saved_step = state.step
+        self._offload.release_cache()  # loading filled it, and engines are starting
+        return state
+
+    def _open_reports(self, stack: ExitStack) -> None:
+        train, is_lead = self.config.train, self._world.is_lead
+        reporter = RunReporter.open(self.config, self._display, self.step, is_lead=is_lead)
+        self._reporter = stack.enter_context(reporter)
+        stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
+        self._forecast = StopForecast(self.step, train.shutdown_grace_s, self._display.note)
+        self._best = None
+        if train.keep_best_by is not None and is_lead:
+            rows = read_metrics(self._run_dir.metrics)
+            self._best = BestCheckpoint(
+                self._run_dir.checkpoints, train.keep_best_by, rows, self.step
+            )
+
+    def _make_train_step(self, loss: PolicyLoss) -> None:
+        model, train = self.config.model, self.config.train
+        builder = MicroBatchBuilder(
+            packed=self._policy.is_packed,
+            dtype=self._dtype,
+            device=self._world.device,
+            aggregation=train.loss_aggregation,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            skips_neutral=train.kl_coef == 0.0 and train.loss in LOSSES,
+        )
+        check = LogprobCheck(
+            model.compute_dtype,
+            train.max_logprob_difference,
+            self._engines.versions,
+            partial(_decode_token, self.config.run.dir),
+            self._display.note,
+            from_lead(self._world, lambda: last_steps(self._run_dir.path)),
+        )
+        self._train_step = TrainStep(
+            self._policy, self._optimizer, builder, train, loss, self._reference, check
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.model.compute_dtype)
+
+    def publish(self) -> bool:
+        """Gives the weights to the engines; False if the ranks agreed to stop instead."""
+        with self._memory.phase("sync"), self._display.activity("syncing weights"):
+            row = self._engines.publish(self.step)
+        if row is None:
+            return False
+        self._row = row
+        return True
+
+    def evaluate_if_due(self) -> None:
+        train = self.config.train
+        is_first = self.step == self._first_step and train.eval_at_start
+        if is_first or (self.step and self._is_due(train.eval_every)):
+            self._evaluate()
+
+    def next_batch(self) -> Mapping[str, Any] | None:
+        """This rank's columns; None if the ranks agreed to stop instead."""
+        rollouts = self._engines.rollouts
+        with (
+            self._memory.phase("generation"),
+            span("wait for the batch") as waiting,
+            self._display.activity(
+                f"generating for step {self.step + 1}", unit="prompts", ask=rollouts.batch_progress
+            ),
+        ):
+            columns = self._engines.next_batch(self.step)
+        self._gpu_memory.look("generation")
+        self._row["time/rollout_s"] = waiting.seconds
+        return columns
+
+    @contextmanager
+    def training_owns_gpus(self) -> Generator[None]:
+        """Engines that share GPUs with ranks sleep from here to the next `publish`."""
+        with self._forecast.phase("step"):
+            with span("put engines to sleep") as sleeping:
+                self._engines.sleep()
+            self._row["time/sleep_s"] = sleeping.seconds
+            yield
+
+    def update(self, columns: Mapping[str, Any]) -> None:
+        """Updates the weights with a batch."""
+        batch = RankBatch.from_columns(columns, self._estimate)
+        for name, value in batch.metrics.items():
+            self._row[name if "/" in name else f"rollout/{name}"] = float(value)
+        activity = self._display.activity(f"training step {self.step + 1}")
+        with self._memory.phase("train"), activity:
+            self._row |= self._train_step.run(batch, self.step)
+        self._gpu_memory.look("train")  # torch's cache still holds the peak
+
+    def finish_step(self, step_s: float) -> None:
+        """Reports the step, and saves it if a checkpoint is due."""
+        self.step += 1
+        row = self._row | self._memory.take() | self._gpu_memory.metrics()
+        if offload_s := self._offload.take_seconds():
+            row["time/offload_s"] = offload_s
+        row["time/step_s"] = step_s
+        row["time/rank_idle_share"] = row["time/rollout_s"] / step_s
+        self._reporter.step_done(self.step, row)
+        train = self.config.train
+        is_evaluated = train.keep_best_by is not None and self._is_due(train.eval_every)
+        if is_evaluated or self._is_due(train.checkpoint_every):
+            self.save()
+
+    def should_stop(self) -> bool:
+        return any_rank(self._stop.requested)
+
+    def save(self) -> None:
+        """Checkpoints the state after the last step, unless that was done."""
+        if self.step == self._saved_step:
+            return
+        self._engines.sleep_if_awake()
+        rollouts, is_lead = self._engines.rollouts, self._world.is_lead
+        state = TrainerState(
+            step=self.step,
+            version=self._engines.versions.current,
+            world_size=self._world.world_size,
+            seed=self.config.train.seed,
+            ledger=rollouts.position() if is_lead else "",
+        )
+        with (
+            span("checkpoint", step=self.step),
+            self._forecast.phase("checkpoint"),
+            self._display.activity("saving a checkpoint"),
+        ):
+            self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
+            if is_lead:
+                rollouts.checkpointed(state.step, state.version, self._checkpoints.steps())
+        self._saved_step = self.step
+
+    def evaluate_at_end(self) -> None:
+        """Evaluates the last weights."""
+        self.save()  # first, because the evaluation may choose it as the best
+        if self.publish():
+            self._evaluate(is_last=True)
+        self._engines.sleep_if_awake()  # for the export
+
+    def _evaluate(self, *, is_last: bool = False) -> None:
+        """Scores the held-out prompts; a signal ends it without a result."""
+        if self.config.data.eval is None:
+            return
+        evaluating = self._display.activity(
+            f"evaluating after step {self.step}",
+            unit="completions",
+            ask=self._engines.rollouts.evaluation_progress,
+        )
+        with span("evaluate", step=self.step), evaluating:
+            result = self._engines.evaluate(self.step)
+        if result is None:
+            return
+        row = self._reporter.evaluated(self.step, result, is_last=is_last)
+        if self._best and self._best.evaluated(self._checkpoints.path(self.step), row):
+            self._display.note(f"the best checkpoint is that of step {self.step}")
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def leave_results(self) -> None:
+        """Writes export, summary, plot and report."""
+        self._stop.disarm()
+        if seen_nbytes := self._gpu_memory.seen_nbytes:
+            self._display.note("GPU memory, planned and (seen in the last step):")
+            for line in self._plan.placement.table(self._plan.memory.columns(seen_nbytes)):
+                self._display.note(line)
+        run_dir = RunDir(self._checkpoints.folder.parent)  # it may have been moved
+        config = replace(self.config, run=replace(self.config.run, dir=run_dir.path))
+        stopped_by = agree_on_signal(self._stop.received)
+        if config.train.export and not stopped_by:
+            with self._display.activity("exporting the model"):
+                export_policy(
+                    *(self._policy, run_dir.export, self._world),
+                    source=config.model.path,
+                    dtype=self._dtype,
+                )
+        from_lead(self._world, lambda: self._report(config, stopped_by))
+
+    def _report(self, config: TrainerConfig, stopped_by: str) -> None:
+        pools = [self._session.pool(name) for name in (POOL, *config.pools)]
+        states = [state for pool in pools for state in pool.states()]
+        summary = finish(
+            config,
+            self._reporter,
+            steps=self.step,
+            engine_restarts=sum(int(state["num_restarts"]) for state in states),
+            stopped_by=stopped_by,
+        )
+        for line in closing_lines(summary):
+            self._display.note(line)
+
+
+def _decode_token(run_dir: Path, token_id: int) -> str:
+    return ModelTokenizer.open(tokenizer_path(run_dir)).decode_all([token_id])
+
+
+def collective_timeout_s(config: TrainerConfig) -> float:
+    """The timeout of the ranks' process group in seconds.
+
+    torch ends a rank, and with it the run, if a collective takes longer than the process group's
+    timeout. Waits that a setting allows must not end like that:
+
+       pool.sync_timeout_s             rank 0 waits for the first start of the engines, and for the
+       pools.NAME.start_timeout_s      manager to begin; pools that share memory start one by one
+       rollout.timeout_s               a rank that did not get an answer, because the manager was
+                                       killed, asks again; the others have it and wait for this rank
+
+    All other waits of a single rank are shorter than the least timeout, or have no limit. Waits of
+    all ranks outside torch (for a weight sync or a batch) do not count.
+    """
+    in_turn_s = config.pool.sync_timeout_s + _MARGIN_S
+    waits_s = [_LEAST_S, config.rollout.timeout_s + _MARGIN_S]
+    for pool in config.pools.values():
+        start_s = pool.start_timeout_s + _MARGIN_S
+        if pool.mode == "colocated":
+            in_turn_s += start_s
+        else:
+            waits_s.append(start_s)
+    return max(in_turn_s, *waits_s)
