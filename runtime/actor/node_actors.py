@@ -36,19 +36,16 @@ logger = logging.getLogger(__name__)
 
 class NodeActors:
     """The actors of this node, and the remote ones that it runs on others. Owned by the supervisor.
-    No actor starts once the job is over. `take_warm` returns an engine that no pool uses;
-    `keeps_warm` tells whether an actor of `hosted` outlives the remote supervisor."""
+    No actor starts once the job is over. `take_warm` returns an engine that no pool uses."""
 
     def __init__(
         self,
         context: NodeContext,
         watcher: ActorWatcher,
         processes_path: Path,
-        *,
         take_warm: Callable[[str, asyncio.Event], SupervisedActor | None],
-        keeps_warm: Callable[[SupervisedActor], bool],
     ) -> None:
-        self.hosted = HostedActors(self.start, keeps_warm)
+        self.hosted = HostedActors(self.start, context.rules)
         self._context = context
         self._node = context.node
         self._watcher = watcher

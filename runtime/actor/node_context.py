@@ -8,6 +8,7 @@ from typing import Protocol
 
 import zmq
 
+from umbra.runtime.actor.job_rules import JobRules
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.remote_actor import RemoteActor
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
@@ -24,6 +25,7 @@ class NodeContext:
     node: NodeSettings
     client: Client
     sockets: zmq.Context[zmq.Socket[bytes]]  # of the actors' mailboxes
+    rules: JobRules
     job_stop: JobStop
     links: JobLinks
     ranks: AttachedRanks

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.job_rules import JobRules
 from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor, await_end_of_lost
 from umbra.runtime.errors import (
     ActorDied,
@@ -230,20 +231,16 @@ class _Hosted:
 
 
 class HostedActors:
-    """The actors on this node that another node's supervisor runs here; see `RemoteActor`.
-
-    Args:
-        start: starts an actor whose processes each wait for the event.
-        keeps_warm: whether an actor whose caller is lost stays for the next one.
-    """
+    """The actors on this node that another node's supervisor runs here; see `RemoteActor`. `start`
+    starts an actor whose processes each wait for the event."""
 
     def __init__(
         self,
         start: Callable[[ActorSpec, asyncio.Event], SupervisedActor],
-        keeps_warm: Callable[[SupervisedActor], bool],
+        rules: JobRules,
     ) -> None:
         self._start = start
-        self._keeps_warm = keeps_warm
+        self._rules = rules
         self._hosted: dict[str, _Hosted] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -251,7 +248,7 @@ class HostedActors:
 
     async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
         """Starts an actor, yields its state after every change, returns when it has ended for good.
-        If the caller is lost, the actor ends, unless it is kept warm."""
+        If the caller is lost, the actor ends, unless the next epoch's pools can use it."""
         may_start = asyncio.Event()
         hosted = self._hosted[spec.name] = _Hosted(self._start(spec, may_start), may_start)
         try:
@@ -264,7 +261,7 @@ class HostedActors:
         finally:
             if self._hosted.get(spec.name) is hosted:  # else another caller has it by now
                 del self._hosted[spec.name]
-                if not self._keeps_warm(hosted.actor):
+                if not self._rules.outlives_pools(hosted.actor):
                     hosted.actor.stop()
 
     def on_actor_change(self, actor: SupervisedActor) -> None:

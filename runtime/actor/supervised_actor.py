@@ -135,6 +135,11 @@ class SupervisedActor:
         return self._stop.is_set()
 
     @property
+    def is_running(self) -> bool:
+        """Whether it serves, and was not asked to end."""
+        return self.state == ActorState.RUNNING and not self.is_stopping
+
+    @property
     def num_restarts(self) -> int:
         return max(0, self.incarnation - self._num_earlier - 1)
 

@@ -105,7 +105,9 @@ class JobPools:
 
     def stop_others(self) -> list[SupervisedActor]:
         """Stops all actors of this node, except engines that restarted ranks can use."""
-        others = [each for each in self._actors.own() if not self._warm.outlives_ranks(each)]
+        others = [
+            each for each in self._actors.own() if not self._context.rules.outlives_ranks(each)
+        ]
         for actor in others:
             actor.stop()
         return others
@@ -115,7 +117,7 @@ class JobPools:
         for a sync of the new ranks. Returns when all other actors have ended; DeadlineExceeded if
         pools do not settle."""
         others = self.stop_others()
-        if self._warm.nodes_may_change:
+        if self._context.rules.has_epochs:
             await self._dissolve()
         elif self._loaded is not None:
             await self._loaded.invalidate()

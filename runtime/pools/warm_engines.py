@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.actor.node_context import NodeContext
+from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.cluster.placement import engine_idx, engine_name
-from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 
 logger = logging.getLogger(__name__)
@@ -33,39 +32,24 @@ class WarmEngines:
         pools of an epoch end ─▶ the nodes meet again ─▶ keep: at rest ─▶ take: in a new pool
                                                                   └──▶ end: no pool uses it
 
-    The pool that takes one over, maybe another node's, knows nothing of its last pool. Pools stay
-    as they are unless `nodes_may_change`.
+    The pool that takes one over, maybe another node's, knows nothing of its last pool.
     """
 
-    def __init__(self, client: Client, *, nodes_may_change: bool) -> None:
-        self._client = client
-        self.nodes_may_change = nodes_may_change
+    def __init__(self, context: NodeContext) -> None:
+        self._client = context.client
+        self._rules = context.rules
         self._engines: dict[str, SupervisedActor] = {}
-
-    @staticmethod
-    def may_keep(actor: SupervisedActor) -> bool:
-        """Whether it can be brought to rest: it runs, on one node, with the trainer's weights."""
-        spec = actor.spec
-        if spec.role != "engine" or spec.target == FOLLOWER_TARGET or spec.kwargs.get("followers"):
-            return False
-        is_usable = actor.state == ActorState.RUNNING and not actor.is_stopping
-        return is_usable and not spec.kwargs.get("load_weights")
-
-    def outlives_ranks(self, actor: SupervisedActor) -> bool:
-        """Whether ranks that are started again can use it."""
-        return self.may_keep(actor) if self.nodes_may_change else actor.spec.role == "engine"
-
-    def outlives_lead(self, actor: SupervisedActor) -> bool:
-        return self.nodes_may_change and self.may_keep(actor)
 
     async def keep(self, actors: Iterable[SupervisedActor]) -> None:
         """Makes engines awake, idle, and without an update, as a new pool expects; others end.
         Called when no pool of the last epoch calls them any more."""
-        kept = [actor for actor in actors if self.may_keep(actor)]
+        kept = [actor for actor in actors if self._rules.outlives_pools(actor)]
         async with asyncio.TaskGroup() as tasks:
             for actor in kept:
                 tasks.create_task(self._bring_to_rest(actor))
-        self._engines = {actor.spec.name: actor for actor in kept if self.may_keep(actor)}
+        self._engines = {
+            actor.spec.name: actor for actor in kept if self._rules.outlives_pools(actor)
+        }
 
     async def _bring_to_rest(self, actor: SupervisedActor) -> None:
         if actor.ref is None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import zmq
 
+from umbra.runtime.actor.job_rules import AfterRanks, JobRules, StopDecision
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.node_actors import ActorCalls, NodeActors
 from umbra.runtime.actor.node_context import NodeContext
@@ -40,7 +41,6 @@ from umbra.runtime.process.process_end import PidWatch
 from umbra.runtime.reports.hang_bundle import JobBundles, NodeReport
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.runtime.supervisor.job_end import AfterRanks, JobEnd, StopDecision
 from umbra.runtime.supervisor.state_collector import MetricsHost, ReportCalls, StateCollector
 from umbra.runtime.waiting import first_of
 
@@ -115,7 +115,7 @@ class Supervisor:
         self._tasks: asyncio.TaskGroup
         self._started_over = asyncio.Event()
         self._started_over.set()
-        self._end = JobEnd(nodes_may_change=config.nodes_may_change)
+        self._rules = JobRules(nodes_may_change=config.nodes_may_change)
         self._context = self._make_context(client)
         self._links, self._ranks = self._context.links, self._context.ranks
         self._job_stop, self.over = self._context.job_stop, self._context.over
@@ -126,6 +126,7 @@ class Supervisor:
             node=self._node,
             client=client,
             sockets=zmq.Context(),
+            rules=self._rules,
             job_stop=JobStop(),
             links=JobLinks(client),
             ranks=AttachedRanks(on_event=self._on_rank_event),
@@ -137,14 +138,8 @@ class Supervisor:
     def _make_parts(self, run_dir: Path | None) -> None:
         context, links = self._context, self._links
         folder = run_dir if run_dir is not None and self._config.is_lead else self._node.log_dir
-        self._warm = WarmEngines(context.client, nodes_may_change=self._config.nodes_may_change)
-        self._actors = NodeActors(
-            context,
-            self,
-            folder / "processes.json",
-            take_warm=self._warm.take,
-            keeps_warm=self._warm.outlives_lead,
-        )
+        self._warm = WarmEngines(context)
+        self._actors = NodeActors(context, self, folder / "processes.json", self._warm.take)
         self._pools = JobPools(context, self._actors, self._warm)
         self.actor_calls = ActorCalls(
             self._actors,
@@ -181,10 +176,10 @@ class Supervisor:
         if is_new_round and process_stat(pid) is None:
             return  # torchrun ends all ranks before the next round: it was a rank of an earlier one
         if incarnation > self._ranks.incarnation or is_new_round:
-            if self._end.is_for_good:
+            if self._rules.is_for_good:
                 raise JobFailed("the job was stopped; torchrun is about to end")
             self._start_over(incarnation)
-        self._end.may_restart = may_restart
+        self._rules.may_restart = may_restart
         self._round_id = round_id
         try:
             async with asyncio.timeout(_START_OVER_LIMIT_S):
@@ -215,10 +210,10 @@ class Supervisor:
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
         self.record(f"torchrun has restarted the ranks ({incarnation})", "restart", "ranks")
         self._job_stop.withdraw()
-        self._end.start_over()
+        self._rules.start_over()
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
-        if self._config.nodes_may_change:
+        if self._rules.has_epochs:
             self._links.start_over()
             self._ranks.forget_nodes()
         if self._started_over.is_set():  # else the actors of an earlier restart are still ending
@@ -298,12 +293,14 @@ class Supervisor:
             self._tasks.create_task(writing, name="bundle")
         elif request.kind == "drain":
             self._links.dismiss(self._links.find_generator(request.node), "")
-        elif self._config.nodes_may_change and not (self._links.has_met and len(self._ranks)):
-            self._waiting = request  # the other nodes cannot be reached until they meet again
+        elif self._rules.request_must_wait(
+            has_met=self._links.has_met, has_ranks=len(self._ranks) > 0
+        ):
+            self._waiting = request
         elif self._links.lead is not None:
             self._links.tell_lead({"kind": "request", "request": to_wire(request)})
         else:
-            self._end.is_for_good = True
+            self._rules.is_for_good = True
             self._links.tell({"kind": "stopped for good"})
             cause = f"{request.asker} asked for it, within {request.grace_s:g} s"
             self.stop_job(request.number, request.grace_s, cause)
@@ -312,7 +309,7 @@ class Supervisor:
         """A stop signal reached this process or the guardian, or a request asks for one. The ranks
         stop as if it had reached them, and the job is over when the last has left. A second signal,
         after a moment, does not wait for them, unless it is a preemption."""
-        match self._end.stop(number, time.monotonic()):
+        match self._rules.stop(number, time.monotonic()):
             case StopDecision.IGNORE:
                 return
             case StopDecision.END:
@@ -324,7 +321,7 @@ class Supervisor:
         cause, ranks = cause or _got("the supervisor", number), self._ranks
         is_first = ranks.pass_on_signal(cause, ranks.incarnation, number, grace_s)
         has_failed = ranks.has_failed
-        if self._end.is_preempted(number, is_first_signal=is_first, has_failed=has_failed):
+        if self._rules.is_preempted(number, is_first_signal=is_first, has_failed=has_failed):
             assert self._requests is not None
             self._tasks.create_task(self._requests.mark_preempted(), name="mark-preempted")
         if not len(ranks):
@@ -359,7 +356,7 @@ class Supervisor:
             )
         if len(self._ranks):
             return
-        match self._end.after_last_rank(
+        match self._rules.after_last_rank(
             has_failed=self._ranks.has_failed,
             was_stopped=self._ranks.was_stopped,
             have_all_detached=self._ranks.num_detached >= local_world_size,
@@ -379,7 +376,7 @@ class Supervisor:
                 await first_of(self._ranks.attached, self.over)
         except TimeoutError:
             logger.info("no ranks for %g s: ending the engines", _WARM_LIMIT_S)
-            self._end.is_for_good = self._waiting is not None
+            self._rules.is_for_good = self._waiting is not None
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
@@ -395,9 +392,9 @@ class Supervisor:
         member joins the lead when its own are. Raises DeadlineExceeded if a supervisor is missing.
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
-        self._end.begin_epoch()
+        self._rules.begin_epoch()
         self._links.begin(parsed, node, epoch, self, self._tasks)
-        if self._config.nodes_may_change:
+        if self._rules.has_epochs:
             self._request_name = request_name(parsed)
             await self._set_lead(node == 0)
             await self._warm.keep(self._actors.own())
@@ -450,7 +447,7 @@ class Supervisor:
                 cause = f"{cause} (node {node})"
                 self._ranks.pass_on_signal(cause, self._ranks.incarnation, number, grace_s)
             case {"kind": "stopped for good"}:
-                self._end.is_for_good = True
+                self._rules.is_for_good = True
                 if self._config.torchrun_pid and not len(self._ranks):
                     self.over.set()
             case {"kind": "request"}:
@@ -501,8 +498,7 @@ class Supervisor:
         why = f"it cannot be reached any more: {why}"
         self.record(f"{name}: {why}", "lost", nodes[node].node_id)
         self._mark_interrupted()
-        if self._config.nodes_may_change:
-            self._end.lose_node()
+        if self._rules.lose_node():
             self._ranks.fail(name, why)  # the others may continue without it
         else:
             self.end(name, why)  # before syncs fail for it
@@ -555,7 +551,7 @@ class Supervisor:
     def _forget_keys(self) -> None:
         """Removes the file of keys on rank 0's node, unless the others may continue without it."""
         is_lead = self._requests is not None and self._requests.is_lead
-        is_last = self._end.may_forget_keys(has_failed=self._ranks.has_failed)
+        is_last = self._rules.may_forget_keys(has_failed=self._ranks.has_failed)
         if self._config.owns_keys and is_lead and is_last:
             Path(self._config.secret_file).unlink(missing_ok=True)
 
@@ -584,7 +580,7 @@ class Supervisor:
         await self.over.wait()
         for task in looking:
             task.cancel()
-        if self._end.ends_torchrun and self._config.torchrun_pid:
+        if self._rules.ends_torchrun and self._config.torchrun_pid:
             logger.info("the job was stopped: ending torchrun (pid %d)", self._config.torchrun_pid)
             try:
                 os.kill(self._config.torchrun_pid, signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""The end of the job on a node. Pure: no clock, task or socket.
+"""The decisions of a node's supervisor when ranks, nodes and actors come and go. Pure: no clock,
+task or socket.
 
 running ── a stop signal, or a request to stop ──▶ stopping ── the last rank has left ──▶ over
    │  ▲                                               └─ another signal, a while later ──▶ over
@@ -11,9 +12,12 @@ running ── a stop signal, or a request to stop ──▶ stopping ── the
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Protocol
 
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import STOP_WINDOW_S
 from umbra.runtime.cluster.run_requests import PREEMPT_SIGNAL
+from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET
 
 
 class StopDecision(StrEnum):
@@ -32,21 +36,32 @@ class AfterRanks(StrEnum):
     KEEP_ENGINES = "keep_engines"  # for a while: this node may be cut off
 
 
-class JobEnd:
+class RuledActor(Protocol):
+    """A `SupervisedActor`, as far as decisions depend on it."""
+
+    spec: ActorSpec
+
+    @property
+    def is_running(self) -> bool: ...
+
+
+class JobRules:
     """Owned by the supervisor.
 
     Args:
         nodes_may_change: whether torchrun may start the ranks again on other nodes.
 
     Attributes:
+        has_epochs: whether each start of the ranks begins an epoch, with its own nodes, lead and
+            pools. Otherwise all of these stay as they are until the job ends.
         may_restart: whether torchrun would start failed ranks again.
         is_for_good: whether the job was stopped by a request, which ends torchrun, too.
     """
 
     def __init__(self, *, nodes_may_change: bool) -> None:
+        self.has_epochs = nodes_may_change
         self.may_restart = False
         self.is_for_good = False
-        self._nodes_may_change = nodes_may_change
         self._stopped_at: float | None = None
         self._has_lost_node = False  # in this epoch
 
@@ -58,9 +73,27 @@ class JobEnd:
         """The nodes meet, so nodes lost earlier no longer count."""
         self._has_lost_node = False
 
-    def lose_node(self) -> None:
-        """Another node with ranks cannot be reached."""
-        self._has_lost_node = True
+    def lose_node(self) -> bool:
+        """Another node with ranks cannot be reached. Returns whether the job may continue without
+        it, once torchrun has started the ranks again."""
+        self._has_lost_node = self.has_epochs
+        return self.has_epochs
+
+    def request_must_wait(self, *, has_met: bool, has_ranks: bool) -> bool:
+        """Whether a request waits until the nodes have met again: only then is the lead known."""
+        return self.has_epochs and not (has_met and has_ranks)
+
+    def outlives_ranks(self, actor: RuledActor) -> bool:
+        """Whether ranks that are started again can use it."""
+        return self.outlives_pools(actor) if self.has_epochs else actor.spec.role == "engine"
+
+    def outlives_pools(self, actor: RuledActor) -> bool:
+        """Whether another epoch's pools can use it: an engine that can be brought to rest, on one
+        node, with the trainer's weights."""
+        spec = actor.spec
+        if spec.role != "engine" or spec.target == FOLLOWER_TARGET or spec.kwargs.get("followers"):
+            return False
+        return self.has_epochs and actor.is_running and not spec.kwargs.get("load_weights")
 
     def stop(self, number: int, now: float) -> StopDecision:
         """Takes a stop signal or request. One stop may be several signals within
@@ -90,13 +123,13 @@ class JobEnd:
             is_over = True
         elif has_failed:
             is_over = not self.may_restart
-        elif self._nodes_may_change and was_stopped:
+        elif self.has_epochs and was_stopped:
             is_over = False  # torchrun stops ranks so, to start them again with another node
         else:
             is_over = have_all_detached
         if is_over:
             return AfterRanks.OVER
-        return AfterRanks.KEEP_ENGINES if self._nodes_may_change else AfterRanks.KEEP
+        return AfterRanks.KEEP_ENGINES if self.has_epochs else AfterRanks.KEEP
 
     @property
     def ends_torchrun(self) -> bool:
