@@ -25,7 +25,7 @@ RECIPE := launch/recipes/arithmetic
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart smollm2 docs captures drill kills chaos fuzz mutants soak test test-vllm test-cluster check format lint bench install lock clean
+.PHONY: help quickstart smollm2 docs captures kills chaos fuzz mutants soak test test-vllm test-cluster check format lint bench install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -48,9 +48,6 @@ captures: $(VENV)/.dev assets ## Renew the terminal output and the pictures that
 	    -m umbra.trainer $(QUICKSTART_CONFIG) run.dir=$(RUNS)/sync-picture train.steps=5 run.overwrite=true
 	$(BIN)/umbra trace $(RUNS)/sync-picture
 	$(BIN)/python tests/captures/sync_picture.py $(RUNS)/sync-picture/trace/all.json.gz docs/weight-sync.svg
-
-drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
 
 chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos/chaos.py --run-dir $(RUNS)/chaos

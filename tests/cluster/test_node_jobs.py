@@ -58,15 +58,6 @@ def test_ranks_of_all_nodes_find_what_is_on_rank_0s(hosts: Hosts, home: Path) ->
     assert_nothing_left(home)
 
 
-def test_a_rank_that_raises_is_named_on_every_node(hosts: Hosts, home: Path) -> None:
-    with NodeJob(hosts, home, 3, ranks(home, "raise", "2")) as job:
-        assert job.wait() == [1, 1, 1]
-
-    for node in (0, 1):
-        assert f"rank {node}: rank 2 failed: ValueError: loss is NaN\n" in job.text(node)
-    assert_nothing_left(home)
-
-
 def test_a_rank_that_is_killed_is_named_on_every_node(hosts: Hosts, home: Path) -> None:
     with NodeJob(hosts, home, 2, ranks(home, "block")) as job:
         wait_for(job, "met")
@@ -114,33 +105,6 @@ def test_a_node_that_dies_ends_the_job_on_the_others(hosts: Hosts, home: Path) -
         assert "cannot be reached any more" in failed[node]["message"]
         assert failed[node]["at"] - begin < LOST_AFTER_S + HEARTBEAT_S
     assert RunNotice(home / "run").is_preempted
-    assert_nothing_left(home)
-
-
-def test_a_network_that_fails_for_three_seconds_costs_nothing(hosts: Hosts, home: Path) -> None:
-    with NodeJob(hosts, home, 2, ranks(home, "pause")) as job:
-        wait_for(job, "met")
-        hosts.cut_off(1)
-        time.sleep(3.0)
-        hosts.reconnect(1)
-        assert job.wait() == [0, 0]
-
-    assert len(read_events(job.outputs, "met again")) == 2
-    assert_nothing_left(home)
-
-
-def test_an_engine_on_another_node_is_restarted_there(hosts: Hosts, home: Path) -> None:
-    program = [str(PROGRAMS / "pool_rank.py"), str(home / "run")]
-    with NodeJob(hosts, home, 2, program) as job:
-        wait_for(job, "serving")
-        kill(job, "pool-1#1")
-        poll(lambda: read_events(job.outputs, "asleep"), 1, "asleep")
-        kill(job, "pool-1#2")  # its successor may not start before the pool is woken
-        assert job.wait(END_LIMIT_S) == [0, 0]
-
-    assert not (home / "run/supervisor.json").exists()  # nothing was killed at the end
-    assert "pool-1#2" in "".join(path.read_text() for path in (home / "run/logs").glob("*/*.log"))
-    assert not (home / "run/logs/pool-1.log").exists()
     assert_nothing_left(home)
 
 

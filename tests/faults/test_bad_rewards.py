@@ -1,4 +1,4 @@
-"""Reward functions that cannot be used: the error names function, samples, cause and remedy."""
+"""Rewards and agent loops that cannot be used: the error names function, cause and remedy."""
 
 from __future__ import annotations
 
@@ -86,3 +86,29 @@ def test_a_reward_that_ends_its_process_each_time_is_named_as_the_cause(folder: 
     ended.check_failed("the reward of group e0/", "saw 4 rollout workers die")
     note = r"worker-0#1 \(pid \d+\) exited with status 3; restarting it in [\d.]+ s$"
     assert re.search(note, ended.output, re.MULTILINE), ended.output
+
+
+BLOCKING = """
+import time
+def ask():
+    time.sleep(3600)
+async def run(ctx, sample):
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=4)
+    ask()
+"""
+
+
+def test_a_loop_that_blocks_the_evaluation_ends_the_run_after_two_processes(
+    folder: Path, assets: Path
+) -> None:
+    (folder / "blocking.py").write_text(BLOCKING)
+    settings = ("rollout.agent=blocking:run", "rollout.block_limit_s=0.5")
+    # Fewer loops at a time than prompts; otherwise each start could name another prompt.
+    settings += ("rollout.agent_concurrency=2", f"data.eval={assets}/train.jsonl")
+    with start_run(folder, *settings, num_ranks=0) as run:
+        ended = run.wait()
+
+    ended.check_failed("did not yield for 0.5 s, at ", "/blocking.py:4 in ask: time.sleep(3600)")
+    ended.check_failed("put blocking ones into asyncio.to_thread", "for sample eval/")
+    notes = re.findall(r"worker-0#\d+ ends: user code .*/blocking.py:4 in ask", ended.output)
+    assert 1 <= len(notes) <= 2, ended.output

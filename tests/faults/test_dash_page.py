@@ -43,7 +43,7 @@ def dash(run_dir: Path) -> Generator[str]:
             yield found[0]
         finally:
             server.send_signal(signal.SIGINT)
-            assert server.wait(10.0) == 0
+            assert server.wait(30.0) == 0
         assert server.stderr.read() == ""
 
 
@@ -166,7 +166,7 @@ def test_a_report_is_the_page_with_its_data_and_loads_nothing(tmp_path: Path) ->
 
 def answer_of(url: str, path: str, *, method: str = "GET", host: str = "") -> tuple[int, bytes]:
     address = url.removeprefix("http://").rstrip("/")
-    connection = http.client.HTTPConnection(address, timeout=20.0)
+    connection = http.client.HTTPConnection(address, timeout=60.0)
     try:
         connection.request(method, path, headers={"Host": host or address})
         response = connection.getresponse()
@@ -178,7 +178,7 @@ def answer_of(url: str, path: str, *, method: str = "GET", host: str = "") -> tu
 
 def _status_of(url: str, request: bytes) -> bytes:
     host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20.0) as connection:
+    with socket.create_connection((host, int(port)), timeout=60.0) as connection:
         connection.sendall(request)
         return connection.recv(100).split()[1]
 

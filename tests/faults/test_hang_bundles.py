@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import tarfile
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +21,11 @@ from umbra.runtime.supervisor.live_job import job_state
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LONG = "train.steps=4000"
-BUNDLE_LIMIT_S = 20.0
 
 
 def dump(run: Run) -> str:
     """The summary of a bundle of the run, which continues."""
-    begin = time.monotonic()
     assert main(["dump", str(run.run_dir)]) == 0
-    assert time.monotonic() - begin < BUNDLE_LIMIT_S
     return read_summary(newest_bundle(run))
 
 

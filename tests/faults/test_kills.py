@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from whole_runs import END_LIMIT_S, GONE_WITHIN_S, start_run
+from whole_runs import start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.alone]
 
+END_LIMIT_S = 10.0
+GONE_WITHIN_S = 5.0
 LONG = "train.steps=100000"
 ACTORS = ("rollouts", "worker-0", "policy-0")
 ALL = ("torchrun", "rank 0", "rank 1", "guardian", "supervisor", *ACTORS)

@@ -17,7 +17,7 @@ from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-REACH_LIMIT_S = 30.0
+REACH_LIMIT_S = 90.0
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def test_signals_that_follow_each_other_leave_the_ranks_what_they_need_to_stop(
             for pid in pids:
                 os.kill(pid, number)
         log = run.run_dir / "logs" / "rollouts.log"
-        run.wait_for("both", lambda: "received SIGHUP" in log.read_text() or None, 10.0)
+        run.wait_for("both", lambda: "received SIGHUP" in log.read_text() or None, REACH_LIMIT_S)
         places.release("step")
 
         check_stopped(run, signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The promises of `make quickstart` and `make drill`, by the commands that they run."""
+"""The promises of `make quickstart`, by the commands that it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
-DRILL = Path(__file__).with_name("drill") / "drill.py"
 LIMIT_S = 120.0
 
 pytestmark = pytest.mark.process
@@ -64,29 +63,3 @@ def test_the_quickstart_learns_in_time_and_says_so(folder: Path) -> None:
     for name in ("report", "plot"):
         assert summary["files"][name] in output
         assert (folder / summary["files"][name]).stat().st_size > 0
-
-
-@pytest.mark.slow
-def test_the_drill_reaches_the_same_bar(folder: Path) -> None:
-    # In two thirds of the steps that `make drill` has.
-    command = (str(DRILL), str(CONFIG), "train.steps=40")
-
-    output = run_python(*command, folder=folder, timeout_s=5 * LIMIT_S)
-
-    summary = json.loads((folder / "runs/drill/summary.json").read_text())
-    assert summary["accuracy_before"] <= 0.4
-    assert summary["accuracy_after"] >= 0.8
-    assert summary["engine_restarts"] >= 2
-    assert "nothing left behind" in output
-
-
-def test_the_drill_does_not_end_with_its_reader(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, str(DRILL), str(tmp_path / "missing.toml")]
-
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
-
-    os.close(writing)
-    assert done.stderr.startswith(b"drill: failed: config file"), done.stderr
-    assert done.returncode == 1

@@ -61,13 +61,11 @@ def test_a_job_ends_with_a_checkpoint_and_resumes(
 ) -> None:
     with start_run(folder, LONG, "run.metrics_address=127.0.0.1:0") as run:
         run.wait_for_step(1)
-        asked = time.monotonic()
         prefix = elsewhere(run) if place == "elsewhere" else ()
         done = umbra(kind, run.run_dir, prefix=prefix)
         ended = run.wait(END_LIMIT_S)
 
     assert done.returncode == 0, done.stderr
-    assert ended.gone_at - asked < END_LIMIT_S
     assert ended.status == 1
     assert ended.output.count(f"exitcode  : {status}") == 2, ended.output
     assert (run.run_dir / "preempted").exists() == (kind == "preempt")

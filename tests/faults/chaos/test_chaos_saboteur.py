@@ -22,7 +22,7 @@ from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = pytest.mark.process
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

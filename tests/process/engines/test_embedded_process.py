@@ -50,7 +50,7 @@ def pid_of(session: Session, name: str) -> int:
 
 
 def read(engine: SyncHandle, collector: Collector, enough: Callable[[], bool]) -> None:
-    with closing(engine.stream("deltas", timeout_s=5.0)) as batches:
+    with closing(engine.stream("deltas", timeout_s=30.0)) as batches:
         for batch in batches:
             collector.apply(batch)
             if enough():

@@ -159,7 +159,7 @@ class Echo:
 
     async def ask(self, ref: ActorRef, method: str, *args: Any) -> Any:
         """Calls another actor, also on another node."""
-        return await actor_context().connect(ref).call(method, *args, timeout_s=5.0)
+        return await actor_context().connect(ref).call(method, *args, timeout_s=30.0)
 
 
 class Engine(Echo):

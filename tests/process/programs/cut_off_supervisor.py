@@ -26,8 +26,8 @@ from umbra.runtime.supervisor import supervisor
 from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
-_START_LIMIT_S = 20.0
-_END_LIMIT_S = 5.0
+_START_LIMIT_S = 60.0
+_END_LIMIT_S = 30.0
 _ENGINE = ActorSpec(
     name="engine",
     role="engine",

@@ -58,8 +58,8 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
         restart = RestartPolicy(max_restarts=1, backoff_initial_s=0.02)
         for name, target in (("meeting", "actors:Meeting"), ("echo", "actors:Echo")):
             session.spawn(ActorSpec(name=name, target=target, sys_path=(folder,), restart=restart))
-    meeting = session.actor("meeting", timeout_s=20.0)
-    meeting.call("arrive", "first", session.world_size, timeout_s=20.0)
+    meeting = session.actor("meeting", timeout_s=60.0)
+    meeting.call("arrive", "first", session.world_size, timeout_s=60.0)
     say(event="met", incarnation=session.incarnation)
     is_first = session.incarnation == 1
     if scenario in ("raise", "raise-once") and chosen and is_first:
@@ -68,17 +68,17 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
         sys.exit(5)
     if scenario == "early" and not chosen:
         time.sleep(AFTER_A_WHILE_S)
-        meeting.call("arrive", "second", session.world_size - 1, timeout_s=20.0)
+        meeting.call("arrive", "second", session.world_size - 1, timeout_s=60.0)
         say(event="met again")
     if scenario == "pause":
         time.sleep(4.0)
-        meeting.call("arrive", "second", session.world_size, timeout_s=20.0)
+        meeting.call("arrive", "second", session.world_size, timeout_s=60.0)
         say(event="met again")
     if scenario in ("block", "raise", "exit") or (scenario == "raise-once" and is_first):
         meeting.call("arrive", "never", 10**6, timeout_s=60.0)
     while scenario == "crash":
         try:
-            session.actor("echo").call("leave", 9, timeout_s=20.0)
+            session.actor("echo").call("leave", 9, timeout_s=60.0)
         except ConnectionLost:
             continue
 

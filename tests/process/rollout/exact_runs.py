@@ -48,8 +48,6 @@ class Completion:
 class Work:
     """Trajectories, by default 300 in groups of one prompt, and the number of faults."""
 
-    dtype: str
-    temperature: float
     num_steps: int = 12
     groups_per_step: int = 5
     seed: int = 3
@@ -113,14 +111,14 @@ async def run_in_peace(model_dir: Path, work: Work) -> dict[str, Completion]:
             "position": 0,
             "seed": seed,
             "max_new_tokens": BUDGET,
-            "temperature": work.temperature,
+            "temperature": 1.0,
             "stop_token_ids": STOP_TOKEN_IDS,
         }
         for idx, (prompt, seed) in enumerate(work.seeds.values())
     ]
     completions = [Completion() for _ in requests]
     num_finished = 0
-    settings = _engine_settings(work, max_num_seqs=64)
+    settings = _engine_settings(max_num_seqs=64)
     engine = EmbeddedEngine(model_path=str(model_dir), load_weights=True, **settings)
     async with engine:
         await engine.submit(requests)
@@ -169,8 +167,8 @@ def run_interrupted(
     return completions, done
 
 
-def _engine_settings(work: Work, max_num_seqs: int) -> dict[str, Any]:
-    return {"dtype": work.dtype, "max_context_len": 128, "max_num_seqs": max_num_seqs}
+def _engine_settings(max_num_seqs: int) -> dict[str, Any]:
+    return {"dtype": "float64", "max_context_len": 128, "max_num_seqs": max_num_seqs}
 
 
 def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveRollouts:
@@ -191,7 +189,7 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
     settings = {
         "model_path": str(model_dir),
         "tick_ms": 10.0,
-        **_engine_settings(work, MAX_NUM_SEQS),
+        **_engine_settings(MAX_NUM_SEQS),
     }
     return LiveRollouts(
         session,
@@ -207,10 +205,7 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
                 **settings,
             },
         },
-        weights={
-            name: tensor.double() if work.dtype == "float64" else tensor.float()
-            for name, tensor in weights.items()
-        },
+        weights={name: tensor.double() for name, tensor in weights.items()},
         config={
             "prompts_path": str(prompts),
             "eval_path": "",
@@ -220,7 +215,6 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
             "max_context_len": 128,
             "max_staleness": MAX_STALENESS,
             "stop_token_ids": STOP_TOKEN_IDS,
-            "temperature": work.temperature,
             "seed": work.seed,
             "engine_timeout_s": 120.0,
             "rank_timeout_s": 60.0,

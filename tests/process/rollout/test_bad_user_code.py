@@ -74,7 +74,7 @@ def drops_in(run_dir: Path) -> list[RunEvent]:
     return [event for event in read_events(run_dir) if "is dropped" in event.text]
 
 
-@pytest.mark.parametrize(("num_workers", "max_worker_deaths"), [(1, 3), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("num_workers", "max_worker_deaths"), [(1, 2), (2, 3)])
 def test_a_loop_that_kills_its_process_is_distinguished_from_those_beside_it(
     umbra_session: Session, tmp_path: Path, num_workers: int, max_worker_deaths: int
 ) -> None:
@@ -129,31 +129,25 @@ def test_a_loop_that_returns_a_huge_reward_gets_the_limit_in_the_error(
     assert "rewards must lie within 1.701e+38 of zero" in cause
 
 
-@pytest.mark.parametrize(
-    ("agent", "function"),
-    [
-        ("blocks_for_t3", "blocks_for_t3: time.sleep(60.0)"),
-        ("gathers_what_blocks_for_t3", "tool_that_blocks: time.sleep(60.0)"),
-    ],
-)
 def test_a_loop_that_blocks_the_others_is_found_and_named(
-    umbra_session: Session, tmp_path: Path, agent: str, function: str
+    umbra_session: Session, tmp_path: Path
 ) -> None:
-    groups = train_once(umbra_session, tmp_path, agent, worker={"block_limit_s": 0.5})
+    groups = train_once(
+        umbra_session, tmp_path, "gathers_what_blocks_for_t3", worker={"block_limit_s": 0.5}
+    )
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     cause = cause_of_the_drop(tmp_path)
     assert f"user code for sample {BAD_GROUP}/" in cause
     assert "did not yield for 0.5 s" in cause
     assert "user_agents.py:" in cause
-    assert f"in {function}" in cause
+    assert "in tool_that_blocks: time.sleep(60.0)" in cause
 
 
 @pytest.mark.parametrize(
     ("reward", "cause"),
     [
         ("hangs_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
-        ("waits_too_long_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
         ("blocks_for_t3", "user code for sample e0/p2/0 did not yield for 1 s"),
     ],
 )
@@ -229,21 +223,13 @@ def test_each_evaluation_has_all_the_retries_of_a_prompt(
         assert len(tried.read_text()) == num_tries
 
 
-@pytest.mark.parametrize(
-    ("agent", "reward", "place"),
-    [
-        ("always_blocks", "", r"user_agents.py:\d+ in tool_that_blocks: time.sleep\(60"),
-        (None, "always_blocks", r"user_rewards.py:\d+ in always_blocks: time.sleep\(60"),
-    ],
-)
 def test_code_that_blocks_whatever_it_is_given_ends_the_job_after_a_few_processes(
-    umbra_session: Session, tmp_path: Path, agent: str | None, reward: str, place: str
+    umbra_session: Session, tmp_path: Path
 ) -> None:
     live = LiveRollouts(
         umbra_session,
         tmp_path,
-        agent=agent,
-        reward=reward,
+        reward="always_blocks",
         config=CONFIG | {"max_failed_share": 0.9},
         worker={"block_limit_s": 0.5},
         num_prompts=NUM_PROMPTS,
@@ -255,6 +241,7 @@ def test_code_that_blocks_whatever_it_is_given_ends_the_job_after_a_few_processe
         live.next_batch(0)
 
     said = str(raised.value)
+    place = r"user_rewards.py:\d+ in always_blocks: time.sleep\(60"
     assert re.search(rf"did not yield for 0.5 s, at .*{place}", said), said
     found = re.search(r"that ended (\d) processes in a row, for 3 prompts", said)
     assert found, said
@@ -263,15 +250,23 @@ def test_code_that_blocks_whatever_it_is_given_ends_the_job_after_a_few_processe
 
 
 @pytest.mark.parametrize(
-    ("agent", "is_advised"), [("raises", True), ("misspells", False), ("retokenises", False)]
+    ("agent", "message", "is_advised"),
+    [
+        ("raises", r"raised LookupError: the tool is gone \(.*", True),
+        ("misspells", "raised ", False),
+        (
+            "retokenises",
+            r"differ from the trajectory at position 0 of 6: append each turn's tokens",
+            False,
+        ),
+    ],
 )
-def test_to_catch_an_error_is_advised_where_it_helps(
-    umbra_session: Session, tmp_path: Path, agent: str, is_advised: bool
+def test_a_failing_loop_fails_every_rank_and_to_catch_it_is_advised_where_it_helps(
+    umbra_session: Session, tmp_path: Path, agent: str, message: str, is_advised: bool
 ) -> None:
     live = LiveRollouts(umbra_session, tmp_path, agent=agent, reward="")
     live.publish(4)
 
-    with pytest.raises(RolloutError, match=rf"user_agents:{agent} raised ") as raised:
-        live.next_batch(0)
-
-    assert ("catch what may fail inside the loop" in str(raised.value)) == is_advised
+    for failure in live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0)):
+        assert re.search(message, str(failure)), failure
+        assert ("catch what may fail inside the loop" in str(failure)) == is_advised

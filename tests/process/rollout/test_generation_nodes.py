@@ -21,7 +21,6 @@ from test_live_rollouts import expected_completions
 from watching import DEADLINE_S, all_end
 
 from umbra.runtime.cli.umbra_command import main as umbra
-from umbra.runtime.cluster.node_link import HEARTBEAT_S, LOST_AFTER_S
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.cluster.run_requests import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
@@ -34,8 +33,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 MAX_STALENESS = 9
 TOKENS_PER_S = 60.0
 """Of each trajectory, on however many engines."""
-RESUME_LIMIT_S = 1.0
-"""From the loss of a node to the first tokens elsewhere: a tick of 10 ms, and a busy machine."""
 
 
 class OpenJob:
@@ -83,14 +80,12 @@ class OpenJob:
         samples = merged(self.live.next_batch(step))
         assert {name: s["completion"] for name, s in samples.items()} == expected_completions(step)
 
-    def disturb(self, act: Callable[[], None]) -> float:
+    def disturb(self, act: Callable[[], None]) -> None:
         """Acts while all trajectories that may be in flight generate, half of them on either node;
-        checks them, and returns how much longer they took than if nothing had happened."""
-        begin = time.monotonic()
+        checks them."""
         with while_generating(self.live, 200, act):
             for step in range(MAX_STALENESS + 1):
                 self.check_batch(step)
-        return time.monotonic() - begin - 64 / TOKENS_PER_S
 
     def _wait(self, look: Callable[[], bool], show: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -192,9 +187,9 @@ def test_a_machine_of_which_a_process_is_killed_leaves(
 
     with joined(job) as node:
         victim = node.tree()[which]
-        cost_s = job.disturb(lambda: os.kill(victim, signal.SIGKILL))
-        assert cost_s < HEARTBEAT_S  # it is reported, not found to be silent
+        job.disturb(lambda: os.kill(victim, signal.SIGKILL))
         job.wait_for_note("node 1 (")
+        assert not any("it was silent" in note for note in job.notes()), job.notes()
         assert node.wait() != 0
 
     assert list(job.states()) == ["policy-0"]
@@ -227,8 +222,7 @@ def test_a_machine_that_is_silent_is_lost_and_the_job_continues(
             for pid in processes:
                 os.kill(pid, signal.SIGSTOP)
 
-        cost_s = job.disturb(silence)
-        assert HEARTBEAT_S - 1.0 < cost_s < LOST_AFTER_S + RESUME_LIMIT_S
+        job.disturb(silence)
         job.wait_for_note("cannot be reached any more: it was silent for")
         assert list(job.states()) == ["policy-0"]
         for pid in processes:

@@ -189,6 +189,10 @@ def test_the_batch_is_that_of_an_undisturbed_run(
     assert injected(tmp_path, "policy-0") == [case.logged] * case.fault.get("times", 1)
     assert injected(tmp_path, "policy-1") == []
     assert counters(live)[case.counter] >= 1, counters(live)
+    if name == "kill":
+        (note,) = [note for note in umbra_session_factory.notes if "was lost" in note]
+        kept = r"\d+ trajectories keep their \d+ tokens and resume on policy-1#1$"
+        assert re.search(rf"policy-0#1 was lost \(.+\): {kept}", note), note
     notes = [
         note for note in umbra_session_factory.notes if note.startswith("policy-0#1 was killed")
     ]
@@ -197,23 +201,16 @@ def test_the_batch_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "delay_s"), [("stall", 1.5), ("slow", 0.3)])
-def test_a_late_engine_is_waited_for(
-    umbra_session: Session,
-    tmp_path: Path,
-    kind: str,
-    delay_s: float,
-) -> None:
-    fault = {"kind": kind, "for_s": delay_s, "after_tokens": 100, "engines": ["policy-0"]}
+def test_a_slow_engine_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
+    fault = {"kind": "slow", "for_s": 0.3, "after_tokens": 100, "engines": ["policy-0"]}
     live = start_live(umbra_session, tmp_path, fault, config=PATIENT)
     live.publish(1)
 
     batches = live.next_batch(0)
 
     assert_whole(batches, undisturbed(0))
-    assert injected(tmp_path, "policy-0") == [f"{kind} ({delay_s} s)"]
-    # The stalled batch is late once, the slow engine's many ones add up.
-    assert batches[0]["metrics"]["gen_s"] > (delay_s if kind == "stall" else 3 * delay_s)
+    assert injected(tmp_path, "policy-0") == ["slow (0.3 s)"]
+    assert batches[0]["metrics"]["gen_s"] > 3 * 0.3  # many batches are late
     assert counters(live)["engines_lost"] == 0
 
 
@@ -318,31 +315,3 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
 
     assert injected(tmp_path, "policy-0") == [f"error ({call})" for call in calls]
     assert live.processes()["policy-1"]["num_restarts"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_faults_of_all_kinds_at_random_points_change_nothing(
-    umbra_session: Session,
-    tmp_path: Path,
-    seed: int,
-) -> None:
-    faults = [
-        {"kind": "kill", "every_tokens": 700, "incarnations": [1, 2]},
-        {"kind": "repeat", "every_tokens": 90},
-        {"kind": "repeat", "what": "earlier", "every_tokens": 110},
-        # A turn that engines fail three times is taken for the cause: two of these at most.
-        {"kind": "drop", "every_tokens": 400, "times": 1, "incarnations": [1]},
-        {"kind": "stall", "for_s": 0.3, "every_tokens": 500},
-        {"kind": "error", "call": "submit", "every_tokens": 300, "times": 3},
-        {"kind": "error", "call": "deltas", "every_tokens": 900, "times": 1},
-    ]
-    live = start_live(umbra_session, tmp_path, *faults, config=IMPATIENT, seed=seed)
-
-    for step in range(NUM_STEPS):
-        live.publish(step)
-        assert_whole(live.next_batch(step), undisturbed(step))
-
-    kinds = {line for name in ("policy-0", "policy-1") for line in injected(tmp_path, name)}
-    assert len(kinds) >= 4, kinds
-    assert counters(live)["repeats"] > 0

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 def wait_for(run_dir: Path, is_so: Callable[[JobState], bool]) -> JobState:
     """The first state of the job for which that holds."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while True:
         state = asyncio.run(job_state(run_dir))
         assert state is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
 from umbra.runtime.session.rollouts import Rollouts, SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.testing.factories import SessionFactory
 from umbra.runtime.weights.sync_messages import SyncFilled
 
 pytestmark = [pytest.mark.process]
@@ -89,28 +86,6 @@ def test_ranks_share_a_batch_of_whole_scored_groups(umbra_session: Session, tmp_
         members = [sample for _, sample in sorted(samples.items()) if sample["group"] == group]
         rewards = [sample["reward"] for sample in members]
         assert all(sample["group_rewards"] == rewards for sample in members)
-
-
-@pytest.mark.slow
-def test_a_killed_engine_loses_nothing(
-    umbra_session_factory: SessionFactory, tmp_path: Path
-) -> None:
-    session = umbra_session_factory()
-    live = LiveRollouts(session, tmp_path, engine={"tokens_per_s": 60.0})
-    live.publish(1)
-
-    with killing(live, "policy-0", after_tokens=100):
-        samples = merged(live.next_batch(2))
-
-    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(2)
-    assert all(set(sample["versions"]) == {1} for sample in samples.values())
-    notes = [note for note in umbra_session_factory.notes if "was lost" in note]
-    assert len(notes) == 1, umbra_session_factory.notes
-    assert re.search(
-        r"policy-0#1 was lost \(.+\): \d+ trajectories keep their \d+ tokens and resume on "
-        r"policy-1#1$",
-        notes[0],
-    ), notes
 
 
 @pytest.mark.slow
@@ -220,20 +195,6 @@ def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(
 
 
 @pytest.mark.slow
-def test_engines_that_slept_serve_the_next_step(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, pool_mode="hybrid")
-
-    for step in range(2):
-        live.publish(step)
-        samples = merged(live.next_batch(step))
-        umbra_session.pool("policy").sleep(2)
-
-        wanted = expected_completions(step)
-        assert {name: s["completion"] for name, s in samples.items()} == wanted
-        assert all(set(sample["versions"]) == {step} for sample in samples.values())
-
-
-@pytest.mark.slow
 def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
     live.publish(1)
@@ -248,25 +209,6 @@ def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_pat
         samples = merged(live.next_batch(0))
 
     assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
-
-
-@pytest.mark.slow
-def test_a_stopped_engine_is_lost_and_its_work_moves(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    live = LiveRollouts(
-        umbra_session,
-        tmp_path,
-        engine={"tokens_per_s": 60.0},
-        config={"delta_timeout_s": 0.5},
-    )
-    live.publish(1)
-
-    with while_generating(live, 100, lambda: live.signal("policy-1", signal.SIGSTOP)):
-        samples = merged(live.next_batch(1))
-
-    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(1)
-    live.signal("policy-1", signal.SIGCONT)
 
 
 @pytest.mark.slow
@@ -290,38 +232,17 @@ def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_killed_rollout_worker_costs_nothing(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, reward="dies_once", num_workers=1)
-    live.publish(0)
-
-    samples = merged(live.next_batch(0))
-
-    assert {sample["reward"] for sample in samples.values()} == {1.0}
-    assert live.processes()["rewards-0"]["num_restarts"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("raises", r"reward function user_rewards:raises raised KeyError: 'no such answer'"),
-        ("nan_for_the_last", r"returned nan for sample e0/p\d/3; rewards must be finite"),
-        ("too_few", r"returned 3 rewards for 4 completions"),
-        ("dies_always", r"the reward of group e0/p\d saw 2 rollout workers die"),
-    ],
-)
-def test_a_bad_reward_fails_every_rank(
-    umbra_session: Session, tmp_path: Path, reward: str, message: str
+def test_a_bad_reward_fails_every_rank_in_this_step_and_later(
+    umbra_session: Session, tmp_path: Path
 ) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, reward=reward, config={"max_worker_deaths": 1})
+    live = LiveRollouts(umbra_session, tmp_path, reward="raises")
     live.publish(0)
 
     failures = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
-    later = live.failure_of_next_batch(0, 1)
 
-    for failure in [*failures, later]:
+    for failure in [*failures, live.failure_of_next_batch(0, 1)]:
         assert isinstance(failure, RewardError)
-        assert re.search(message, str(failure)), failure
+        assert "user_rewards:raises raised KeyError: 'no such answer'" in str(failure)
 
 
 @pytest.mark.slow
@@ -358,18 +279,6 @@ def test_a_request_that_an_engine_refuses_fails_with_its_words(
 
 
 @pytest.mark.slow
-def test_a_missing_rank_is_named(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, config={"rank_timeout_s": 0.3})
-    live.publish(0)
-
-    failure = live.failure_of_next_batch(0, 7)
-
-    assert isinstance(failure, DeadlineExceeded)  # for which a trainer leaves a bundle
-    assert "rank 1 did not call next_batch for step 8 within 0.3 s" in str(failure)
-    assert merged(live.next_batch(7)), "all is well once both call"
-
-
-@pytest.mark.slow
 def test_a_pool_that_never_serves_is_named_with_its_states(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -398,54 +307,6 @@ def test_agent_turns_are_appended_as_tokens(umbra_session: Session, tmp_path: Pa
         assert sample["reward"] > 0
 
 
-@pytest.mark.slow
-def test_agent_loops_may_give_the_reward(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, agent="own_reward", reward="")
-    live.publish(4)
-
-    samples = merged(live.next_batch(0))
-
-    assert all(0 <= sample["reward"] <= 3 for sample in samples.values())
-    assert all(len(sample["completion"]) == 3 for sample in samples.values())
-
-
-@pytest.mark.slow
-def test_an_agent_loop_whose_process_dies_runs_again(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, agent="dies_once", reward="", num_workers=2)
-    live.publish(4)
-
-    samples = merged(live.next_batch(0))
-
-    for name, plain in expected_completions(0, budget=10).items():
-        assert samples[name]["completion"] == plain
-        assert samples[name]["reward"] == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("agent", "message"),
-    [
-        ("raises", r"agent loop user_agents:raises raised LookupError: the tool is gone \(.*"),
-        (
-            "retokenises",
-            r"differ from the trajectory at position 0 of 6: append each turn's tokens",
-        ),
-    ],
-)
-def test_a_failing_agent_loop_fails_every_rank(
-    umbra_session: Session, tmp_path: Path, agent: str, message: str
-) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, agent=agent, reward="")
-    live.publish(0)
-
-    failures = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
-
-    for failure in failures:
-        assert re.search(message, str(failure)), failure
-
-
 def pause_again_and_again(session: Session) -> None:
     while True:
         session.supervisor_call("pool_pause", "policy", "abort", 0.2)
@@ -467,7 +328,7 @@ def test_a_pool_is_left_alone_while_a_sync_is_under_way(
         with pytest.raises(DeadlineExceeded, match="a weight sync is in progress"):
             pause_again_and_again(umbra_session)
         second.publish("policy", 1, 20.0)
-        waiting.result(10.0)
+        waiting.result(60.0)
 
     live.session.supervisor_call("pool_pause", "policy", "abort", 5.0)
     assert {state["state"] for state in live.session.pool("policy").states()} == {"PAUSED"}

@@ -16,14 +16,10 @@ from run_traces import command_of
 from test_generation_nodes import OpenJob, joined
 from watching import DEADLINE_S
 
-from umbra.runtime.cluster.node_link import LOST_AFTER_S
 from umbra.runtime.errors import ActorDied
 from umbra.runtime.testing.factories import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-# A call to a node that is cut off fails this much later than its link, at the latest.
-_CONNECTION_LIMIT_S = 5.0
 
 
 def open_job(factory: SessionFactory, folder: Path) -> OpenJob:
@@ -90,9 +86,7 @@ def test_the_work_of_a_node_that_is_lost_is_done_elsewhere(
                 os.kill(pid, number)
 
         with while_generating(job.live, 50, lose_node):
-            begin = time.monotonic()
             job.check_batch(0)
-        assert time.monotonic() - begin < LOST_AFTER_S + _CONNECTION_LIMIT_S + 5.0
         job.wait_for_note("node 1 (")
         if number == signal.SIGSTOP:
             for pid in victims:

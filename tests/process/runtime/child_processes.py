@@ -18,7 +18,7 @@ import uvloop
 from umbra.runtime.process.child_process import living_pids
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SLEEP = [sys.executable, "-ISc", "import signal; signal.pause()"]
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

@@ -89,7 +89,7 @@ class Shared:
         assert_never_both_awake(self._log, self._pools)
 
 
-def wait_until(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+def wait_until(is_so: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not is_so():
         assert time.monotonic() < deadline

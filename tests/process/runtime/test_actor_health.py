@@ -26,7 +26,7 @@ def test_a_stopped_actor_counts_as_hung_and_is_replaced(
     echo = spawn(actor("Echo", hung_limit_s=0.5))
     pid = echo.call("who")["pid"]
 
-    with all_end([pid], within_s=5.0):
+    with all_end([pid]):
         kill(pid, signal.SIGSTOP)
 
     assert wait_for_incarnation(session, 2, echo.ref.name) != pid
@@ -37,7 +37,7 @@ def test_a_stopped_actor_counts_as_hung_and_is_replaced(
 def test_a_blocked_loop_is_busy_not_hung(spawn: Spawn) -> None:
     echo = spawn(actor("Echo", hung_limit_s=0.4, busy_limit_s=60.0))
 
-    assert echo.call("block", 1.0, timeout_s=10.0) == "blocked"
+    assert echo.call("block", 1.0, timeout_s=30.0) == "blocked"
     assert echo.call("who")["incarnation"] == 1
 
 
@@ -48,7 +48,7 @@ def test_a_loop_blocked_for_too_long_is_replaced(
     echo = spawn(actor("Echo", hung_limit_s=60.0, busy_limit_s=0.3))
 
     with pytest.raises(ConnectionLost):
-        echo.call("block", 60.0, timeout_s=20.0)
+        echo.call("block", 60.0, timeout_s=60.0)
 
     assert wait_for_incarnation(session, 2, echo.ref.name)
     assert was_reported(shared, echo, "busy_limit_s = 0.3")
@@ -73,12 +73,12 @@ def test_memory_of_children_counts_and_what_they_share_counts_once(
 ) -> None:
     echo = spawn(actor("Echo", memory_limit_nbytes=500 * 2**20))
 
-    echo.call("share_memory", 200 * 2**20, 3, timeout_s=20.0)
+    echo.call("share_memory", 200 * 2**20, 3, timeout_s=60.0)
     time.sleep(1.5)  # longer than between two looks
     assert echo.call("who")["incarnation"] == 1
 
     with contextlib.suppress(ConnectionLost):
-        echo.call("take_memory_in_a_child", 600 * 2**20, timeout_s=20.0)
+        echo.call("take_memory_in_a_child", 600 * 2**20, timeout_s=60.0)
     wait_for_incarnation(session, 2, echo.ref.name)
     assert was_reported(shared, echo, "above its memory limit of 500 MiB")
 
@@ -110,7 +110,7 @@ def test_an_engine_with_a_stopped_process_is_replaced_and_other_actors_are_not(
     for pid in children:
         os.kill(pid, signal.SIGSTOP)
 
-    with all_end(children[:1], within_s=10.0):
+    with all_end(children[:1]):
         wait_for_incarnation(session, 2, engine.ref.name)
     stopped = f"its process {children[0]} was stopped by a signal: it did not continue within 1 s"
     assert was_reported(shared, engine, stopped)

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.process
 
 def call_until_the_job_fails(handle: SyncHandle, method: str, *args: object) -> str:
     """The message with which the session ends; until then calls may find their actor dead."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         try:
-            handle.call(method, *args, timeout_s=20.0)
+            handle.call(method, *args, timeout_s=60.0)
         except (ConnectionLost, ActorDied):
             continue
         except JobFailed as error:
@@ -100,7 +100,7 @@ def test_an_actor_that_is_not_essential_may_die(spawn: Spawn) -> None:
     with pytest.raises(ConnectionLost):
         echo.call("leave", 3)
     with pytest.raises(ActorDied, match="exited with status 3"):
-        echo.call("echo", 1, timeout_s=5.0)
+        echo.call("echo", 1, timeout_s=30.0)
 
     assert spawn(actor("Echo")).call("echo", 1) == 1
 
@@ -165,9 +165,9 @@ def test_a_plain_call_fails_once_then_reaches_the_next_incarnation(
     pid = echo.call("who")["pid"]
 
     with pytest.raises(ConnectionLost, match=r"actor-\d+#1@"):
-        echo.call("die", timeout_s=20.0)
+        echo.call("die", timeout_s=60.0)
 
-    who = echo.call("who", timeout_s=20.0)
+    who = echo.call("who", timeout_s=60.0)
     assert who["incarnation"] == 2
     assert who["pid"] != pid
 
@@ -180,7 +180,7 @@ def test_an_idempotent_call_survives_its_actor(spawn: Spawn) -> None:
     for _ in range(3):
         with all_end([first]):
             kill(first)
-            second = echo.call("pid", timeout_s=20.0)
+            second = echo.call("pid", timeout_s=60.0)
         assert second != first
         first = second
 
@@ -236,7 +236,7 @@ def test_names_of_shared_memory_go_with_a_killed_actor(
     session: Session, spawn: Spawn, signum: signal.Signals
 ) -> None:
     doomed = spawn(actor("Echo", hung_limit_s=0.5))  # who is stopped is killed by its supervisor
-    names = doomed.call("make_names", timeout_s=20.0)
+    names = doomed.call("make_names", timeout_s=60.0)
     assert {name[:4] for name in names} == {"psm_", "sem."}
 
     kill(doomed.call("who")["pid"], signum)
@@ -251,7 +251,7 @@ def test_an_actor_that_is_deaf_to_sigterm_is_killed_after_its_grace(
     echo = spawn(actor("Echo", grace_s=0.3))
     echo.call("ignore_sigterm")
 
-    with all_end([echo.call("who")["pid"]], within_s=5.0):
+    with all_end([echo.call("who")["pid"]]):
         session.stop(echo.ref.name)
 
 

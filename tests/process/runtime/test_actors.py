@@ -46,7 +46,7 @@ def test_an_actor_answers_streams_and_stops(session: Session, spawn: Spawn) -> N
     with all_end([who["pid"]]):
         session.stop(echo.ref.name)
     with pytest.raises(ActorNotFound, match="no actor 'actor-"):
-        echo.call("echo", 1, timeout_s=5.0)
+        echo.call("echo", 1, timeout_s=30.0)
     with pytest.raises(ActorNotFound, match="no actor 'actor-"):
         session.actor(echo.ref.name, timeout_s=0.2)
 
@@ -197,7 +197,7 @@ def test_a_name_that_cannot_be_a_file_is_refused(spawn: Spawn, name: str) -> Non
 
 
 def test_a_constructor_that_forks_does_not_delay_the_start(session: Session, spawn: Spawn) -> None:
-    echo = spawn(actor("ForksAtStart", start_timeout_s=10.0))
+    echo = spawn(actor("ForksAtStart", start_timeout_s=30.0))
 
     with all_end(echo.call("family")):
         session.stop(echo.ref.name)

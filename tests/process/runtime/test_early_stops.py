@@ -28,7 +28,7 @@ PROGRAMS = Path(__file__).parent.parent / "programs"
 NUM_STORMS = 25
 START_S = 1.5
 """An idle machine takes half of it from the start of the owner to a serving actor."""
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 60.0
 
 
 @contextlib.contextmanager

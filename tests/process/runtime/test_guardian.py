@@ -24,7 +24,7 @@ from umbra.runtime.process.process_end import ExitStatus
 pytestmark = pytest.mark.process
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "small_supervisor.py"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Job:

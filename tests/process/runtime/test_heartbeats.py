@@ -86,11 +86,11 @@ def test_heartbeats_distinguish_idle_blocked_and_stopped(actor: ActorProcess) ->
 
         try:
             async with connected(actor.ref) as probe:
-                await probe.call("pid", timeout_s=5.0)
+                await probe.call("pid", timeout_s=30.0)
                 assert await beat(5.0) < 1.0
 
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(probe.call("block", 2.0, timeout_s=20.0))
+                    tasks.create_task(probe.call("block", 2.0, timeout_s=60.0))
                     await asyncio.sleep(1.5)
                     assert await beat(5.0) > 1.0
 
@@ -98,9 +98,9 @@ def test_heartbeats_distinguish_idle_blocked_and_stopped(actor: ActorProcess) ->
                 with pytest.raises(TimeoutError):
                     await beat(1.0)
                 actor.send_signal(signal.SIGCONT)
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(30.0):
                     await socket.recv()
-                assert await probe.call("echo", "back", timeout_s=5.0) == "back"
+                assert await probe.call("echo", "back", timeout_s=30.0) == "back"
         finally:
             socket.close()
             context.term()

@@ -58,7 +58,7 @@ def test_descriptors_of_a_killed_process_are_closed(tmp_path: Path) -> None:
     path = str(tmp_path / "fds")
 
     async def body() -> None:
-        async with serve_fds(path) as server, asyncio.timeout(20.0):
+        async with serve_fds(path) as server, asyncio.timeout(60.0):
             num_before = len(os.listdir("/proc/self/fd"))
             made = depositor(path, "chunks")
             process = await asyncio.to_thread(made.__enter__)

@@ -69,7 +69,7 @@ def test_a_call_carries_the_time_that_connecting_has_left(folder: Path) -> None:
         ref = make_ref(folder)
         socket.bind(ref.ipc_endpoint)
         async with connected(ref) as handle, asyncio.TaskGroup() as tasks:
-            calling = tasks.create_task(handle.call("echo", 1, timeout_s=10.0))
+            calling = tasks.create_task(handle.call("echo", 1, timeout_s=30.0))
             caller, _hello = await socket.recv_multipart()
             await asyncio.sleep(0.2)
             await socket.send(caller, zmq.SNDMORE)
@@ -81,7 +81,7 @@ def test_a_call_carries_the_time_that_connecting_has_left(folder: Path) -> None:
         context.destroy(linger=0)
 
         timeout_ms = call[6]
-        assert 0 < timeout_ms < 9900
+        assert 0 < timeout_ms < 29900
 
     run(main())
 

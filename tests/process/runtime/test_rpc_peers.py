@@ -52,9 +52,9 @@ def test_a_killed_peer_is_lost_at_once(actor: ActorProcess) -> None:
 def test_an_answer_given_before_the_end_is_not_lost(folder: Path) -> None:
     async def main(actor: ActorProcess) -> None:
         async with connected(actor.ref) as probe:
-            await probe.call("pid", timeout_s=5.0)
+            await probe.call("pid", timeout_s=30.0)
             async with asyncio.TaskGroup() as tasks:
-                answer = tasks.create_task(probe.call("answer_and_exit", 42, timeout_s=20.0))
+                answer = tasks.create_task(probe.call("answer_and_exit", 42, timeout_s=60.0))
                 await asyncio.sleep(0)
                 # While this loop does not look, the answer and the end of the peer both arrive.
                 actor.wait()
@@ -68,7 +68,7 @@ def test_an_answer_given_before_the_end_is_not_lost(folder: Path) -> None:
 def test_a_stream_that_ended_is_whole_although_its_peer_is_gone(actor: ActorProcess) -> None:
     async def main() -> None:
         async with connected(actor.ref) as probe:
-            async with probe.stream("numbers", 10, timeout_s=20.0, credits=16) as items:
+            async with probe.stream("numbers", 10, timeout_s=60.0, credits=16) as items:
                 received = [await anext(items)]
 
                 async def ended() -> bool:
@@ -77,7 +77,7 @@ def test_a_stream_that_ended_is_whole_although_its_peer_is_gone(actor: ActorProc
                 await until(ended)
                 actor.send_signal(signal.SIGKILL)
                 with pytest.raises(ConnectionLost):
-                    await probe.call("sleep", 3600, timeout_s=20.0)
+                    await probe.call("sleep", 3600, timeout_s=60.0)
                 received += [item async for item in items]
             assert received == list(range(10))
 
@@ -127,9 +127,9 @@ def test_a_vanished_callers_call_is_cancelled(actor: ActorProcess) -> None:
 def test_a_closed_client_refuses_calls(shared: ActorProcess) -> None:
     async def main() -> None:
         async with connected(shared.ref) as probe:
-            await probe.call("pid", timeout_s=5.0)
+            await probe.call("pid", timeout_s=30.0)
         with pytest.raises(MailboxClosed):
-            await probe.call("pid", timeout_s=5.0)
+            await probe.call("pid", timeout_s=30.0)
 
     run(main())
 
@@ -143,7 +143,7 @@ def test_a_call_for_an_earlier_incarnation_is_refused(folder: Path) -> None:
         async def main() -> None:
             async with connected(stale) as probe:
                 with pytest.raises(ActorNotFound, match=r"incarnation 2 is here.* was for 1"):
-                    await probe.call("append", 1, timeout_s=5.0)
+                    await probe.call("append", 1, timeout_s=30.0)
             async with connected(actor.ref) as probe:
                 assert await count(probe, "appended") == 0
 
@@ -244,7 +244,7 @@ def test_a_call_that_arrives_before_the_server_runs_is_answered(folder: Path) ->
         ref = make_ref(folder)
         server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
         async with connected(ref) as handle, asyncio.TaskGroup() as tasks:
-            early = tasks.create_task(handle.call("note", "early", timeout_s=10.0))
+            early = tasks.create_task(handle.call("note", "early", timeout_s=30.0))
             await asyncio.sleep(0.2)
             serving = tasks.create_task(server.run())
             assert await early == "early"
@@ -267,7 +267,7 @@ def test_a_call_that_ends_before_its_peer_listens_never_runs(folder: Path) -> No
             server = ActorServer(recorder, 1)
             server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
             serving = tasks.create_task(server.run())
-            assert await handle.call("note", "in time", timeout_s=10.0) == "in time"
+            assert await handle.call("note", "in time", timeout_s=30.0) == "in time"
             serving.cancel()
         context.term()
 

@@ -18,7 +18,7 @@ def test_a_stream_gives_every_item_in_order(shared: ActorProcess) -> None:
     async def main() -> None:
         async with connected(shared.ref) as probe:
             for credits in (1, 2, 16, 5000):
-                async with probe.stream("numbers", 1000, timeout_s=20.0, credits=credits) as items:
+                async with probe.stream("numbers", 1000, timeout_s=60.0, credits=credits) as items:
                     assert [item async for item in items] == list(range(1000))
 
     run(main())
@@ -41,7 +41,7 @@ def test_a_slow_reader_slows_the_writer(actor: ActorProcess) -> None:
     async def main() -> None:
         async with (
             connected(actor.ref) as probe,
-            probe.stream("numbers", 10**9, timeout_s=20.0, credits=credits) as items,
+            probe.stream("numbers", 10**9, timeout_s=60.0, credits=credits) as items,
         ):
             num_taken = 0
             for num_more in (1, 20):
@@ -58,9 +58,9 @@ def test_a_slow_reader_slows_the_writer(actor: ActorProcess) -> None:
 def test_closing_a_stream_cancels_the_generator(actor: ActorProcess) -> None:
     async def main() -> None:
         async with connected(actor.ref) as probe:
-            async with probe.stream("silence", timeout_s=20.0) as items:
+            async with probe.stream("silence", timeout_s=60.0) as items:
                 assert await anext(items) == 0
-            async with probe.stream("numbers", 10**9, timeout_s=20.0, credits=4) as items:
+            async with probe.stream("numbers", 10**9, timeout_s=60.0, credits=4) as items:
                 async for item in items:
                     if item == 10:
                         break
@@ -79,7 +79,7 @@ def test_a_stream_that_fails_gives_its_items_first(shared: ActorProcess) -> None
     async def main() -> None:
         async with (
             connected(shared.ref) as probe,
-            probe.stream("numbers", 10, fail_at=5, timeout_s=20.0) as items,
+            probe.stream("numbers", 10, fail_at=5, timeout_s=60.0) as items,
         ):
             async for item in items:
                 received.append(item)
@@ -106,10 +106,10 @@ def test_a_silent_stream_ends_at_its_deadline_and_its_generator_too(actor: Actor
 def test_a_generator_whose_clean_up_fails_does_not_kill_the_actor(actor: ActorProcess) -> None:
     async def main() -> None:
         async with connected(actor.ref) as probe:
-            async with probe.stream("clean_up_badly", timeout_s=20.0, credits=2) as items:
+            async with probe.stream("clean_up_badly", timeout_s=60.0, credits=2) as items:
                 assert await anext(items) == 0
             await asyncio.sleep(0.2)
-            assert await probe.call("echo", "alive", timeout_s=5.0) == "alive"
+            assert await probe.call("echo", "alive", timeout_s=30.0) == "alive"
 
     run(main())
     assert "the clean-up failed" in actor.log()
@@ -120,7 +120,7 @@ def test_a_stream_called_as_a_method_and_the_reverse_fail_at_once(shared: ActorP
         async with connected(shared.ref) as probe:
             before = time.monotonic()
             with pytest.raises(RemoteError, match="stream"):
-                await probe.call("numbers", 3, timeout_s=20.0)
+                await probe.call("numbers", 3, timeout_s=60.0)
             with pytest.raises(ProtocolError, match="not a generator"):
                 await read_all(probe, "echo", 1)
             with pytest.raises(ValueError, match="credits"):

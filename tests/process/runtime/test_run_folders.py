@@ -105,16 +105,16 @@ def test_a_socket_directory_that_is_removed_is_reported_and_what_is_connected_co
 ) -> None:
     session = umbra_session_factory()
     echo = session.spawn(actor("Echo"))
-    echo.call("who", timeout_s=10.0)
+    echo.call("who", timeout_s=30.0)
     shutil.rmtree(session.socket_dir)
 
     log = session.log_dir / "supervisor.log"
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while f"{session.socket_dir} with this job's sockets was removed" not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
 
-    assert echo.call("who", timeout_s=10.0)
+    assert echo.call("who", timeout_s=30.0)
 
 
 def test_a_socket_root_that_is_too_long_is_refused(

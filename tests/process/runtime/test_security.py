@@ -62,9 +62,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, A
             assert there.stdout is not None
             ref = ActorRef(**json.loads(there.stdout.readline()))
             # Here already, or the connection would count as the first caller's leak.
-            here.connect(ref).call("who", timeout_s=10.0)
+            here.connect(ref).call("who", timeout_s=30.0)
             yield here, ref
-            there.communicate(b"\n", timeout=20.0)
+            there.communicate(b"\n", timeout=60.0)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]
     here, remote = nodes
     local = here.spawn(actor("Echo"))
 
-    who = local.call("ask", remote, "who", timeout_s=10.0)
+    who = local.call("ask", remote, "who", timeout_s=30.0)
 
     assert (who["node_id"], who["name"]) == ("b", "remote")
     assert local.call("who")["node_id"] == "a"
@@ -124,7 +124,7 @@ def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]
 def test_a_rank_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) -> None:
     here, remote = nodes
 
-    assert here.connect(remote).call("who", timeout_s=10.0)["node_id"] == "b"
+    assert here.connect(remote).call("who", timeout_s=30.0)["node_id"] == "b"
 
 
 def test_an_actor_without_tcp_is_an_error(remote: ActorRef, keys: CurveKeys) -> None:
@@ -231,10 +231,10 @@ def test_tcp_is_bound_to_the_chosen_address_only() -> None:
     ):
         port = int(actor.ref.tcp_endpoint.rpartition(":")[2])
 
-        with socket.create_connection(("127.0.0.1", port), timeout=10.0):
+        with socket.create_connection(("127.0.0.1", port), timeout=60.0):
             pass
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=10.0)
+            socket.create_connection(("127.0.0.2", port), timeout=60.0)
 
 
 @needs_ipv6

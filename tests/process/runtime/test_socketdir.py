@@ -27,7 +27,7 @@ from umbra.runtime.cluster.socket_dir import (
 )
 from umbra.runtime.errors import ConfigError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 HOLDER = """
 import sys
 from pathlib import Path

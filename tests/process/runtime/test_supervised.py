@@ -36,14 +36,14 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
             spec, node, context, lambda _: None, lambda text, kind, who: None, JobStop()
         )
         try:
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(30.0):
                 await started.run()
         finally:
             undo()
             gone = asyncio.Event()
             with PidWatch(started.pid, gone.set):
                 descendants.kill_tree(started.pid)
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(30.0):
                     await gone.wait()
             await asyncio.sleep(0)  # it is reaped, too
     return started

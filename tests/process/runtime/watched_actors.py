@@ -16,12 +16,12 @@ Spawn = Callable[[ActorSpec], SyncHandle]
 
 def wait_for_incarnation(session: Session, incarnation: int, name: str) -> int:
     """The pid of that incarnation, once it is up."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
-        handle = session.actor(name, timeout_s=20.0)
+        handle = session.actor(name, timeout_s=60.0)
         if handle.ref.incarnation >= incarnation:
             try:
-                who = handle.call("who", timeout_s=5.0)
+                who = handle.call("who", timeout_s=30.0)
             except ConnectionLost:
                 continue
             if who["incarnation"] >= incarnation:

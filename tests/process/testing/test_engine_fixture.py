@@ -23,7 +23,7 @@ def test_the_model_directory_is_complete_and_cached(umbra_tiny_model_dir: Path) 
 @pytest.mark.slow
 def test_an_embedded_engine_generates(umbra_embedded_engine: EngineFactory) -> None:
     engine = umbra_embedded_engine()
-    deltas = engine.stream("deltas", timeout_s=20.0)
+    deltas = engine.stream("deltas", timeout_s=60.0)
     request: dict[str, Any] = {
         "id": 7,
         "tokens": np.array([5, 6, 7], np.int32),

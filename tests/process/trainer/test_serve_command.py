@@ -69,7 +69,7 @@ def test_clients_that_hang_up_free_the_engines_and_a_signal_ends_it_all(folder: 
             *rest, last = list(events)
 
     assert status == 0
-    assert took_s < 10.0
+    assert took_s < 30.0
     assert not [event for event in rest if "error" in event or event == "[DONE]"]
     assert last["error"]["message"] == "the server is shutting down"
     assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "shutting_down")

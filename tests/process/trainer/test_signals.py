@@ -43,7 +43,7 @@ def rank(code: str) -> Generator[subprocess.Popen[str]]:
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     return output
 
 
@@ -237,7 +237,7 @@ def test_a_rank_that_hangs_outside_python_is_ended(passed_in: bool) -> None:
 
         assert rest_of(process) == "the step in progress did not end within 0.2 s of SIGTERM\n"
         assert process.returncode == 128 + signal.SIGTERM
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_second_signal_a_second_later_is_immediate() -> None:
 
         process.terminate()
 
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM
 
 

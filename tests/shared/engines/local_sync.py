@@ -29,7 +29,7 @@ from umbra.runtime.weights.sync_messages import (
     SyncReport,
 )
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Outcome(NamedTuple):

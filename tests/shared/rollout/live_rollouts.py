@@ -230,7 +230,7 @@ class LiveRollouts:
         """SIGKILLs the manager; returns when its successor is up."""
         lost = self.processes()["rollouts"]["incarnation"]
         self.signal("rollouts", signal.SIGKILL)
-        self.session.supervisor_call("resolve", "rollouts", 20.0, lost, timeout_s=21.0)
+        self.session.supervisor_call("resolve", "rollouts", 60.0, lost, timeout_s=61.0)
 
     def failure_of_next_batch(self, rank: int, step: int) -> UmbraError:
         """The error that a rank gets instead of a batch."""
@@ -244,7 +244,7 @@ class LiveRollouts:
 
     def wait_for_call(self, name: str) -> None:
         """Returns once a rank waits for it."""
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while (found := self.manager.call("stats")["call"]) != name:
             assert time.monotonic() < deadline, found
             time.sleep(_LOOK_S)
@@ -272,7 +272,7 @@ def while_generating(
     with ThreadPoolExecutor(1) as side:
         acting = side.submit(wait_and_act)
         yield
-        acting.result(10.0)
+        acting.result(60.0)
 
 
 @contextmanager

@@ -128,14 +128,6 @@ async def meets_7_others_twice(ctx: AgentContext, sample: dict[str, Any]) -> flo
     return float(len(await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)))
 
 
-async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    """A synchronous tool that hangs."""
-    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
-    if ctx.prompt == "t3":
-        time.sleep(60.0)  # noqa: ASYNC251
-    return float(len(tokens))
-
-
 async def blocks_the_first_of_two_times(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """For t3, as a tool does that hangs now and then."""
     if ctx.prompt == "t3":
@@ -184,12 +176,6 @@ async def exits_in_a_task_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> f
     tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
     await asyncio.gather(tool())
     return float(len(tokens + await ctx.generate([*ctx.prompt_tokens, *tokens])))
-
-
-async def always_blocks(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
-    await tool_that_blocks()
-    return 1.0
 
 
 async def misspells(ctx: AgentContext, sample: dict[str, Any]) -> float | None:

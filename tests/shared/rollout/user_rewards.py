@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ending_actors import end_process
 
 hang_is_over = threading.Event()
 
@@ -59,12 +58,6 @@ def hangs_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[f
     """Takes its time for the others."""
     time.sleep(60.0 if prompts[0] == "t3" else 0.6)
     return [1.0] * len(completions)
-
-
-async def waits_too_long_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
-    if prompts[0] == "t3":
-        await asyncio.sleep(60.0)
-    return [1] * len(completions)
 
 
 async def blocks_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
@@ -165,16 +158,6 @@ def dies_once(prompts: list[str], completions: list[str], **columns: list[Any]) 
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return [1.0] * len(completions)
-
-
-def ends_once(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-    """Empties the file `marker` and ends its process in the way that was named there."""
-    marker = Path(columns["marker"][0])
-    how = marker.read_text()
-    if how:
-        marker.write_text("")
-        end_process(how)
     return [1.0] * len(completions)
 
 

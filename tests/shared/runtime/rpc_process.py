@@ -28,9 +28,9 @@ from umbra.runtime.settings import to_wire
 
 PROGRAMS = Path(__file__).parents[2] / "process/programs"
 NODE = "node"
-START_TIMEOUT_S = 20.0
-TEST_TIMEOUT_S = 60.0
-AT_ONCE_S = 1.5
+START_TIMEOUT_S = 60.0
+TEST_TIMEOUT_S = 100.0
+AT_ONCE_S = 10.0
 """Far below every deadline used here, far above what a busy machine needs."""
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class ActorProcess:
             self._popen.terminate()
             self._popen.send_signal(signal.SIGCONT)
         try:
-            self._popen.wait(5.0)
+            self._popen.wait(30.0)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait(START_TIMEOUT_S)
@@ -158,7 +158,7 @@ async def connected(ref: ActorRef) -> AsyncGenerator[Handle]:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """On uvloop, as actors and sessions run; never longer than a minute."""
+    """On uvloop, as actors and sessions run, with a deadline."""
 
     async def in_time() -> T:
         async with asyncio.timeout(TEST_TIMEOUT_S):
@@ -169,7 +169,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def until(
-    condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0, what: str = "it"
+    condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0, what: str = "it"
 ) -> None:
     """For what can only be seen from outside by asking again."""
     deadline = time.monotonic() + timeout_s
@@ -179,7 +179,7 @@ async def until(
 
 
 async def count(probe: Handle, what: str) -> int:
-    counts: dict[str, int] = await probe.call("counts", timeout_s=5.0)
+    counts: dict[str, int] = await probe.call("counts", timeout_s=30.0)
     return counts.get(what, 0)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from umbra.runtime.process import descendants
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_END_S = 30.0
+_END_S = 60.0
 _ANSWER_LIMIT_S = 240.0  # an engine on a GPU may have to be started again first
 
 
@@ -105,7 +105,7 @@ class Server:
 
     def wait_for_successor(self, name: str) -> None:
         """Until a later incarnation than the first serves."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 60.0
         while (row := self._processes()[name])["incarnation"] < 2 or row["state"] != "RUNNING":
             assert time.monotonic() < deadline, row
             time.sleep(0.02)
@@ -118,7 +118,7 @@ class Server:
 
     def wait_for_health(self, **wanted: object) -> None:
         """Waits until /health reports it."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 60.0
         while True:
             _, health = self.ask("/health")
             if wanted.items() <= health.items():
