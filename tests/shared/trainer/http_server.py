@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from watching import all_end
+
 _END_S = 60.0
 _ANSWER_LIMIT_S = 240.0  # an engine on a GPU may have to be started again first
 
@@ -129,10 +131,13 @@ class Server:
     def end(self, signum: int = signal.SIGINT) -> int:
         """Tells it to end; returns its exit status. Nothing of it may be left."""
         pids = self.pids()
-        self.process.send_signal(signum)
-        status = self.process.wait(_END_S)
-        assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
-        assert not list((self.folder / "sockets").iterdir()), "sockets were left"
+        with all_end(pid for pid in pids.values() if Path(f"/proc/{pid}").exists()):
+            self.process.send_signal(signum)
+            status = self.process.wait(_END_S)
+        deadline = time.monotonic() + _END_S
+        while left := list((self.folder / "sockets").iterdir()):
+            assert time.monotonic() < deadline, f"sockets were left: {left}"
+            time.sleep(0.02)
         return status
 
 
