@@ -61,8 +61,8 @@ soak: $(VENV)/.train ## Write, kill, resume and read a run of 20,000 steps; SOAK
 mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (five minutes)
 	$(BIN)/python tests/faults/mutants/mutants.py
 
-kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_quickstart.py $(QUICKSTART_ASSETS) --run-dir $(RUNS)/kills
+kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes); KILLS="--long 5000"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_quickstart.py $(QUICKSTART_ASSETS) --run-dir $(RUNS)/kills $(KILLS)
 
 .PHONY: assets
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
