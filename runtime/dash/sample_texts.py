@@ -67,7 +67,7 @@ def decode_content(
     text = SampleText.decode(
         tokenizer.decode_all,
         [] if tokens is None else tokens.tolist(),
-        content.tokens,
+        content.tokens.tolist(),
         segments if is_kept else [],
         [turn for turn in history.turns if turn.stop <= len(content.tokens)],
     )

@@ -408,18 +408,19 @@ class LedgerIndex:
         return Position(incarnation, part, at - self._begins[number])
 
     def _to_keep(self, number: int) -> KeptSamples:
+        rows = self._valid_rows(number)
+        contents = self.contents(rows)  # lacks samples whose first frames had left the log before
         steps: dict[int | None, list[SampleRow]] = {}
-        for row in self._valid_rows(number):
-            steps.setdefault(row.step, []).append(row)
-        kept = KeptSamples({}, {})
-        for rows in steps.values():  # one step at a time, because all tokens of a part are many
-            contents = self.contents(rows)
-            kept.digests.update({uid: digest_of(c.tokens) for uid, c in contents.items()})
-            scored = [row for row in rows if row.reward is not None]
-            for row in {*_by_reward(scored, -1.0)[:1], *_by_reward(scored, 1.0)[:1]}:
-                if row.uid in contents:  # else its first frames had left the log before
-                    kept.contents[row.uid] = contents[row.uid]
-        return kept
+        for row in rows:
+            if row.uid in contents and row.reward is not None:
+                steps.setdefault(row.step, []).append(row)
+        chosen: set[int] = set()
+        for scored in steps.values():
+            chosen |= {_by_reward(scored, sign)[0].uid for sign in (-1.0, 1.0)}
+        return KeptSamples(
+            {uid: digest_of(content.tokens) for uid, content in contents.items()},
+            {uid: contents[uid] for uid in chosen},
+        )
 
     def _kept(self, row: SampleRow) -> KeptSamples:
         """The digests and texts of the part in which a sample ended, whose log was removed."""

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from umbra.runtime.disk import replacing, sync
 from umbra.runtime.errors import LedgerError
@@ -36,8 +37,8 @@ class KeptSamples(NamedTuple):
     contents: dict[int, SampleContent]  # of the best and the worst sample of each step
 
 
-def digest_of(tokens: list[int]) -> bytes:
-    return xxhash.xxh3_64(np.asarray(tokens, "<i4").tobytes()).digest()
+def digest_of(tokens: NDArray[np.int32]) -> bytes:
+    return xxhash.xxh3_64(tokens.tobytes()).digest()
 
 
 def write_kept(log: Path, kept: KeptSamples) -> None:
@@ -45,7 +46,7 @@ def write_kept(log: Path, kept: KeptSamples) -> None:
         kept.digests,
         {
             uid: [
-                np.asarray(content.tokens, "<i4").tobytes(),
+                content.tokens.tobytes(),
                 None if content.prompt is None else content.prompt.tobytes(),
                 content.recorded,
             ]
@@ -70,7 +71,7 @@ def read_kept(log: Path) -> KeptSamples:
     contents: dict[int, SampleContent] = {}
     for uid, (tokens, prompt, recorded) in wire[1].items():
         content = contents[uid] = SampleContent()
-        content.tokens = np.frombuffer(tokens, "<i4").tolist()
+        content.tokens = np.frombuffer(tokens, "<i4")
         content.prompt = None if prompt is None else np.frombuffer(prompt, "<i4")
         content.recorded = recorded
     return KeptSamples(wire[0], contents)

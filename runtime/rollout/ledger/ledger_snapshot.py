@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import xxhash
 
-from umbra.runtime.disk import replacing, sync
+from umbra.runtime.disk import explain, replacing, sync
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.ledger_history import BEGIN, Entry, History, Position
@@ -100,34 +100,62 @@ def _noting(entries: Iterable[Entry], found: Restores) -> Iterator[Entry]:
         yield entry
 
 
-def take_snapshot(history: History, checkpoints: Collection[int] | None) -> Snapshot:
+def take_snapshot(
+    history: History, checkpoints: Collection[int] | None, last: LedgerContent | None = None
+) -> Snapshot:
     """Writes the state at the end of a history, and removes snapshots that nothing needs any more.
-    `checkpoints` are the steps that the job may resume from; None if they are unknown. Raises
-    OSError if the snapshot cannot be written."""
-    content = read_content(history)
+
+    Args:
+        checkpoints: steps that the job may resume from; None if they are unknown.
+        last: as read from the last snapshot, and changed here. Without it, the newest one that
+            serves is read.
+
+    Raises LedgerError if the snapshot cannot be written.
+    """
+    content = read_content(history) if last is None else last
     state, position = content.state, history.end
+    if last is not None and last.snapshot is not None:
+        state.apply_all(_noting(history.entries(last.snapshot.position), last.restores))
     name = "{:06}-{:04}-{}-{}.snapshot".format(*position, state.steps_done)
     taken = Snapshot(position, state.steps_done, history.folder / name)
+    try:
+        _write(taken, content, history)
+    except OSError as error:
+        raise LedgerError(f"cannot write {taken.path}: {explain(error, taken.path)}") from error
+    _remove_unneeded(taken, content, history, checkpoints)
+    return taken
+
+
+def _write(snapshot: Snapshot, content: LedgerContent, history: History) -> None:
     digest = xxhash.xxh3_128()
-    with replacing(taken.path) as file:
-        for item in ([*_head(taken, history), content.restores], *state.to_wire()):
+    head = [*_head(snapshot, history), content.restores]
+    with replacing(snapshot.path) as file:
+        for item in (head, *content.state.to_wire()):
             data: bytes = msgpack.packb(item)
             digest.update(data)
             file.write(data)
         file.write(digest.digest())
     sync(history.folder)
+
+
+def _remove_unneeded(
+    taken: Snapshot,
+    content: LedgerContent,
+    history: History,
+    checkpoints: Collection[int] | None,
+) -> None:
     usable = [snapshot for snapshot in snapshots_of(history) if snapshot.fits(content.restores)]
     if checkpoints is None:
-        checkpoints = {s.steps_done for s in usable if s.steps_done <= state.covered_step}
+        covered_step = content.state.covered_step
+        checkpoints = {s.steps_done for s in usable if s.steps_done <= covered_step}
     needed = set(usable[:_NUM_SPARE])
     for step in checkpoints:
         needed.update([s for s in usable if s.steps_done <= step][:1])
     for snapshot in _all_in(history.folder):
-        if snapshot.position <= position and snapshot not in needed:
+        if snapshot.position <= taken.position and snapshot not in needed:
             snapshot.path.unlink(missing_ok=True)
     for path in history.folder.glob(".*.snapshot.*"):  # of a process that was killed
         path.unlink(missing_ok=True)
-    return taken
 
 
 def first_needed(history: History, checkpoints: Collection[int] | None) -> Position:

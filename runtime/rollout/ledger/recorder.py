@@ -89,7 +89,8 @@ class Recorder:
         self._on_capacity: Callable[[], None] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._folder is not None:
+        if self._folder is not None and self._snapshots is not None:
+            await self._stack.enter_async_context(self._snapshots)
             log = await asyncio.to_thread(LedgerLog.open, self._folder, "umbra")
             self._writer = await self._stack.enter_async_context(
                 LedgerWriter(log, on_progress=self._on_progress)

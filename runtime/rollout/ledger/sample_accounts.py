@@ -9,7 +9,7 @@ any but the last two -> DROPPED
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -300,7 +300,7 @@ class SampleContent:
     def __init__(self) -> None:
         self.prompt: NDArray[np.int32] | None = None
         self.recorded: dict[str, Any] = {}
-        self.tokens: list[int] = []
+        self.tokens: NDArray[np.int32] = _NO_TOKENS
 
 
 def read_contents(
@@ -310,14 +310,11 @@ def read_contents(
     the final number of tokens of each wanted sample, by uid: a rollback or reset after a sample's
     last tokens is known only from it."""
     contents = {uid: SampleContent() for uid in num_tokens}
-    wanted = np.asarray(list(num_tokens), np.int64)
+    completions = _Completions(num_tokens)
     for event in events:
         match event:
             case Tokens():
-                for idx in np.flatnonzero(np.isin(event.uids, wanted)).tolist():
-                    run = event.tokens[event.offsets[idx] : event.offsets[idx + 1]].tolist()
-                    # A start before the end follows a rollback or a reset.
-                    contents[int(event.uids[idx])].tokens[int(event.starts[idx]) :] = run
+                completions.put(event)
             case PromptGiven(uid=uid) if uid in contents:
                 contents[uid].prompt = event.tokens.copy()  # not a view of a whole frame
             case Reset(uid=uid) if uid in contents:
@@ -326,6 +323,39 @@ def read_contents(
                 contents[uid].recorded[event.key] = event.value
             case _:
                 pass
-    for uid, content in contents.items():
-        del content.tokens[num_tokens[uid] :]
+    for uid, tokens in completions.items():
+        contents[uid].tokens = tokens
     return contents
+
+
+class _Completions:
+    """The completions of W samples, one behind the other."""
+
+    def __init__(self, num_tokens: Mapping[int, int]) -> None:
+        uids = sorted(num_tokens)
+        self._uids = np.asarray(uids, np.int64)  # [W]
+        self._lengths = np.asarray([num_tokens[uid] for uid in uids], np.int64)
+        self._ends = np.cumsum(self._lengths)
+        self._tokens = np.zeros(self._lengths.sum(), np.int32)
+
+    def put(self, event: Tokens) -> None:
+        """A start before the end follows a rollback or a reset: later runs replace earlier ones."""
+        if not len(self._uids):
+            return
+        slots = np.searchsorted(self._uids, event.uids)
+        runs = np.flatnonzero(self._uids.take(slots, mode="clip") == event.uids)
+        slots = slots[runs]
+        starts, offsets = event.starts[runs], event.offsets[runs]
+        room = (self._lengths[slots] - starts).clip(min=0)
+        lengths = np.minimum(event.offsets[runs + 1] - offsets, room)
+        ends = np.cumsum(lengths)
+        shifts: NDArray[np.int64] = np.repeat(lengths - ends, lengths)
+        at = shifts + np.arange(len(shifts))  # of each token in its run
+        targets = self._ends[slots] - room  # where a run begins, unless it has no room
+        tokens = event.tokens[np.repeat(offsets, lengths) + at]
+        self._tokens[np.repeat(targets, lengths) + at] = tokens
+
+    def items(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
+        columns = (self._uids.tolist(), self._lengths.tolist(), self._ends.tolist())
+        for uid, length, end in zip(*columns, strict=True):
+            yield uid, self._tokens[end - length : end]

@@ -35,6 +35,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Version,
 )
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState, Totals
+from umbra.runtime.rollout.ledger.token_runs import MAX_TOKENS
 
 _UNLEASED: Final = frozenset(SampleState) - {
     SampleState.LEASED,
@@ -164,6 +165,7 @@ class SampleTable:
         self.num_with_tokens = self.num_scored = 0
         self._leased: dict[int, list[SampleRow]] = {}
         self._runs: list[Tokens] = []  # not counted yet
+        self._num_waiting = 0  # tokens of these
 
     def begin_part(self) -> None:
         """Forgets the ended rows."""
@@ -210,6 +212,9 @@ class SampleTable:
         match event:
             case Tokens():
                 self._runs.append(event)
+                self._num_waiting += len(event.tokens)
+                if self._num_waiting > MAX_TOKENS:
+                    self.flush()
             case Admitted():
                 self._admit(event, begin)
             case Started():
@@ -269,16 +274,15 @@ class SampleTable:
 
     def flush(self) -> None:
         """Counts the tokens of the events so far."""
-        if not any(len(event.uids) for event in self._runs):
-            self._runs.clear()
+        events, self._runs, self._num_waiting = self._runs, [], 0
+        if not any(len(event.uids) for event in events):
             return
-        uids = np.concatenate([event.uids for event in self._runs])
+        uids = np.concatenate([event.uids for event in events])
         order = np.argsort(uids, kind="stable")
         uids = uids[order]
-        starts = np.concatenate([event.starts for event in self._runs])[order]
-        lengths = np.concatenate([np.diff(event.offsets) for event in self._runs])[order]
-        versions = np.concatenate([event.versions for event in self._runs])[order]
-        self._runs.clear()
+        starts = np.concatenate([event.starts for event in events])[order]
+        lengths = np.concatenate([np.diff(event.offsets) for event in events])[order]
+        versions = np.concatenate([event.versions for event in events])[order]
         num_given = int(lengths[versions == GIVEN].sum())
         self.totals.given_tokens += num_given
         self.totals.generated_tokens += int(lengths.sum()) - num_given

@@ -1,43 +1,85 @@
-"""Takes one snapshot: `python -m ... FOLDER POSITION STEPS KEEP_NBYTES`.
+"""Takes a ledger's snapshots: `python -m ... FOLDER KEEP_NBYTES DESCRIPTOR`.
 
-STEPS are those of the checkpoints, such as `20,40`, or `unknown`. The process reads the ledger as a
-starting manager does, while the manager that began it does not wait. It also writes the index, so
-that readers need not, and removes the log's oldest parts (`ledger_retention.py`).
+The descriptor is a socket. The process gets a line `POSITION STEPS` for each snapshot, and sends an
+empty one when it is done. STEPS are those of the checkpoints, such as `20,40`, or `unknown`. It
+also writes the index, so that readers need not, and removes the log's oldest parts
+(`ledger_retention.py`). It reads each byte of the log's end once for the snapshots and once for the
+index. It ends with the socket's other end, or with an error; its successor reads the last snapshot.
 """
 
 from __future__ import annotations
 
-import os
+import socket
 import sys
 from pathlib import Path
 from typing import Final
 
+from umbra.runtime.disk import explain
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
+from umbra.runtime.rollout.ledger.ledger_history import (
+    History,
+    Position,
+    extend_history,
+    read_history,
+)
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.ledger_snapshot import first_needed, take_snapshot
+from umbra.runtime.rollout.ledger.ledger_snapshot import (
+    LedgerContent,
+    first_needed,
+    read_content,
+    take_snapshot,
+)
 
-_MAX_PARTS: Final = 2
-"""Logs removed after each snapshot. More delay the next snapshot; fewer catch up later."""
+_EXTRA_PARTS: Final = 2
+"""Parts that are removed at once besides as many as were written. More delay the next snapshot;
+fewer take longer to remove what a lower limit no longer keeps."""
 
 
-def main(folder: str, position: str, steps: str, keep_nbytes: str) -> int:
-    try:
-        history, stop = read_history(Path(folder)), Position.parse(position)
-        if not history.covers(stop):
-            raise LedgerError(f"the log ends at {history.end}: another rollout manager took over")
-        checkpoints = (
-            None if steps == "unknown" else [int(step) for step in steps.split(",") if step]
-        )
-        take_snapshot(history.until(stop), checkpoints)
-        os.nice(10)  # readers can wait, and the manager's successor cannot
-        index = LedgerIndex(Path(folder))
-        index.write()
+class SnapshotProcess:
+    def __init__(self, folder: Path, keep_nbytes: float) -> None:
+        self._folder = folder
+        self._keep_nbytes = keep_nbytes
+        self._history = History(folder, ())
+        self._content: LedgerContent | None = None
+        self._index: LedgerIndex | None = None
+        self._num_parts = 0
+
+    def take(self, position: Position, checkpoints: list[int] | None) -> None:
+        self._history = extend_history(self._history) or read_history(self._folder)
+        if not self._history.covers(position):
+            end = self._history.end
+            raise LedgerError(f"the log ends at {end}: another rollout manager took over")
+        history = self._history.until(position)
+        take_snapshot(history, checkpoints, self._content)
+        self._content = read_content(history)  # without the samples that were done
+        if self._index is None:
+            self._index, self._num_parts = LedgerIndex(self._folder), len(history.parts)
+        self._index.refresh()
+        self._index.write()
+        max_parts = len(history.parts) - self._num_parts + _EXTRA_PARTS
+        self._num_parts = len(history.parts)
         needed = first_needed(history, checkpoints)
-        index.remove_oldest(float(keep_nbytes), needed, _MAX_PARTS)
-    except (LedgerError, OSError) as error:
-        print(f"no snapshot, or no index, of the ledger at {position}: {error}", file=sys.stderr)
-        return 1
+        self._index.remove_oldest(self._keep_nbytes, needed, max_parts)
+
+
+def main(folder: str, keep_nbytes: str, descriptor: str) -> int:
+    process = SnapshotProcess(Path(folder), float(keep_nbytes))
+    with socket.socket(fileno=int(descriptor)) as connection, connection.makefile() as orders:
+        for order in orders:
+            position, steps = order.split(" ")
+            checkpoints = None
+            if steps != "unknown\n":
+                checkpoints = [int(step) for step in steps.strip().split(",") if step]
+            try:
+                process.take(Position.parse(position), checkpoints)
+            except (LedgerError, OSError) as error:
+                reason = error
+                if isinstance(error, OSError):
+                    path = Path(error.filename or folder)
+                    reason = f"{path}: {explain(error, path)}"
+                print(f"no snapshot, or no index, at {position}: {reason}", file=sys.stderr)
+                return 1
+            connection.sendall(b"\n")
     return 0
 
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.rollout.ledger.ledger_history import Position
 from umbra.runtime.rollout.ledger.ledger_snapshot import largest_snapshot_nbytes
@@ -21,10 +22,12 @@ _MAX_DUE: Final = 4
 
 
 class SnapshotTaker:
-    """Decides when a ledger needs a snapshot; takes one at a time, in a process of its own.
+    """Decides when a ledger needs a snapshot. An async context manager; owns the process that takes
+    them, one at a time, from the first one on.
 
     The log may grow meanwhile; `is_behind` says when it has to wait. A snapshot that fails costs
-    the next start time, and is logged; the next one is tried when as much was written again.
+    the next start time, and is logged; another process tries the next one, when as much was
+    written again.
 
     Args:
         keep_nbytes: size of the newest part of the log, which stays whatever else is removed.
@@ -56,6 +59,13 @@ class SnapshotTaker:
         self._now = (0, 0)
         self._position: Position | None = None
         self._changed = asyncio.Event()
+        self._process: tuple[ChildProcess, socket.socket] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._end_process()
 
     @property
     def is_behind(self) -> bool:
@@ -79,7 +89,7 @@ class SnapshotTaker:
             await self.take_if_due()
 
     async def take_if_due(self) -> None:
-        """Returns when its process has ended."""
+        """Returns when it is taken, or failed."""
         if self._num_due() >= 1:
             self._taken, self._is_taking = self._now, True
             try:
@@ -96,21 +106,34 @@ class SnapshotTaker:
     async def _take(self) -> None:
         known = self.checkpoints
         steps = "unknown" if known is None else ",".join(map(str, known))
-        argv = [
-            sys.executable,
-            "-m",
-            _PROGRAM,
-            str(self._folder),
-            str(self._position),
-            steps,
-            str(self._keep_nbytes),
-        ]
         try:
-            async with ChildProcess.spawn("snapshot", argv) as child, asyncio.timeout(_TIMEOUT_S):
-                status = await child.wait()
-            if status.code != 0:
-                logger.warning("the process that takes a snapshot of the ledger %s", status)
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._order(f"{self._position} {steps}\n")
             largest_nbytes = await asyncio.to_thread(largest_snapshot_nbytes, self._folder)
             self.tail_nbytes = max(self.tail_nbytes, 2 * largest_nbytes)
         except (UmbraError, OSError, TimeoutError) as error:
             logger.warning("no snapshot of the ledger was taken: %r", error)
+            await self._end_process()
+
+    async def _order(self, line: str) -> None:
+        loop = asyncio.get_running_loop()
+        child, connection = self._process = self._process or self._spawn()
+        await loop.sock_sendall(connection, line.encode())
+        if not await loop.sock_recv(connection, 1):
+            raise ActorError(f"{child.name} (pid {child.pid}) {await child.wait()}")
+
+    def _spawn(self) -> tuple[ChildProcess, socket.socket]:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            number = theirs.fileno()
+            argv = [sys.executable, "-m", _PROGRAM, str(self._folder), str(self._keep_nbytes)]
+            child = ChildProcess.spawn("snapshots", [*argv, str(number)], pass_fds=[number])
+        return child, ours
+
+    async def _end_process(self) -> None:
+        if self._process is not None:
+            child, connection = self._process
+            self._process = None
+            connection.close()
+            await child.terminate(grace_s=0)

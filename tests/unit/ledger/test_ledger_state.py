@@ -487,7 +487,7 @@ class Ledgers(RuleBasedStateMachine):
         assert list(found) == uids
         for uid, content in found.items():
             sample = self.model[uid]
-            assert content.tokens == [token for token, *_ in sample["tokens"]]
+            assert content.tokens.tolist() == [token for token, *_ in sample["tokens"]]
             assert (None if content.prompt is None else [*content.prompt]) == sample["prompt"]
             assert content.recorded == sample["once"]
 

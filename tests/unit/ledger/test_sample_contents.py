@@ -59,6 +59,6 @@ def test_what_survives_rollbacks_and_resets_is_found(
     assert list(found) == wanted
     for uid in wanted:
         prompt = found[uid].prompt
-        assert found[uid].tokens == completions[uid]
+        assert found[uid].tokens.tolist() == completions[uid]
         assert (None if prompt is None else prompt.tolist()) == prompts[uid]
         assert found[uid].recorded == recorded[uid]
