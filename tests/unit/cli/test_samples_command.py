@@ -245,19 +245,6 @@ def test_the_last_line_tells_what_was_chosen_of_how_many(
     assert last_line("--step", "7") == "no samples of step 7: there are steps 1 to 2"
 
 
-def test_a_run_that_others_write_to_can_be_read(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_dir = run_of([Version(0, 0)])
-    with LedgerLog.open(ledger_folder(Path(run_dir), "rollouts"), "job") as log:
-        for event in (admitted(0, "a"), Started(BOTH), text_run(tokenizer, 0, 0, 0, "so far")):
-            log.write(encode_batches(0.0, [event]))
-
-        assert "  | so far\n" in show(capsys, "samples", run_dir, "e0/a/0")
-
-
 def test_the_tokenizer_may_be_elsewhere_than_recorded(
     run_of: Callable[[Sequence[Event]], str],
     tokenizer: ModelTokenizer,

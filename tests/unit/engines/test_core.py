@@ -79,16 +79,6 @@ def alone(model: DecoderModel) -> Collector:
     return results
 
 
-@pytest.mark.slow
-def test_a_batch_gives_every_request_what_it_gets_alone(
-    model: DecoderModel, alone: Collector
-) -> None:
-    results = run_to_end(make_core(model, max_num_seqs=32), mixed_requests(24))
-
-    assert_same(results, alone)
-    assert {c.reason for c in results.completions.values()} == {"stop", "length"}
-
-
 def test_logprobs_are_those_of_the_tokens_that_are_kept(model: DecoderModel) -> None:
     shared = {"max_new_tokens": 30, "temperature": 0.8}
     ways: list[dict[str, Any]] = [

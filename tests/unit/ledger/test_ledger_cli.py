@@ -180,16 +180,6 @@ def test_wrong_use_of_the_list_is_an_error(
     assert said in capsys.readouterr().err
 
 
-def test_a_dropped_samples_story_ends_with_reason_and_cause(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_json(capsys, str(run_dir), "--sample", "e0/c/1")
-
-    assert (found["state"], found["drop_reason"]) == ("dropped", "too old")
-    last = found["history"][-1]
-    assert (last["event"], last["detail"]) == ("dropped", "too old: of step 0")
-
-
 def test_a_trained_samples_story_ends_with_its_step(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,13 +275,3 @@ def test_damage_is_a_failure_that_names_its_position(
     error = capsys.readouterr().err
     assert str(path) in error
     assert "restore the file from a backup" in error
-
-
-def test_reading_does_not_disturb_a_writer(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with LedgerLog.open(ledger_folder(run_dir, "m0"), "job-c") as log:
-        run_json(capsys, str(run_dir))
-        log.write(encode_batches(BEGAN_S, [Version(2, 2)]))
-
-        assert run_json(capsys, str(run_dir))["steps_done"] == 2

@@ -134,16 +134,6 @@ def test_columns_keep_their_values_and_types() -> None:
     assert (event.logprobs.dtype, event.logprobs.tolist()) == (np.float32, [-5, -6, -9])
 
 
-def test_recorded_data_keeps_its_shape() -> None:
-    value = {"text": "é", "bytes": b"\x00", "deep": [1, [2.5, None, {"x": True}]]}
-
-    (batch,) = decode_batches(wire(Recorded(0, "tool", value)))
-
-    (event,) = batch.events
-    assert isinstance(event, Recorded)
-    assert event.value == value
-
-
 def test_a_value_that_is_no_plain_data_is_refused_by_its_key() -> None:
     with pytest.raises(LedgerError, match=r"the value of my_tool.*plain data"):
         wire(Recorded(0, "my_tool", object()))

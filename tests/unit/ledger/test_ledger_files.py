@@ -165,18 +165,6 @@ def test_a_writer_whose_file_was_removed_acknowledges_nothing_more(tmp_path: Pat
             write_events(log, [Version(1, 0)])
 
 
-def test_what_is_acknowledged_before_the_next_incarnation_reads_is_in_its_history(
-    tmp_path: Path,
-) -> None:
-    old = LedgerLog.open(tmp_path, "job")
-    write_events(old, [Version(0, 0)])
-    new = LedgerLog.open(tmp_path, "job")
-
-    assert events_in(new.history) == [wire(Version(0, 0))]
-    old.close()
-    new.close()
-
-
 def test_an_incarnation_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path) -> None:
     write_life(tmp_path, 0, 1)
     (tmp_path / "000002-0000.log").write_bytes(b"")

@@ -53,26 +53,6 @@ def state_of(*events: Event, **options: Any) -> LedgerState:
 BEGUN: list[Event] = [Version(0, 0), admitted(0, "a"), Started(uids_of(0, 1))]
 
 
-def test_tokens_keep_their_versions_across_interruptions() -> None:
-    state = state_of(
-        *BEGUN,
-        runs_of((0, 0, 0, [1, 2]), (1, 0, 0, [7])),
-        Cut(uids_of(0), "sync"),
-        Version(1, 1),
-        Started(uids_of(0)),
-        runs_of((0, 2, 1, [3]), (0, 3, 1, [4, 5])),
-    )
-
-    sample = state.sample(0)
-    assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
-    assert sample.logprobs.tolist() == [-1, -2, -3, -4, -5]
-    assert sample.segments() == [(0, 2, 0), (2, 5, 1)]
-    assert sample.versions.tolist() == [0, 0, 1, 1, 1]
-    assert (sample.num_interruptions, state.totals.interruptions) == (1, 1)
-    assert sample.sample_id == "e0/a/0"
-    assert (sample.seed, state.sample(1).seed) == (100, 101)
-
-
 def test_a_leased_sample_is_trained_once_its_step_is_done_and_folded_once_covered() -> None:
     state = state_of(Version(0, 0), *life_of_a_group(0, "a", 0, 0))
     assert state.sample(0).state is SampleState.LEASED
@@ -110,18 +90,6 @@ def test_a_restored_checkpoint_reverts_later_leases_and_cuts_newer_tokens() -> N
     assert state.totals.rolled_back_tokens == 3 + 2 + 3
     assert state.sample(7).state is SampleState.RUNNING
     assert state.counts[SampleState.TRAINED] == 2
-
-
-def test_keep_newer_keeps_tokens_and_rewards() -> None:
-    state = state_of(
-        Version(0, 0),
-        Version(1, 1),
-        *life_of_a_group(0, "a", 1, 1),
-        Restored(0, 0, True),
-    )
-
-    sample = state.sample(0)
-    assert (sample.state, sample.reward, sample.num_tokens) == (SampleState.SCORED, 1.0, 3)
 
 
 def test_going_back_behind_the_newest_checkpoint_needs_a_replay_that_knows() -> None:

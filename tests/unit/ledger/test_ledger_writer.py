@@ -215,18 +215,6 @@ def test_a_full_disk_reaches_every_waiter_and_every_later_call(
     assert versions_in(tmp_path) == [0]
 
 
-def test_a_writer_that_was_overtaken_acknowledges_nothing(tmp_path: Path) -> None:
-    async def body() -> None:
-        with pytest.raises(LedgerError, match="incarnation 2 of this ledger has begun"):  # noqa: PT012
-            async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
-                await writer.durable(writer.append(Version(0, 0)), 10.0)
-                LedgerLog.open(tmp_path, "job").close()
-                await writer.durable(writer.append(Version(1, 0)), 10.0)
-
-    asyncio.run(body())
-    assert versions_in(tmp_path) == [0]
-
-
 def test_an_unknown_ticket_is_the_callers_mistake(tmp_path: Path) -> None:
     async def body() -> None:
         async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
@@ -234,12 +222,3 @@ def test_an_unknown_ticket_is_the_callers_mistake(tmp_path: Path) -> None:
                 await writer.durable(Ticket(1), 1.0)
 
     asyncio.run(body())
-
-
-def test_the_thread_ends_with_the_writer(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with LedgerWriter(LedgerLog.open(tmp_path, "job")):
-            assert "ledger" in {thread.name for thread in threading.enumerate()}
-
-    asyncio.run(body())
-    assert "ledger" not in {thread.name for thread in threading.enumerate()}

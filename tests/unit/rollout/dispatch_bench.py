@@ -12,7 +12,7 @@ from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, TokenRecorder
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
-from umbra.runtime.rollout.dispatch.trajectory import Turn
+from umbra.runtime.rollout.dispatch.trajectory import Group, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import SamplingOptions
 from umbra.runtime.text.stop_texts import StopTexts
@@ -102,6 +102,7 @@ class Bench:
         budget: int = 20,
         uid: int = -1,
         so_far: Sequence[int] = (),
+        group: Group | None = None,
     ) -> Turn:
         sample = make_trajectory([1, 2, 3], sample_id=sample_id, seed=seed, budget=budget)
         sample.uid = uid
@@ -114,7 +115,7 @@ class Bench:
 
         turn = Turn(
             trajectory=sample,
-            group=None,
+            group=group,
             start=0,
             limit=budget,
             sampling=SamplingOptions(temperature=1.0, stop_token_ids=[STOP]),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import EngineError
 from umbra.runtime.rollout.dispatch.router import EngineId
-from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import SamplingOptions
 
@@ -126,18 +126,6 @@ def test_tokens_that_were_the_last_end_a_turn_though_the_engine_died() -> None:
     assert bench.dispatcher.num_waiting == 0
 
 
-def test_an_abort_that_nobody_asked_for_is_resumed() -> None:
-    bench = Bench()
-    inbox = bench.serve(A)
-    bench.submit()
-
-    bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)], [(1, "abort")]))
-
-    assert [request["id"] for request in inbox.requests] == [1, 2]
-    assert inbox.requests[1]["position"] == 1
-    assert bench.dispatcher.counters["aborts"] == 1
-
-
 def test_lost_tokens_are_generated_again() -> None:
     bench = Bench()
     inbox = bench.serve(A)
@@ -199,6 +187,17 @@ def test_an_engine_that_comes_late_gets_no_more_than_it_may_hold() -> None:
     bench.dispatcher.check_integrity()
 
 
+def test_the_samples_of_a_group_go_where_its_prompt_is() -> None:
+    bench, group = Bench(), Group("g", [])
+    for engine in (A, B):
+        bench.serve(engine)
+
+    for idx in range(2):
+        bench.submit(f"s{idx}", group=group)
+
+    assert [bench.dispatcher.num_inflight(engine) for engine in (A, B)] == [2, 0]
+
+
 def test_an_engine_that_delivers_more_is_given_more() -> None:
     bench = Bench(max_inflight=1000)
     for engine in (A, B):
@@ -220,29 +219,6 @@ def test_an_engine_that_delivers_more_is_given_more() -> None:
     )
     assert given_b == pytest.approx(3 * given_a, rel=0.2)
     bench.dispatcher.check_integrity()
-
-
-def test_repeated_tokens_count_once() -> None:
-    bench = Bench()
-    bench.serve(A)
-    turn = bench.submit()
-
-    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8], 0), (1, 0, [7, 8], 0), (1, 1, [8, 9], 0)]))
-
-    assert turn.trajectory.tokens.tolist() == [7, 8, 9]
-    assert bench.dispatcher.counters["repeats"] == 2
-    bench.dispatcher.check_integrity()
-
-
-def test_an_engine_that_overruns_the_budget_is_cut_short() -> None:
-    bench = Bench()
-    bench.serve(A)
-    turn = bench.submit(budget=2)
-
-    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8, 9], 0)], [(1, "length")]))
-
-    assert turn.trajectory.tokens.tolist() == [7, 8]
-    assert bench.ended == {"s": "length"}
 
 
 def test_a_finish_before_its_tokens_is_not_believed_and_fails_in_the_end() -> None:
@@ -392,6 +368,7 @@ def test_the_recorder_gets_what_was_really_appended() -> None:
         (13, 0, [7, 8, 9], 0),
     ]
     assert bench.ended == {"s3": "length"}
+    assert bench.dispatcher.counters["repeats"] == 1
 
 
 def test_a_stop_text_ends_a_turn_with_the_token_that_completes_it() -> None:
@@ -429,6 +406,7 @@ def test_a_stop_text_may_begin_before_an_abort_or_the_death_of_an_engine() -> No
 
     assert turn.trajectory.tokens.tolist() == [7, 8, 9]
     assert bench.ended == {"s": "stop"}
+    assert bench.dispatcher.counters["aborts"] == 1
 
 
 def test_a_stop_text_is_found_in_what_an_earlier_manager_recorded() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.rollout.dispatch.pool_load import EngineIdleness
 from umbra.runtime.rollout.dispatch.router import EngineId
 
-A, B = EngineId("a", 1), EngineId("b", 1)
+A, A_AGAIN = EngineId("a", 1), EngineId("a", 2)
 
 _ENGINES = st.builds(EngineId, st.sampled_from("abc"), st.integers(1, 2))
 _EVENTS = st.lists(
@@ -62,6 +62,25 @@ class World:
         assert 0 <= shares["engine_no_work_share"] <= shares["engine_idle_share"] <= 1
 
 
+@example(  # a drain is work, frozen requests are not
+    [
+        (0, (A, EngineState.SERVING)),
+        (0, (A, True)),
+        (0, (A, EngineState.PAUSED)),
+        (2, (A, EngineState.UPDATING)),
+        (6, "take"),
+    ]
+)
+@example(  # the link of the last incarnation ends late
+    [
+        (0, (A, EngineState.SERVING)),
+        (0, (A, True)),
+        (0, (A_AGAIN, EngineState.SERVING)),
+        (1, (A, False)),
+        (0, (A_AGAIN, True)),
+        (1, "take"),
+    ]
+)
 @given(events=_EVENTS)
 def test_shares_are_those_of_every_second_looked_at(events: list[tuple[int, object]]) -> None:
     world = World()
@@ -76,55 +95,3 @@ def test_shares_are_those_of_every_second_looked_at(events: list[tuple[int, obje
                 world.check_shares()
         world.idleness.check_integrity(world.holding)
     world.check_shares()
-
-
-def test_a_hybrid_step_of_two_engines() -> None:
-    world = World()
-    for engine in (A, B):
-        world.report(engine, EngineState.ASLEEP)
-    world.wait(6)  # the ranks train
-    for engine in (A, B):
-        world.report(engine, EngineState.SERVING)
-        world.hold(engine, True)
-    world.wait(3)
-    world.hold(A, False)
-    world.wait(1)  # the last one finishes
-    world.hold(B, False)
-
-    shares = world.idleness.take_shares()
-
-    assert shares["engine_idle_share"] == pytest.approx(13 / 20)
-    assert shares["engine_no_work_share"] == pytest.approx(1 / 20)
-
-
-def test_a_drain_is_work_and_frozen_requests_are_not() -> None:
-    world = World()
-    world.hold(A, True)
-    world.report(A, EngineState.SERVING)
-    world.report(A, EngineState.PAUSED)
-    world.wait(2)  # it finishes what it has
-    world.report(A, EngineState.UPDATING)
-    world.wait(6)
-
-    assert world.idleness.take_shares() == {"engine_idle_share": 0.75, "engine_no_work_share": 0.0}
-
-
-def test_requests_of_the_last_incarnation_do_not_make_the_next_one_busy() -> None:
-    world = World()
-    world.report(A, EngineState.SERVING)
-    world.hold(A, True)
-    next_life = EngineId("a", 2)
-    world.report(next_life, EngineState.SERVING)
-    world.wait(1)
-    world.hold(A, False)  # its link ends late
-    world.hold(next_life, True)
-    world.wait(1)
-
-    assert world.idleness.take_shares() == {"engine_idle_share": 0.5, "engine_no_work_share": 0.5}
-
-
-def test_a_pool_without_engines_has_no_shares() -> None:
-    world = World()
-    world.wait(5)
-
-    assert world.idleness.take_shares() == {}

@@ -173,16 +173,3 @@ def test_rows_grow_with_the_attempts() -> None:
     assert len(set(rows)) == count
     assert all(store.read(row)[0].tolist() == [i, i] for i, row in enumerate(rows, 1))
     store.check_integrity()
-
-
-def test_runs_without_a_uid_are_not_reported() -> None:
-    store = TokenStore()
-    for request_id, uid in ((1, -1), (2, 7)):
-        store.open(request_id, 0, uid, length=0, capacity=9)
-
-    runs = store.apply(0, batch_of([(1, 0, [1, 2], 0), (2, 0, [3], 0)])).runs
-
-    assert runs is not None
-    recorded = runs.recorded()
-    assert (recorded.uids.tolist(), recorded.offsets.tolist()) == ([7], [0, 1])
-    assert recorded.tokens.tolist() == [3]

@@ -70,15 +70,6 @@ def test_given_tokens_are_marked_and_do_not_use_up_the_budget() -> None:
     assert sample.num_tokens_left() == 1
 
 
-def test_the_first_context_of_an_agent_loop_becomes_the_prompt() -> None:
-    sample = make_trajectory(prompt=[1, 2])
-
-    sample.extend_context(np.asarray([9, 8, 7], np.int32))
-
-    assert sample.prompt_tokens.tolist() == [9, 8, 7]
-    assert sample.completion_len == 0
-
-
 @pytest.mark.parametrize(
     ("context", "at"), [([1, 2, 10, 12, 5], 3), ([1, 2, 10], 3), ([1, 3, 10, 11], 1)]
 )
@@ -88,14 +79,3 @@ def test_a_context_that_leaves_the_trajectory_is_refused(context: list[int], at:
 
     with pytest.raises(RolloutError, match=f"at position {at} of 4: append"):
         sample.extend_context(np.asarray(context, np.int32))
-
-
-def test_a_reset_trajectory_is_the_bare_prompt() -> None:
-    sample = make_trajectory(prompt=[1, 2])
-    sample.append_generated(*arrays([10]), 0)
-
-    sample.reset()
-
-    assert sample.context().tolist() == [1, 2]
-    assert sample.segments() == []
-    assert sample.num_generated == 0

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
@@ -48,6 +46,7 @@ PATHS: dict[str, list[Event]] = {
     "PENDING_WEIGHTS_NO_CACHE": [*TO_ASLEEP_2, Wake(WEIGHTS), Woken()],
     "PENDING_WEIGHTS_NO_WEIGHTS": [*TO_ASLEEP_2, Wake(CACHE), Woken()],
     "UPDATING": TO_UPDATING,
+    "UPDATING_NO_CACHE": [*TO_ASLEEP_2, BeginUpdate(7)],
     "PAUSED": TO_PAUSED,
     "PAUSED_NO_CACHE": [*TO_ASLEEP_1, Wake(WEIGHTS), Woken()],
     "PAUSED_NO_WEIGHTS": [*TO_ASLEEP_1, Wake(CACHE), Woken()],
@@ -121,6 +120,7 @@ ALLOWED: dict[str, dict[str, tuple[Where, int | None]]] = {
         **SLEEP_UNKNOWN,
     },
     "UPDATING": {"commit 7": ("PAUSED", 7), "abort": ("PENDING_WEIGHTS", None)},
+    "UPDATING_NO_CACHE": {"commit 7": ("PAUSED", 7), "abort": ("PENDING_WEIGHTS", None)},
     "PAUSED": {
         "begin 8": ("UPDATING", None),
         "resume": ("SERVING", 7),
@@ -172,6 +172,29 @@ def after(events: list[Event]) -> EngineLifecycle:
     return lifecycle
 
 
+def awake_after(before: EngineLifecycle, event: Event) -> frozenset[Tag]:
+    """The parts of the engine that have memory after the event."""
+    match event:
+        case Sleep():
+            return frozenset()
+        case BeginUpdate():
+            return before.awake | WEIGHTS
+        case Woken():
+            return before.awake | before.waking
+        case EngineStarted() | Resume() | Died() | Restart():
+            return BOTH
+        case _:
+            return before.awake
+
+
+def check_fields(lifecycle: EngineLifecycle) -> None:
+    """Each field belongs to certain states."""
+    state = lifecycle.state
+    assert (lifecycle.updating_to is not None) == (state == EngineState.UPDATING)
+    assert (lifecycle.sleep_level is not None) == (state == EngineState.ASLEEP)
+    assert bool(lifecycle.waking) == (state == EngineState.WAKING)
+
+
 @pytest.mark.parametrize("event_name", EVENTS)
 @pytest.mark.parametrize("state_name", PATHS)
 def test_transitions_are_exactly_those_of_the_table(state_name: str, event_name: str) -> None:
@@ -181,6 +204,8 @@ def test_transitions_are_exactly_those_of_the_table(state_name: str, event_name:
         state, version = ALLOWED[state_name][event_name]
         moved = lifecycle.apply(event)
         assert (moved.state, moved.version) == (state, version)
+        assert moved.awake == awake_after(lifecycle, event)
+        check_fields(moved)
     else:
         with pytest.raises(IllegalTransition):
             lifecycle.apply(event)
@@ -191,31 +216,6 @@ def test_the_table_covers_every_state() -> None:
     assert ALLOWED.keys() == PATHS.keys()
 
 
-def test_a_hybrid_step_sleeps_syncs_and_serves_the_new_version() -> None:
-    lifecycle = after(PATHS["SERVING"])
-    seen = [str(lifecycle)]
-    events: list[Event] = [
-        Pause(),
-        Sleep(2),
-        BeginUpdate(8),
-        CommitUpdate(8),
-        Resume(),
-    ]
-
-    for event in events:
-        lifecycle = lifecycle.apply(event)
-        seen.append(str(lifecycle))
-
-    assert seen == [
-        "SERVING(7)",
-        "PAUSED(7)",
-        "ASLEEP(2)",
-        "UPDATING(8)",
-        "PAUSED(8)",
-        "SERVING(8)",
-    ]
-
-
 def test_an_engine_with_weights_of_its_own_serves_them_in_every_incarnation() -> None:
     sleeps_and_wakes = [Pause(), Sleep(1), Wake(BOTH), Woken(), Resume()]
 
@@ -224,25 +224,6 @@ def test_an_engine_with_weights_of_its_own_serves_them_in_every_incarnation() ->
 
     assert str(first) == str(second) == "SERVING(0)"
     assert catch_up({"judge": after([EngineStarted(0)])}, 7, ranks_waiting=True) == []
-
-
-def test_light_sleep_keeps_the_version_over_two_wakes() -> None:
-    lifecycle = after([*PATHS["ASLEEP_1"], Wake(CACHE), Woken(), Wake(WEIGHTS), Woken(), Resume()])
-
-    assert str(lifecycle) == "SERVING(7)"
-
-
-def test_an_engine_that_slept_before_its_first_weights_wakes_without_a_version() -> None:
-    for sleep in (Sleep(1), Sleep(2)):
-        lifecycle = after([EngineStarted(), sleep, Wake(BOTH), Woken()])
-
-        assert lifecycle == after([EngineStarted()])
-
-
-def test_weights_disowned_during_a_wake_are_not_served() -> None:
-    lifecycle = after([*PATHS["WAKING_KEPT"], Invalidate(), Woken()])
-
-    assert lifecycle.state == EngineState.PENDING_WEIGHTS
 
 
 def test_an_illegal_request_names_state_and_event() -> None:
@@ -272,140 +253,3 @@ def test_catch_up_waits_for_the_ranks_and_a_first_version() -> None:
     assert catch_up(lifecycles, current_version=7, ranks_waiting=False) == []
     assert catch_up(lifecycles, current_version=None, ranks_waiting=True) == []
     assert catch_up(lifecycles, current_version=0, ranks_waiting=True) == ["a"]
-
-
-class NaiveEngine:
-    """The physical state of an engine: bytes of some version or junk, and memory for parts."""
-
-    def __init__(self) -> None:
-        self.content: int | None = None  # The version in its weights; None: junk.
-        self.device: set[Tag] = {"weights", "kv_cache"}
-
-
-class LifecycleMachine(RuleBasedStateMachine):
-    """Any events in any order: what the lifecycle claims, the naive engine really has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lifecycle = EngineLifecycle()
-        self.engine = NaiveEngine()
-        self.next_version = 0
-
-    def attempt(self, event: Event) -> bool:
-        """Apply if legal; an illegal event must leave no trace (values are immutable)."""
-        try:
-            self.lifecycle = self.lifecycle.apply(event)
-        except IllegalTransition:
-            return False
-        return True
-
-    @rule()
-    def start(self) -> None:
-        self.attempt(EngineStarted())
-
-    @rule()
-    def start_with_weights(self) -> None:
-        if self.attempt(EngineStarted(0)):
-            assert self.lifecycle.state == EngineState.SERVING
-            self.engine.content = 0
-
-    @rule()
-    def die(self) -> None:
-        was_dead = self.lifecycle.state == EngineState.DEAD
-        assert self.attempt(Died()) is not was_dead
-        self.engine = NaiveEngine()
-
-    @rule()
-    def restart(self) -> None:
-        was_dead = self.lifecycle.state == EngineState.DEAD
-        assert self.attempt(Restart()) is was_dead
-
-    @rule()
-    def begin(self) -> None:
-        self.next_version += 1
-        if self.attempt(BeginUpdate(self.next_version)):
-            self.engine.device.add("weights")
-            self.engine.content = None
-
-    @rule(shift=st.integers(-1, 1))
-    def commit(self, shift: int) -> None:
-        version = (self.lifecycle.updating_to or 0) + shift
-        if self.attempt(CommitUpdate(version)):
-            assert shift == 0
-            self.engine.content = version
-
-    @rule()
-    def abort(self) -> None:
-        if self.attempt(AbortUpdate()):
-            assert self.lifecycle.state == EngineState.PENDING_WEIGHTS
-
-    @rule()
-    def pause(self) -> None:
-        self.attempt(Pause())
-
-    @rule()
-    def resume(self) -> None:
-        if self.attempt(Resume()):
-            assert "weights" in self.engine.device
-            self.engine.device.add("kv_cache")
-
-    @rule(level=st.sampled_from([1, 2]))
-    def sleep(self, level: Literal[1, 2]) -> None:
-        if self.attempt(Sleep(level)):
-            self.engine.device = set()
-            if level == 2:
-                self.engine.content = None
-
-    @rule(tags=st.sampled_from([WEIGHTS, CACHE, BOTH, frozenset[Tag]()]))
-    def wake(self, tags: frozenset[Tag]) -> None:
-        if self.attempt(Wake(tags)):
-            assert tags
-            assert not tags & self.engine.device
-
-    @rule()
-    def woken(self) -> None:
-        waking = self.lifecycle.waking
-        if self.attempt(Woken()):
-            self.engine.device |= waking
-
-    @rule()
-    def invalidate(self) -> None:
-        if self.attempt(Invalidate()):
-            self.engine.content = None
-
-    @precondition(lambda self: self.lifecycle.state == EngineState.SERVING)
-    @rule()
-    def serve(self) -> None:
-        assert self.engine.content is not None
-        assert self.engine.device == BOTH
-
-    @invariant()
-    def claims_are_true(self) -> None:
-        lifecycle = self.lifecycle
-        assert lifecycle.version == self.engine.content
-        if lifecycle.state != EngineState.DEAD:
-            assert lifecycle.awake == self.engine.device
-
-    @invariant()
-    def fields_belong_to_their_states(self) -> None:
-        lifecycle, state = self.lifecycle, self.lifecycle.state
-        assert (lifecycle.updating_to is not None) == (state == EngineState.UPDATING)
-        assert (lifecycle.sleep_level is not None) == (state == EngineState.ASLEEP)
-        assert bool(lifecycle.waking) == (state == EngineState.WAKING)
-        if state in (EngineState.PAUSED, EngineState.SERVING):
-            assert lifecycle.version is not None
-        if state not in (
-            EngineState.PAUSED,
-            EngineState.SERVING,
-            EngineState.ASLEEP,
-            EngineState.WAKING,
-        ):
-            assert lifecycle.version is None
-
-    @invariant()
-    def catch_up_is_for_the_pending_only(self) -> None:
-        picked = catch_up({"e": self.lifecycle}, self.next_version, ranks_waiting=True)
-        assert (picked == ["e"]) == (self.lifecycle.state == EngineState.PENDING_WEIGHTS)
-
-
-TestLifecycleMachine = LifecycleMachine.TestCase

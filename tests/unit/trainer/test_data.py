@@ -81,16 +81,6 @@ def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: ModelTokeni
     prompts.close()
 
 
-def test_a_column_of_texts_may_be_users_messages(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
-    rows = [{"question": "hi", "answer": "1"}]
-
-    files = prepare(tmp_path, tokenizer, rows, format="chat", messages_column="question")
-
-    prompts = PromptSet.open(files.train_path)
-    assert prompts[0].text == "u=hi a="
-    prompts.close()
-
-
 def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}]}]
 
@@ -99,36 +89,6 @@ def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: ModelT
     prompts = PromptSet.open(files.train_path)
     assert prompts[0].text == "u=hi a="
     assert prompts[0].tokens.tolist() == ids("u=hi a=")
-    prompts.close()
-
-
-def test_a_chat_in_the_column_of_prompts_is_a_chat(
-    tmp_path: Path, tokenizer: ModelTokenizer
-) -> None:
-    files = prepare(tmp_path, tokenizer, [{"prompt": [{"role": "user", "content": "hi"}]}])
-
-    prompts = PromptSet.open(files.train_path)
-    assert prompts[0].text == "u=hi a="
-    prompts.close()
-
-
-def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
-    arrow: Any = importlib.import_module("pyarrow")
-    parquet: Any = importlib.import_module("pyarrow.parquet")
-    path = tmp_path / "train.parquet"
-    parquet.write_table(arrow.table({"prompt": ["1+1=", "9-1="], "n": [2, 8]}), path)
-
-    files = prepare_prompts(
-        DataSection(train=path),
-        tokenizer,
-        BUDGET,
-        folder=tmp_path,
-        min_prompts=1,
-        groups_per_step=1,
-    )
-
-    prompts = PromptSet.open(files.train_path)
-    assert [(p.text, p.row["n"]) for p in (prompts[0], prompts[1])] == [("1+1=", 2), ("9-1=", 8)]
     prompts.close()
 
 
@@ -162,13 +122,6 @@ def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: ModelTokeniz
 
     assert files.eval_path is not None
     assert num_prompts(files.eval_path) == 3
-
-
-def test_prompts_may_have_ids_of_their_own(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
-    rows = [{"prompt": "1", "key": "one"}, {"prompt": "2", "key": "one"}]
-
-    with pytest.raises(DataError, match="'one' occurs twice"):
-        prepare(tmp_path, tokenizer, rows, id_column="key")
 
 
 @pytest.mark.parametrize(

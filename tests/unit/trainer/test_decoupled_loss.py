@@ -176,14 +176,6 @@ def test_where_the_proximal_policy_made_the_tokens_it_is_the_clipped_loss(
     assert torch.equal(one, two)
 
 
-def test_a_huge_cap_limits_nothing() -> None:
-    tokens = random_tokens()
-    raw = (tokens.proximal - tokens.behaviour).exp()
-
-    assert torch.equal(limit_importance(raw, NO_LIMITS), raw)
-    assert not loss_of(tokens).metrics["importance_limited_share"].values.any()
-
-
 def test_what_the_limits_do_to_weights() -> None:
     raw = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
 

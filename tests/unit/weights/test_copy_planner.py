@@ -121,24 +121,6 @@ def test_every_element_comes_once(data: st.DataObject) -> None:
     check(shape, data.draw(layouts(shape)), source, target)
 
 
-@given(st.data(), st.integers(1, 5), st.integers(1, 4))
-def test_sharded_training_fills_tensor_parallel_engines(
-    data: st.DataObject, num_ranks: int, tensor_parallel: int
-) -> None:
-    """All workers together read every element of the tensor once; none needs all of it."""
-    rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    shape = (rows * tensor_parallel, columns * tensor_parallel)
-    blocks = chunks(shape, num_ranks)
-    for dim, per_worker in ((0, rows), (1, columns)):  # column-parallel, row-parallel
-        found: list[int] = []
-        for worker in range(tensor_parallel):
-            source = narrowed(whole(shape), dim, worker * per_worker, per_worker)
-            pieces = plan_pieces(shape, blocks, source, whole(source.shape))
-            found += [at for at, _ in moved(shape, blocks, pieces)]
-
-        assert sorted(found) == list(range(math.prod(shape)))
-
-
 def test_a_stacked_parameter_is_filled_from_shards_of_its_parts() -> None:
     q, k = (8, 4), (2, 4)
     parameter = whole((5, 4))  # tensor parallel 2, second worker: four rows of q, one of k
