@@ -418,6 +418,8 @@ class Ledgers(RuleBasedStateMachine):
             assert found["reward"] == sample["reward"]
             assert all(run.stop > run.start for run in self.state.sample(uid).segments())
         assert {str(state): count for state, count in (+self.state.counts).items()} == expected
+        num_cuts = sum(sample["cuts"] for sample in self.model.values())
+        assert self.state.totals.interruptions == num_cuts
 
     def teardown(self) -> None:
         again = LedgerState(self.restores)
