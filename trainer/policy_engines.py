@@ -18,7 +18,7 @@ from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, newest_vers
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.host_offload import HostOffload
-from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 from umbra.trainer.services.services import MANAGER, POOL
 from umbra.trainer.world.signals import StopRequested, StopSignals
@@ -36,7 +36,7 @@ class PolicyEngines:
         config: TrainerConfig,
         session: Session,
         world: World,
-        policy: Policy,
+        policy: TrainModel,
         offload: HostOffload,
         gpu_memory: GpuMemorySeen,
         stop: StopSignals,
@@ -53,7 +53,7 @@ class PolicyEngines:
             SessionSync(session),
             world.rank,
             world.world_size,
-            policy.tensors,
+            policy.published,
             getattr(torch, config.model.compute_dtype),
             locate=offload.locate,
             keeps_memory=not offload.moves_parameters,

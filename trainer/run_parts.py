@@ -29,8 +29,8 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.model_loading import load_policy
-from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.model.model_loading import load_model
+from umbra.trainer.model.train_model import POLICY, REFERENCE
 from umbra.trainer.policy_engines import PolicyEngines
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -181,25 +181,20 @@ class TrainingRun:
         """The policy, and the frozen starting model if a KL term needs it."""
         config, world = self.config, self._world
         with self._display.activity("loading the model"):
-            self._policy = load_policy(config, world.mesh)
-        tensors = list(self._policy.parameters.values())
-        num_parameters = sum(parameter.numel() for parameter in tensors)
+            self._models = {POLICY: load_model(config, world.mesh, trains=True)}
+        num_parameters = self._models[POLICY].num_parameters
         self._display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
-        self._reference = None
         if config.train.kl_coef:
             with self._display.activity("loading the reference model"):
-                self._reference = load_policy(config, world.mesh).freeze()
-            tensors += self._reference.parameters.values()
-        self._optimizer = PolicyOptimizer(self._policy.parameters, config.train)
+                self._models[REFERENCE] = load_model(config, world.mesh, trains=False)
         self._offload = HostOffload(
             config.train.offload,
-            tensors,
-            self._optimizer.adamw,
+            self._models.values(),
             world.device,
             on_release=self._session.report_gpu_memory,
         )
         self._engines = PolicyEngines(
-            *(config, self._session, world, self._policy),
+            *(config, self._session, world, self._models[POLICY]),
             *(self._offload, self._gpu_memory, self._stop),
         )
 
@@ -207,9 +202,7 @@ class TrainingRun:
         state = TrainerState(step=0, version=0, world_size=self._world.world_size, seed=0)
         if resumed_from is not None:
             with self._display.activity("loading the checkpoint"):
-                state = self._checkpoints.load(
-                    resumed_from, self._policy.parameters, self._optimizer.adamw
-                )
+                state = self._checkpoints.load(resumed_from, self._models)
         self.step = self._first_step = self._saved_step = state.step
         self._offload.release_cache()  # loading filled it, and engines are starting
         return state
@@ -230,7 +223,7 @@ class TrainingRun:
     def _make_train_step(self, loss: PolicyLoss) -> None:
         model, train = self.config.model, self.config.train
         builder = MicroBatchBuilder(
-            packed=self._policy.is_packed,
+            packed=self._models[POLICY].is_packed,
             dtype=self._dtype,
             device=self._world.device,
             aggregation=train.loss_aggregation,
@@ -245,9 +238,7 @@ class TrainingRun:
             self._display.note,
             from_lead(self._world, lambda: last_steps(self._run_dir.path)),
         )
-        self._train_step = TrainStep(
-            self._policy, self._optimizer, builder, train, loss, self._reference, check
-        )
+        self._train_step = TrainStep(self._models, builder, train, loss, check)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -337,7 +328,7 @@ class TrainingRun:
             self._forecast.phase("checkpoint"),
             self._display.activity("saving a checkpoint"),
         ):
-            self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
+            self._checkpoints.save(state, self._models)
             if is_lead:
                 rollouts.checkpointed(state.step, state.version, self._checkpoints.steps())
         self._saved_step = self.step
@@ -382,7 +373,7 @@ class TrainingRun:
         if config.train.export and not stopped_by:
             with self._display.activity("exporting the model"):
                 export_policy(
-                    *(self._policy, run_dir.export, self._world),
+                    *(self._models[POLICY], run_dir.export, self._world),
                     source=config.model.path,
                     dtype=self._dtype,
                 )

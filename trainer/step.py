@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
@@ -15,8 +14,7 @@ from umbra.trainer.algorithms.token_terms import kl_terms
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder, RankBatch
-from umbra.trainer.model.optimizer import PolicyOptimizer
-from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
 
 
 @dataclass(slots=True)
@@ -32,25 +30,22 @@ class _Part:
 
 class TrainStep:
     """Does one optimizer step (or a few) on one batch: forward, backward, clip, step. Every rank
-    has one; `run` is collective. `reference` is the frozen starting model, None if `kl_coef` is 0;
-    `check` is None where the batches are not an engine's."""
+    has one; `run` is collective. `models` has the frozen starting model as the reference, unless
+    `kl_coef` is 0; `check` is None where the batches are not an engine's."""
 
     def __init__(
         self,
-        policy: Policy,
-        optimizer: PolicyOptimizer,
+        models: Mapping[str, TrainModel],
         builder: MicroBatchBuilder,
         train: TrainSection,
         loss: PolicyLoss,
-        reference: Policy | None = None,
         check: LogprobCheck | None = None,
     ) -> None:
-        self._policy = policy
-        self._optimizer = optimizer
+        self._policy = models[POLICY]
+        self._reference = models.get(REFERENCE)
         self._builder = builder
         self._train = train
         self._loss = loss
-        self._reference = reference
         self._check = check
 
     def run(self, batch: RankBatch, step: int) -> dict[str, float]:
@@ -62,8 +57,9 @@ class TrainStep:
         return metrics | {"time/train_s": train.seconds}
 
     def _update(self, batch: RankBatch, step: int) -> dict[str, float]:
+        reference = self._reference
         parts = [
-            _Part(micro_batch, self._reference_logprobs(micro_batch))
+            _Part(micro_batch, None if reference is None else reference.logprobs(micro_batch))
             for micro_batch in self._builder.build(batch)
         ]
         metrics: dict[str, float] = {}
@@ -73,7 +69,7 @@ class TrainStep:
             if update == 0:
                 metrics = self._compared(batch, parts, step)
             with span("optimizer"):
-                applied = self._optimizer.step(step)
+                applied = self._policy.step(step)
             if not math.isfinite(applied["grad_norm"]):
                 raise UmbraError(
                     f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}); "
@@ -100,20 +96,19 @@ class TrainStep:
         """Computes the gradients of the whole batch; returns this rank's part of the metrics."""
         totals = MetricTotals()
         for idx, part in enumerate(parts, 1):
-            self._policy.expect_backward(is_last=idx == len(parts))
-            self._backward(part, totals)
+            self._backward(part, totals, is_last=idx == len(parts))
         return totals
 
-    def _backward(self, part: _Part, totals: MetricTotals) -> None:
+    def _backward(self, part: _Part, totals: MetricTotals, *, is_last: bool) -> None:
         """Frees the graph when it returns: the next micro-batch needs the memory."""
         output = self._evaluate(part)
-        torch.autograd.backward(output.loss)
+        self._policy.backward(output.loss, is_last=is_last)
         totals.add(output.metrics, part.micro_batch.weights)
 
     def _evaluate(self, part: _Part) -> LossOutput:
         """The loss with its KL term, and the metrics of both."""
         train, micro_batch = self._train, part.micro_batch
-        scores = self._policy.scores(micro_batch, with_entropy=train.log_entropy)
+        scores = self._policy.score(micro_batch, with_entropy=train.log_entropy)
         if part.proximal_logprobs is None:
             part.proximal_logprobs = scores.logprobs.detach()
         inputs = LossInputs(
@@ -134,8 +129,3 @@ class TrainStep:
             loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
             metrics["reference_kl"] = LossMetric(terms)
         return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)
-
-    def _reference_logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
-        if self._reference is None:
-            return None
-        return self._reference.reference_logprobs(micro_batch)

@@ -52,6 +52,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     read_trainer_state,
     reading_checkpoint,
 )
+from umbra.trainer.model.train_model import POLICY, TrainModel
 from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
@@ -90,19 +91,13 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def save(
-        self,
-        state: TrainerState,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-    ) -> Path:
-        """Writes a checkpoint and removes the oldest beyond `keep`, except the best. Raises
-        RunDirectoryError on every rank if the disk is full or the directory was removed; earlier
-        checkpoints stay unchanged."""
+    def save(self, state: TrainerState, models: Mapping[str, TrainModel]) -> Path:
+        """Writes a checkpoint of the models that are trained, and removes the oldest beyond `keep`,
+        except the best. Raises RunDirectoryError on every rank if the disk is full or the directory
+        was removed; earlier checkpoints stay unchanged."""
         self.folder = from_lead(self._world, self._locate)
         target = self.path(state.step)
-        _start_moments(optimizer)  # parameters without gradient have none; `load` needs all
-        tensors = _tensors(parameters, optimizer)
+        tensors = _tensors(models)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         from_lead(self._world, lambda: self._prepare(target, nbytes))
         writer = _Writer(target, nbytes)
@@ -117,15 +112,12 @@ class CheckpointStore:
             raise
         return target
 
-    def load(
-        self, path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> TrainerState:
+    def load(self, path: Path, models: Mapping[str, TrainModel]) -> TrainerState:
         """Loads a checkpoint in place. Raises ConfigError if it is incomplete or of another model,
         RunDirectoryError if one of its files cannot be read."""
         state = read_trainer_state(path)
-        _start_moments(optimizer)
         random_state = _random_state(self._world.rank)
-        _read(path, _tensors(parameters, optimizer), random_state)
+        _read(path, _tensors(models), random_state)
         for value in random_state.values():
             torch.set_rng_state(value)
         barrier()
@@ -264,19 +256,20 @@ class _Reader(FileSystemReader):
         return super().read_data(replace(plan, items=[]), planner)  # returns a completed future
 
 
-def _tensors(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """The live tensors by flat name (DTensors: each rank holds its part)."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    tensors: dict[str, Tensor] = {
-        f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()
-    }
-    for parameter, moments in cast(
-        "dict[nn.Parameter, dict[str, Tensor]]", optimizer.state
-    ).items():
-        for kind, value in moments.items():
-            tensors[f"{_OPTIMIZER}{names[id(parameter)]}.{kind}"] = value
+def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
+    """The live tensors by flat name (DTensors: each rank holds its part). Names of models other
+    than the policy begin with the model's."""
+    tensors: dict[str, Tensor] = {}
+    for model_name, model in models.items():
+        if model.adamw is None:
+            continue
+        prefix = "" if model_name == POLICY else f"{model_name}/"
+        _start_moments(model.adamw)  # parameters without gradient have none; `load` needs all
+        states = cast("dict[nn.Parameter, dict[str, Tensor]]", model.adamw.state)
+        for name, parameter in model.parameters.items():
+            tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
+            for kind, value in states.get(parameter, {}).items():
+                tensors[f"{prefix}{_OPTIMIZER}{name}.{kind}"] = value
     return tensors
 
 

@@ -27,8 +27,8 @@ from umbra.trainer.checkpoint.run_dir import recorded_model
 from umbra.trainer.checkpoint.trainer_state import is_complete
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import prepare_causal_lm
-from umbra.trainer.model.policy import Policy
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
+from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, writing
 from umbra.trainer.world.world import World, barrier, from_lead
 
@@ -138,7 +138,7 @@ class _Tensors:
 
 
 def export_policy(
-    policy: Policy, target: Path, world: World, *, source: Path, dtype: torch.dtype
+    policy: TrainModel, target: Path, world: World, *, source: Path, dtype: torch.dtype
 ) -> Path:
     """Writes config, safetensors in `dtype` and the tokenizer of `source`, where training started,
     to `target`. Collective.
@@ -169,11 +169,11 @@ def write_whole_model(
         correct_config(folder / "config.json", dtype)
 
 
-def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor]:
+def _gather(policy: TrainModel, world: World, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
-    for name, tensor in policy.tensors.items():
+    for name, tensor in policy.published.items():
         data = tensor.detach()
         if id(tensor) not in wholes:
             whole = data.full_tensor() if isinstance(data, DTensor) else data

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.weights.shards import local_part
+from umbra.trainer.model.train_model import TrainModel
 
 Offload = Literal["none", "optimizer", "all"]
 
@@ -31,22 +32,20 @@ class HostOffload:
     Each rank moves its own shards; nothing here is collective. Storages shrink to nothing and
     grow again under the tensors, so parameters, FSDP's views and the optimizer's state stay
     the same objects. Between `send_away` and `bring_back`, only `locate` may read them.
-    `optimizer` may get its state later. On CUDA, `on_release` gets the bytes that torch still
+    Optimizers may get their state later. On CUDA, `on_release` gets the bytes that torch still
     has allocated and reserved.
     """
 
     def __init__(
         self,
         mode: Offload,
-        parameters: Sequence[Tensor],
-        optimizer: torch.optim.Optimizer,
+        models: Collection[TrainModel],
         device: torch.device,
         on_release: Callable[[int, int], None] = _ignore,
     ) -> None:
         self.is_away = False
         self._mode = mode
-        self._parameters = parameters
-        self._optimizer = optimizer
+        self._models = models
         self._device = device
         self._on_release = on_release
         self._copies: dict[int, _HostCopy] = {}
@@ -116,9 +115,12 @@ class HostOffload:
         return seconds
 
     def _tensors(self) -> Iterator[Tensor]:
-        candidates = list(self._parameters) if self._mode == "all" else []
-        for state in cast("dict[Tensor, dict[str, Tensor]]", self._optimizer.state).values():
-            candidates += [value for value in state.values() if value.ndim > 0]
+        candidates: list[Tensor] = []
+        if self._mode == "all":
+            candidates += [p for model in self._models for p in model.parameters.values()]
+        for adamw in [model.adamw for model in self._models if model.adamw]:
+            for state in cast("dict[Tensor, dict[str, Tensor]]", adamw.state).values():
+                candidates += [value for value in state.values() if value.ndim > 0]
         seen: set[int] = set()
         for tensor in map(local_part, candidates):
             key = _storage_key(tensor)

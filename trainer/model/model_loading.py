@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -19,40 +18,28 @@ from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.policy import Policy
 from umbra.trainer.model.stored_weights import StoredWeights
+from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
 
 logger = logging.getLogger(__name__)
 
 _FIXED: Final = "fixed"  # any name for which transformers' rotary modules change nothing
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
-    """A model whose parameters may still have to be read."""
-
-    model: nn.Module
-    is_packed: bool
-    weights: StoredWeights | None  # to be read into parameters on the meta device; None: loaded
-
-
-def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
+def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> TrainModel:
     """Shards the configured model over the ranks of the mesh. Collective."""
     prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
     context_len = config.pool.max_context_len or default_context_len(config.model.path)
     fix_rotary_frequencies(prepared.model, context_len)
-    return Policy(
-        prepared.model,
-        mesh,
-        is_packed=prepared.is_packed,
+    passes = PassSettings(
         compute_dtype=getattr(torch, config.model.compute_dtype),
         wrap=config.model.fsdp_wrap,
         temperature=config.rollout.temperature,
         truncation=Truncation(config.rollout.top_p, config.rollout.top_k),
         recomputes=config.train.activation_checkpointing == "full",
         compiles=config.train.compile,
-        weights=prepared.weights,
     )
+    return TrainModel(prepared, mesh, passes, config.train if trains else None)
 
 
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
@@ -73,7 +60,7 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     model = _from_pretrained(section, dtype)
     if is_packed:
         _pack(model)
-    return PreparedModel(model, is_packed, None)
+    return PreparedModel(model, is_packed)
 
 
 def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, assert_never
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,38 +57,31 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> t
     )
 
 
-class PolicyOptimizer:
-    """Clips gradients, sets the learning rate and steps."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
-        self.adamw = make_adamw(parameters, train)
-        self._parameters = list(parameters.values())
-        self._train = train
-
-    def step(self, step: int) -> dict[str, float]:
-        """Applies and clears the gradients of optimizer step `step` (from 0). Collective. Returns
-        `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters are
-        unchanged, and the caller must act on it."""
-        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
-        norm = global_norm(gradients)
-        rate = self._train.learning_rate * learning_rate_factor(
-            step,
-            schedule=self._train.schedule,
-            warmup_steps=self._train.num_warmup_steps,
-            total_steps=self._train.total_steps,
-            min_ratio=self._train.min_lr_ratio,
-        )
-        if math.isfinite(norm):
-            limit = self._train.max_grad_norm
-            if limit and norm > limit:
-                for gradient in gradients:
-                    gradient.mul_(limit / norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            adamw: Any = self.adamw
-            adamw.step()
-        self.adamw.zero_grad()
-        return {"grad_norm": norm, "learning_rate": rate}
+def optimizer_step(
+    adamw: torch.optim.AdamW, parameters: Sequence[nn.Parameter], train: TrainSection, step: int
+) -> dict[str, float]:
+    """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
+    Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters
+    are unchanged, and the caller must act on it."""
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    norm = global_norm(gradients)
+    rate = train.learning_rate * learning_rate_factor(
+        step,
+        schedule=train.schedule,
+        warmup_steps=train.num_warmup_steps,
+        total_steps=train.total_steps,
+        min_ratio=train.min_lr_ratio,
+    )
+    if math.isfinite(norm):
+        limit = train.max_grad_norm
+        if limit and norm > limit:
+            for gradient in gradients:
+                gradient.mul_(limit / norm)
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        cast("Any", adamw).step()
+    adamw.zero_grad()
+    return {"grad_norm": norm, "learning_rate": rate}
 
 
 def global_norm(local_gradients: list[Tensor]) -> float:

@@ -25,9 +25,9 @@ from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.model.policy import wraps_layers
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import scoring_nbytes
+from umbra.trainer.model.train_model import wraps_layers
 from umbra.trainer.services.pool_placement import engine_device
 from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
 

@@ -15,9 +15,9 @@ from umbra.runtime.weights.shards import find_aliases
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
-from umbra.trainer.model.model_loading import load_policy, prepare_causal_lm
+from umbra.trainer.model.model_loading import load_model, prepare_causal_lm
 from umbra.trainer.model.packing import Sample, pack, packing_order
-from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
 from umbra.trainer.world.world import World
 
 
@@ -34,29 +34,27 @@ def _compare(world: World, folder: str, dtype_name: str, wrap: Any) -> dict[str,
     model, is_packed = load_whole_model(section, dtype)
     assert prepared.is_packed == is_packed
     held = [p.is_meta for p in prepared.model.parameters()]
-    ours = Policy(
-        prepared.model,
-        world.mesh,
-        is_packed=is_packed,
-        compute_dtype=dtype,
-        wrap=wrap,
-        weights=prepared.weights,
-    )
-    theirs = Policy(model, world.mesh, is_packed=is_packed, compute_dtype=dtype, wrap=wrap)
-    assert list(ours.tensors) == list(theirs.tensors)
-    assert find_aliases(ours.tensors) == find_aliases(theirs.tensors)
+    passes = PassSettings(compute_dtype=dtype, wrap=wrap)
+    ours = TrainModel(prepared, world.mesh, passes)
+    theirs = TrainModel(PreparedModel(model, is_packed), world.mesh, passes)
+    assert list(ours.published) == list(theirs.published)
+    assert find_aliases(ours.published) == find_aliases(theirs.published)
     return {
         "sharded": all(held),
-        "tensors": len(ours.tensors),
+        "tensors": len(ours.published),
         "unequal": [
-            name for name, value in theirs.tensors.items() if not _equal(ours.tensors[name], value)
+            name
+            for name, value in theirs.published.items()
+            if not _equal(ours.published[name], value)
         ],
         "unequal_buffers": [
             name
             for name, value in theirs.model.named_buffers()
             if not _equal(ours.model.get_buffer(name), value)
         ],
-        "same_logprobs": torch.equal(_logprobs(ours, world), _logprobs(theirs, world)),
+        "same_logprobs": torch.equal(
+            _logprobs(ours, world, dtype), _logprobs(theirs, world, dtype)
+        ),
     }
 
 
@@ -83,7 +81,7 @@ def _score_beside(
         },
         "config",
     )
-    policy = load_policy(config, world.mesh)
+    policy = load_model(config, world.mesh, trains=False)
     draw = np.random.default_rng(0)
     samples = [
         Sample(
@@ -105,7 +103,7 @@ def _score_beside(
         places=np.zeros(0, np.int64),
     )
     with torch.no_grad():
-        logprobs = policy.scores(micro_batch).logprobs
+        logprobs = policy.score(micro_batch).logprobs
     start = sum(len(sample.generated) for sample in ordered[: order.index(0)])
     every = cast("list[float]", cast("Any", logprobs).tolist())
     return every[start:][: len(samples[0].generated)]
@@ -118,12 +116,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 @torch.no_grad()
-def _logprobs(policy: Policy, world: World) -> torch.Tensor:
+def _logprobs(policy: TrainModel, world: World, dtype: torch.dtype) -> torch.Tensor:
     builder = MicroBatchBuilder(
         packed=policy.is_packed,
-        dtype=policy.compute_dtype,
+        dtype=dtype,
         device=world.device,
         aggregation="token",
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    return policy.scores(builder.build(rank_batch(world, 3, 1))[0]).logprobs
+    return policy.score(builder.build(rank_batch(world, 3, 1))[0]).logprobs

@@ -20,8 +20,7 @@ from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.optimizer import PolicyOptimizer
-from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.world import World
 
@@ -71,14 +70,12 @@ def check_step(
         batch.logprobs[wrong_token] -= 1.0
     section = ModelSection(path=Path(trainer or engine))
     model, is_packed = load_whole_model(section, torch.float32)
-    policy = Policy(
-        model,
-        world.mesh,
-        is_packed=is_packed,
+    passes = PassSettings(
         compute_dtype=getattr(torch, dtype),
         temperature=temperature,
         truncation=Truncation(*truncation),
     )
+    policy = TrainModel(PreparedModel(model, is_packed), world.mesh, passes, settings)
     builder = MicroBatchBuilder(
         packed=is_packed,
         dtype=getattr(torch, dtype),
@@ -97,8 +94,7 @@ def check_step(
         warnings.append,
         [] if differed_by is None else [earlier, {}],
     )
-    optimizer = PolicyOptimizer(policy.parameters, settings)
-    step = TrainStep(policy, optimizer, builder, settings, load_loss(settings.loss), check=check)
+    step = TrainStep({POLICY: policy}, builder, settings, load_loss(settings.loss), check)
     before = full_parameters(policy)
     metrics: list[dict[str, float]] = []
     error = ""

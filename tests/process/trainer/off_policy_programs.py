@@ -36,8 +36,7 @@ from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.optimizer import PolicyOptimizer
-from umbra.trainer.model.policy import Policy
+from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.world.world import World
 
 PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]
@@ -57,10 +56,10 @@ def changed(changes: dict[str, Any]) -> TrainSection:
 def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
     """Three steps on tokens of another policy: parameters, metrics, and the model's passes."""
     train = changed(changes)
-    policy = make_policy(world)
+    policy = make_policy(world, train)
     builder = make_builder(world, policy, train)
     # A policy's first pass has others besides it, which compare its head with the model's own.
-    policy.reference_logprobs(builder.build(rank_batch(world, 0, 1))[0])
+    policy.logprobs(builder.build(rank_batch(world, 0, 1))[0])
     passes = 0
 
     def count(*_: object) -> None:
@@ -69,7 +68,7 @@ def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -
 
     model: Any = policy.model
     model.get_decoder().register_forward_hook(count)
-    train_step, _ = make_train_step(world, policy, train)
+    train_step = make_train_step(world, policy, train)
     metrics = [
         train_step.run(rank_batch(world, seed, num_micro_batches), seed) for seed in range(3)
     ]
@@ -79,15 +78,13 @@ def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -
 def train_by_hand(world: World, changes: dict[str, Any], num_micro_batches: int) -> Arrays:
     """`train_steps` as the papers have it: the proximal policy has a pass of its own."""
     train = changed(changes)
-    policy = make_policy(world)
+    policy = make_policy(world, train)
     builder = make_builder(world, policy, train)
-    optimizer = PolicyOptimizer(policy.parameters, train)
     for seed in range(3):
         micro_batches = builder.build(rank_batch(world, seed, num_micro_batches))
-        proximal = [policy.reference_logprobs(micro_batch) for micro_batch in micro_batches]
+        proximal = [policy.logprobs(micro_batch) for micro_batch in micro_batches]
         for _ in range(train.updates_per_batch):
             for idx, micro_batch in enumerate(micro_batches):
-                policy.expect_backward(is_last=idx == len(micro_batches) - 1)
                 inputs = LossInputs(
                     rollout_logprobs=micro_batch.rollout_logprobs,
                     proximal_logprobs=proximal[idx],
@@ -95,18 +92,18 @@ def train_by_hand(world: World, changes: dict[str, Any], num_micro_batches: int)
                     weights=micro_batch.weights,
                     sample_lens=micro_batch.sample_lens,
                 )
-                result = decoupled_loss(policy.scores(micro_batch).logprobs, inputs, train)
-                torch.autograd.backward(result.loss)
-            optimizer.step(seed)
+                result = decoupled_loss(policy.score(micro_batch).logprobs, inputs, train)
+                policy.backward(result.loss, is_last=idx == len(micro_batches) - 1)
+            policy.step(seed)
     return full_parameters(policy)
 
 
 def train_on_policy(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
     """Three steps, each on tokens of the policy as it is; [parameters, metrics of each step]."""
     train = changed(changes)
-    policy = make_policy(world)
+    policy = make_policy(world, train)
     builder = make_builder(world, policy, train)
-    train_step, _ = make_train_step(world, policy, train)
+    train_step = make_train_step(world, policy, train)
     metrics: list[dict[str, float]] = []
     for seed in range(3):
         batch = rank_batch(world, seed, num_micro_batches)
@@ -115,32 +112,34 @@ def train_on_policy(world: World, changes: dict[str, Any], num_micro_batches: in
     return [full_parameters(policy), metrics]
 
 
-def recomputed(policy: Policy, builder: MicroBatchBuilder, batch: RankBatch) -> NDArray[np.float32]:
+def recomputed(
+    policy: TrainModel, builder: MicroBatchBuilder, batch: RankBatch
+) -> NDArray[np.float32]:
     """The batch's logprobs under the policy, in the batch's order; 0 where not generated."""
     numbered = replace(batch, logprobs=np.arange(len(batch.tokens), dtype=np.float32))
     found = np.zeros(len(batch.tokens), np.float32)
     for micro_batch in builder.build(numbered):
         places = micro_batch.rollout_logprobs.long().numpy()
         counted = whole(micro_batch.weights) > 0  # not so in padding
-        found[places[counted]] = whole(policy.reference_logprobs(micro_batch))[counted]
+        found[places[counted]] = whole(policy.logprobs(micro_batch))[counted]
     return found
 
 
 def resume_after_two_steps(world: World, changes: dict[str, Any], folder: str) -> list[Arrays]:
     """Parameters after three steps at a stretch, and with a checkpoint between."""
     train = changed(changes)
-    policy = make_policy(world)
-    train_step, optimizer = make_train_step(world, policy, train)
+    policy = make_policy(world, train)
+    train_step = make_train_step(world, policy, train)
     for seed in range(2):
         train_step.run(rank_batch(world, seed, 2), seed)
     store = CheckpointStore(Path(folder), world, keep=1)
     state = TrainerState(step=2, version=2, world_size=world.world_size, seed=0)
-    store.save(state, policy.parameters, optimizer.adamw)
+    store.save(state, {POLICY: policy})
     train_step.run(rank_batch(world, 2, 2), 2)
 
-    resumed = make_policy(world)
-    train_step, optimizer = make_train_step(world, resumed, train)
-    store.load(Path(folder) / "step-000002", resumed.parameters, optimizer.adamw)
+    resumed = make_policy(world, train)
+    train_step = make_train_step(world, resumed, train)
+    store.load(Path(folder) / "step-000002", {POLICY: resumed})
     train_step.run(rank_batch(world, 2, 2), 2)
     return [full_parameters(policy), full_parameters(resumed)]
 
@@ -172,13 +171,8 @@ def generate_and_recompute(
     for version, folder in enumerate(folders):
         section = ModelSection(path=Path(folder), attention=attention)
         model, is_packed = load_whole_model(section, torch.float32)
-        policy = Policy(
-            model,
-            world.mesh,
-            is_packed=is_packed,
-            compute_dtype=torch.float32,
-            temperature=temperature,
-        )
+        passes = PassSettings(compute_dtype=torch.float32, temperature=temperature)
+        policy = TrainModel(PreparedModel(model, is_packed), world.mesh, passes)
         builder = make_builder(world, policy, TRAIN)
         arrays[str(version)] = recomputed(policy, builder, batch)[batch.mask == 1]
     return arrays

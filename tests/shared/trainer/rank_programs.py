@@ -37,9 +37,15 @@ from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.policy import Policy, Wrap
+from umbra.trainer.model.train_model import (
+    POLICY,
+    REFERENCE,
+    PassSettings,
+    PreparedModel,
+    TrainModel,
+    Wrap,
+)
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.world import World, agree_on_signal, barrier, from_lead, share_cores
 
@@ -53,27 +59,26 @@ TRAIN = TrainSection(
 
 def make_policy(
     world: World,
+    train: TrainSection | None = TRAIN,
     *,
     packed: bool = True,
     wrap: Wrap = "root",
     kind: str = "qwen3",
     recomputes: bool = False,
     compiles: bool = False,
-) -> Policy:
+) -> TrainModel:
     model = make_model(kind)
     if packed:
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
-    return Policy(
-        model,
-        world.mesh,
-        is_packed=packed,
+    passes = PassSettings(
         compute_dtype=torch.float32,
         wrap=wrap,
         temperature=0.9,
         recomputes=recomputes,
         compiles=compiles,
     )
+    return TrainModel(PreparedModel(model, packed), world.mesh, passes, train)
 
 
 def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
@@ -111,12 +116,10 @@ def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
 
 
 def make_train_step(
-    world: World, policy: Policy, train: TrainSection, reference: Policy | None = None
-) -> tuple[TrainStep, PolicyOptimizer]:
-    optimizer = PolicyOptimizer(policy.parameters, train)
-    builder = make_builder(world, policy, train)
-    loss = load_loss(train.loss)
-    return TrainStep(policy, optimizer, builder, train, loss, reference), optimizer
+    world: World, policy: TrainModel, train: TrainSection, reference: TrainModel | None = None
+) -> TrainStep:
+    models = {POLICY: policy} if reference is None else {POLICY: policy, REFERENCE: reference}
+    return TrainStep(models, make_builder(world, policy, train), train, load_loss(train.loss))
 
 
 def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
@@ -131,7 +134,7 @@ def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection)
     return LossOutput(-(inputs.weights * inputs.advantages * logprobs).sum(), metrics)
 
 
-def make_builder(world: World, policy: Policy, train: TrainSection) -> MicroBatchBuilder:
+def make_builder(world: World, policy: TrainModel, train: TrainSection) -> MicroBatchBuilder:
     return MicroBatchBuilder(
         packed=policy.is_packed,
         dtype=torch.float32,
@@ -174,7 +177,7 @@ def whole(tensor: Any) -> NDArray[Any]:
     return full.detach().cpu().numpy().copy()
 
 
-def full_parameters(policy: Policy) -> Arrays:
+def full_parameters(policy: TrainModel) -> Arrays:
     return {name: whole(parameter.data) for name, parameter in policy.parameters.items()}
 
 
@@ -192,24 +195,28 @@ def train_and_return_parameters(
     offload: Offload = "none",
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
-    policy = make_policy(world, packed=packed, wrap=wrap, recomputes=recomputes, compiles=compiles)
-    reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
-    train_step, optimizer = make_train_step(world, policy, train, reference)
-    tensors = [p for one in (policy, reference) if one for p in one.parameters.values()]
-    mover = HostOffload(offload, tensors, optimizer.adamw, world.device)
+    policy = make_policy(
+        world, train, packed=packed, wrap=wrap, recomputes=recomputes, compiles=compiles
+    )
+    reference = make_policy(world, None, packed=packed, wrap=wrap) if train.kl_coef else None
+    train_step = make_train_step(world, policy, train, reference)
+    models = [policy] if reference is None else [policy, reference]
+    tensors = [p for model in models for p in model.parameters.values()]
+    mover = HostOffload(offload, models, world.device)
     metrics: list[dict[str, float]] = []
     with scored_in_chunks() if chunked else nullcontext():
         for seed in range(num_steps):
             metrics.append(train_step.run(rank_batch(world, seed, micro_batches), seed))
-            check_away_and_back(mover, offload, tensors, optimizer)
+            check_away_and_back(mover, offload, tensors, policy)
     return full_parameters(policy), metrics
 
 
 def check_away_and_back(
-    mover: HostOffload, mode: Offload, tensors: Sequence[Any], optimizer: PolicyOptimizer
+    mover: HostOffload, mode: Offload, tensors: Sequence[Any], policy: TrainModel
 ) -> None:
     """Everything that is to go is gone, and can be read all the same."""
-    states: Any = optimizer.adamw.state.values()
+    assert policy.adamw is not None
+    states: Any = policy.adamw.state.values()
     moments: list[Any] = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
     before = [tensor.detach().to_local().clone() for tensor in (*tensors, *moments)]
     for _ in range(2):
@@ -254,7 +261,8 @@ def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDA
     if packed:
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
-    policy = Policy(model, world.mesh, is_packed=packed, compute_dtype=torch.bfloat16)
+    passes = PassSettings(compute_dtype=torch.bfloat16)
+    policy = TrainModel(PreparedModel(model, packed), world.mesh, passes, TRAIN)
     builder = MicroBatchBuilder(
         packed=packed,
         dtype=torch.bfloat16,
@@ -263,7 +271,7 @@ def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDA
         max_new_tokens=MAX_NEW_TOKENS,
     )
     (micro_batch,) = builder.build(rank_batch(world, 3, 1))
-    scores = policy.scores(micro_batch)
+    scores = policy.score(micro_batch)
     torch.autograd.backward(scores.logprobs.sum())
     (of_keys,) = (p for n, p in policy.parameters.items() if "layers.0.self_attn.k_proj" in n)
     assert of_keys.grad is not None
@@ -273,12 +281,12 @@ def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDA
 def save_after_two_steps(world: World, folder: str) -> Arrays:
     """Trains two steps and saves; returns what was saved."""
     policy = make_policy(world)
-    train_step, optimizer = make_train_step(world, policy, TRAIN)
+    train_step = make_train_step(world, policy, TRAIN)
     for seed in range(2):
         train_step.run(rank_batch(world, seed, 1), seed)
     state = TrainerState(step=2, version=7, world_size=world.world_size, seed=0, ledger="1-0-512")
-    CheckpointStore(Path(folder), world, keep=2).save(state, policy.parameters, optimizer.adamw)
-    return full_parameters(policy) | full_moments(policy, optimizer)
+    CheckpointStore(Path(folder), world, keep=2).save(state, {POLICY: policy})
+    return full_parameters(policy) | full_moments(policy)
 
 
 def save_and_load_with_an_unused_parameter(world: World, folder: str) -> list[bool]:
@@ -287,25 +295,27 @@ def save_and_load_with_an_unused_parameter(world: World, folder: str) -> list[bo
     for is_first in (True, False):
         model = make_model()
         model.model.unused = torch.nn.Parameter(torch.ones(4))
-        policy = Policy(model, world.mesh, is_packed=False, compute_dtype=torch.float32)
-        train_step, optimizer = make_train_step(world, policy, TRAIN)
+        passes = PassSettings(compute_dtype=torch.float32)
+        policy = TrainModel(PreparedModel(model, False), world.mesh, passes, TRAIN)
+        train_step = make_train_step(world, policy, TRAIN)
         store = CheckpointStore(Path(folder), world, keep=2)
         if is_first:
             train_step.run(rank_batch(world, 0, 1), 0)
             state = TrainerState(step=1, version=1, world_size=world.world_size, seed=0)
-            store.save(state, policy.parameters, optimizer.adamw)
+            store.save(state, {POLICY: policy})
         else:
-            store.load(store.folder / "step-000001", policy.parameters, optimizer.adamw)
-        kept.append(full_parameters(policy) | full_moments(policy, optimizer))
+            store.load(store.folder / "step-000001", {POLICY: policy})
+        kept.append(full_parameters(policy) | full_moments(policy))
     saved, loaded = kept
     return [np.array_equal(saved[name], loaded[name]) for name in loaded]
 
 
-def full_moments(policy: Policy, optimizer: PolicyOptimizer) -> Arrays:
+def full_moments(policy: TrainModel) -> Arrays:
+    assert policy.adamw is not None
     return {
         f"{name}.{kind}": whole(value)
         for name, parameter in policy.parameters.items()
-        for kind, value in optimizer.adamw.state[parameter].items()
+        for kind, value in policy.adamw.state[parameter].items()
     }
 
 
@@ -314,18 +324,16 @@ def load_checkpoint(world: World, path: str) -> list[Any]:
     policy = make_policy(world)
     for parameter in policy.parameters.values():
         parameter.data.fill_(0.5)
-    _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(path).parent, world, keep=2)
-    state = store.load(Path(path), policy.parameters, optimizer.adamw)
-    return [asdict(state), full_parameters(policy) | full_moments(policy, optimizer)]
+    state = store.load(Path(path), {POLICY: policy})
+    return [asdict(state), full_parameters(policy) | full_moments(policy)]
 
 
 def load_into_another_model(world: World, path: str) -> str:
     """The error when a checkpoint does not fit."""
     policy = make_policy(world, packed=False, kind="llama")
-    _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(path).parent, world, keep=2)
-    return said_by(lambda: store.load(Path(path), policy.parameters, optimizer.adamw))
+    return said_by(lambda: store.load(Path(path), {POLICY: policy}))
 
 
 def load_half_a_file(world: World, folder: str) -> str:
@@ -335,21 +343,19 @@ def load_half_a_file(world: World, folder: str) -> str:
     for file in path.glob("*.distcp"):
         os.truncate(file, file.stat().st_size // 2)
     policy = make_policy(world)
-    _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(folder), world, keep=1)
-    return said_by(lambda: store.load(path, policy.parameters, optimizer.adamw))
+    return said_by(lambda: store.load(path, {POLICY: policy}))
 
 
 def load_damaged(world: World, checkpoint: str, folder: str) -> dict[str, str]:
     """The errors when a file of a checkpoint is damaged, by file and damage."""
     policy = make_policy(world)
-    _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(folder), world, keep=1)
 
     def damage_and_load(name: str, kept: float | None) -> str:
         copy = Path(folder) / f"{name}-{kept}"
         from_lead(world, lambda: _copy_damaged(Path(checkpoint), copy, name, kept))
-        return said_by(lambda: store.load(copy, policy.parameters, optimizer.adamw))
+        return said_by(lambda: store.load(copy, {POLICY: policy}))
 
     files = ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json")
     done = {"halved": 0.5, "emptied": 0.0, "removed": None}
@@ -400,11 +406,10 @@ def said_by(action: Callable[[], object]) -> str:
 
 def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
     policy = make_policy(world)
-    _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(folder), world, keep)
     for step in steps:
         state = TrainerState(step=step, version=step, world_size=world.world_size, seed=0)
-        store.save(state, policy.parameters, optimizer.adamw)
+        store.save(state, {POLICY: policy})
 
 
 def save_anew_cut_short(world: World, folder: str, step: int) -> str:
@@ -475,7 +480,8 @@ def export_onto(world: World, source: str, disk: str, left: list[int]) -> list[s
 def export_model(world: World, source: str, target: str, dtype: str) -> None:
     """Loads the model directory, and exports it again."""
     model, is_packed = load_whole_model(ModelSection(path=Path(source)), torch.float32)
-    policy = Policy(model, world.mesh, is_packed=is_packed, compute_dtype=torch.float32)
+    passes = PassSettings(compute_dtype=torch.float32)
+    policy = TrainModel(PreparedModel(model, is_packed), world.mesh, passes)
     export_policy(policy, Path(target), world, source=Path(source), dtype=getattr(torch, dtype))
 
 

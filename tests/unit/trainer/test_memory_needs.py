@@ -26,7 +26,7 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
-from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
 from umbra.trainer.services.memory_needs import (
     LargestMicroBatch,
     ModelSizes,

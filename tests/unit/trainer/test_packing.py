@@ -20,7 +20,7 @@ from umbra.trainer.model.packed_attention import (
     register_packed_attention,
 )
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
-from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
 
 CPU = torch.device("cpu")
 

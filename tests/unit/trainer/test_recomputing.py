@@ -13,7 +13,7 @@ from training_models import make_model
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.model.compiling import recompute_blocks
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
 
 
 def count_runs(module: nn.Module, runs: list[int], idx: int) -> None:

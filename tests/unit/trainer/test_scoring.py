@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.model.micro_batches import PaddedInputs
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
 from umbra.trainer.model.token_scoring import score_hidden, score_logits
+from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
 CHUNK = 7  # tokens; does not divide 53

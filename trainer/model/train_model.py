@@ -1,4 +1,4 @@
-"""The model in training: sharded over the ranks, computing log-probabilities of tokens.
+"""A model of a run: sharded over the ranks, scoring tokens and, if it is trained, updated.
 
 M: tokens to score; E: hidden size; V: vocabulary.
 """
@@ -21,12 +21,17 @@ from torch.distributed.fsdp import (
 )
 
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
+from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
+from umbra.trainer.model.optimizer import make_adamw, optimizer_step
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import score_hidden, score_logits
 
+POLICY: Final = "policy"
+REFERENCE: Final = "reference"
+"""The frozen starting model."""
 # Up to this size, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
 
@@ -52,47 +57,55 @@ class TokenScores:
     entropy: Tensor | None
 
 
-class Policy:
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model whose parameters may still have to be read. It has the same parameters in their
+    master dtype on every rank, or has them on the meta device for `weights` to fill."""
+
+    model: nn.Module
+    is_packed: bool  # by `packed_attention`
+    weights: StoredWeights | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSettings:
+    """How a model computes. Log-probabilities are of softmax(logits / temperature), among the
+    tokens that `truncation` keeps and the scored token."""
+
+    compute_dtype: torch.dtype  # parameters are cast to it as they are gathered
+    wrap: Wrap = "auto"
+    temperature: float = 1.0
+    truncation: Truncation = WHOLE
+    recomputes: bool = False
+    compiles: bool = False
+
+
+class TrainModel:
     """A causal language model, sharded by FSDP2 (`fully_shard`). Every rank has one.
 
-    Gradients are summed over ranks: each rank's loss is its share of the global loss. `model` has
-    the same parameters in their master dtype on every rank, or has them on the meta device for
-    `weights` to fill; they are cast to `compute_dtype` as they are gathered. Log-probabilities are
-    of softmax(logits / temperature), among the tokens that `truncation` keeps and the scored token.
+    With `train`, it is trained by those settings, and `adamw` is its optimizer; without, it is
+    frozen. Gradients are summed over ranks: each rank's loss is its share of the global loss.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        prepared: PreparedModel,
         mesh: DeviceMesh,
-        *,
-        is_packed: bool,
-        compute_dtype: torch.dtype,
-        wrap: Wrap = "auto",
-        temperature: float = 1.0,
-        truncation: Truncation = WHOLE,
-        recomputes: bool = False,
-        compiles: bool = False,
-        weights: StoredWeights | None = None,
+        passes: PassSettings,
+        train: TrainSection | None = None,
     ) -> None:
-        if compiles:
+        model, weights = prepared.model, prepared.weights
+        if passes.compiles:
             compile_blocks(model)
-        if recomputes:
+        if passes.recomputes:
             recompute_blocks(model)
-        self.is_packed = is_packed
-        self.compute_dtype = compute_dtype
-        self._temperature = temperature
-        self._truncation = truncation
-        self._scorer = _Scorer(model, compiles=compiles, recomputes=recomputes)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._wraps_layers = wraps_layers(wrap, num_parameters)
-        dtype = next(model.parameters()).dtype
-        _shard(
-            self._scorer,
-            mesh,
-            self._wraps_layers,
-            None if dtype == compute_dtype else compute_dtype,
-        )
+        self.is_packed = prepared.is_packed
+        self._passes = passes
+        self._train = train
+        self._scorer = _Scorer(model, compiles=passes.compiles, recomputes=passes.recomputes)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._wraps_layers = wraps_layers(passes.wrap, self.num_parameters)
+        _shard(self._scorer, mesh, self._wraps_layers, passes.compute_dtype)
         if weights is not None:
             _allocate(self._scorer, mesh)
         # FSDP swaps in gathered parameters during a pass; these objects are the permanent ones.
@@ -100,8 +113,10 @@ class Policy:
         persistent = model.state_dict().keys() - self._parameters.keys()
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
         if weights is not None:
-            weights.fill(self.tensors)
-        self.num_parameters = num_parameters
+            weights.fill(self.published)
+        if train is None:
+            model.requires_grad_(False)
+        self.adamw = None if train is None else make_adamw(self.parameters, train)
         self._is_compared = False
 
     @property
@@ -118,33 +133,27 @@ class Policy:
         return {name: self._parameters[name] for name in seen.values()}
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
+    def published(self) -> dict[str, Tensor]:
         """The tensors that engines load, by Hugging Face name; tied names share one tensor."""
         return {**self._parameters, **self._buffers}
 
-    def freeze(self) -> Policy:
-        """Disables gradients, for a reference model."""
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(False)
-        return self
-
-    def scores(self, micro_batch: MicroBatch, *, with_entropy: bool = False) -> TokenScores:
+    def score(self, micro_batch: MicroBatch, *, with_entropy: bool = False) -> TokenScores:
         """Log-probabilities of the micro-batch's targets. Collective."""
         if not self._is_compared:
             self._compare(micro_batch.targets.device)
         logprobs, entropy = self._scorer(
             micro_batch.inputs,
             micro_batch.targets,
-            self._temperature,
+            self._passes.temperature,
             with_entropy,
-            self._truncation,
+            self._passes.truncation,
         )
         return TokenScores(logprobs, entropy if with_entropy else None)
 
     @torch.no_grad()
-    def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor:
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """[M], without gradient. Collective; reshards the parameters afterwards."""
-        logprobs = self.scores(micro_batch).logprobs
+        logprobs = self.score(micro_batch).logprobs
         cast("FSDPModule", self._scorer).reshard()
         return logprobs
 
@@ -160,7 +169,7 @@ class Policy:
         )
         if self.is_packed:
             sample = Sample(tokens=tokens, prompt_len=1, generated=np.arange(1, _NUM_COMPARED))
-            inputs = pack([sample], self.compute_dtype, device)
+            inputs = pack([sample], self._passes.compute_dtype, device)
         with torch.compiler.set_stance("force_eager"):
             obstacle = self._scorer.head_obstacle(inputs)
         cast("FSDPModule", self._scorer).reshard()
@@ -173,15 +182,22 @@ class Policy:
                 obstacle or "another rank's model does more than apply its head",
             )
 
-    def expect_backward(self, *, is_last: bool) -> None:
-        """Must be called before each micro-batch. Gradients are reduced at a step's last one or,
-        with wrapped layers, each time, because whole gradients would not fit."""
-        if self._wraps_layers:
-            return
-        root = cast("FSDPModule", self._scorer)
-        root.set_is_last_backward(is_last)
-        root.set_requires_gradient_sync(is_last)
-        root.set_reshard_after_backward(is_last)
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Adds to the gradients and frees the graph. Gradients are reduced over ranks at a step's
+        last micro-batch or, with wrapped layers, each time, because whole gradients would not
+        fit."""
+        if not self._wraps_layers:
+            root = cast("FSDPModule", self._scorer)
+            root.set_is_last_backward(is_last)
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
+        torch.autograd.backward(loss)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Updates the parameters by their gradients; see `optimizer_step`."""
+        assert self.adamw is not None
+        assert self._train is not None
+        return optimizer_step(self.adamw, list(self.parameters.values()), self._train, step)
 
 
 def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:
@@ -282,10 +298,12 @@ class _Scorer(nn.Module):
 
 
 def _shard(
-    scorer: _Scorer, mesh: DeviceMesh, wraps_layers: bool, compute_dtype: torch.dtype | None
+    scorer: _Scorer, mesh: DeviceMesh, wraps_layers: bool, compute_dtype: torch.dtype
 ) -> None:
+    is_cast = next(scorer.parameters()).dtype != compute_dtype
     precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+        param_dtype=compute_dtype if is_cast else None,
+        reduce_dtype=torch.float32 if is_cast else None,
     )
     if wraps_layers:
         for layer in decoder_blocks(scorer.model):
