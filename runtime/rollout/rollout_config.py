@@ -224,6 +224,49 @@ class RolloutConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuxiliaryPoolConfig:
+    """A worker's settings for a pool that user code may call. `timeout_s` includes a wake-up."""
+
+    generator: str
+    tokenizer_path: str
+    timeout_s: float
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    skip_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """The settings of one rollout worker.
+
+    Attributes:
+        tokenizer_path: opened for the first completion, since rank 0 may not have written it yet.
+        rewards: `module:function` of each reward function, by name; the name of a single one is
+            empty. There may be none if agent loops give every reward themselves.
+        reward_weights: by name; 1 where none is given.
+        reward_timeout_s: see `[reward]`, `timeout_s`.
+        agent: `module:function` of the agent loop.
+        sys_path: folders of user code, put in front of the import path.
+        block_limit_s: how long asynchronous user code may block the event loop before the process
+            reports the sample and ends. With an asynchronous reward function, at most half of
+            `reward_timeout_s`: a blocking call is found before others beside it time out.
+        pools: auxiliary pools, by name.
+        skip_special_tokens: see `RolloutSettings`.
+        chat_template_kwargs: variables of the policy's chat template.
+    """
+
+    tokenizer_path: str
+    rewards: Mapping[str, str] = field(default_factory=dict[str, str])
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    reward_timeout_s: float = 120.0
+    agent: str | None = None
+    sys_path: tuple[str, ...] = ()
+    block_limit_s: float = 30.0
+    pools: Mapping[str, AuxiliaryPoolConfig] = field(default_factory=dict[str, AuxiliaryPoolConfig])
+    skip_special_tokens: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """How the tokens of a generation are sampled, and what ends it; the same for all
     turns of a sample."""

@@ -8,7 +8,7 @@ Everything else works as in a run: a loop that leaves its trajectory gets the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -59,21 +59,41 @@ class ScriptedContext(AgentContext):
         )
         self._answers = _script("the policy", answers)
         asked = {name: ScriptedPool(name, replies) for name, replies in (pools or {}).items()}
-        kept: dict[str, Any] = {}
+        self._asked: Mapping[str, Any] = asked
+        self._kept: dict[str, Any] = {}
+        item = {"row": dict(sample), "prompt": prompt, "tokens": token_ids(tokens)}
+        unused: Any = None
+        super().__init__(item, unused, unused, self._ask, unused, unused)
 
-        async def recall(key: str) -> list[Any]:
-            return [kept[key]] if key in kept else []
+    def encode(self, text: str) -> list[int]:
+        return _encode(text)
 
-        async def keep(key: str, value: Any) -> None:
-            kept[key] = value
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        return _encode_chat(messages, **variables)
 
-        super().__init__(
-            dict(sample), prompt, tokens, _encode, _encode_chat, _decode,
-            self._answer, recall, keep, _pool_of(asked),
-        )  # fmt: skip
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _decode(tokens)
 
-    async def _answer(
-        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
+    def pool(self, name: str) -> Any:
+        if name not in self._asked:
+            known = ", ".join(self._asked)
+            raise RolloutError(f"there is no pool {name!r} to ask; there are: {known}")
+        return self._asked[name]
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        match method:
+            case "recall":
+                (key,) = arguments
+                return [self._kept[key]] if key in self._kept else []
+            case "keep":
+                key, value = arguments
+                self._kept[key] = value
+                return None
+            case _:
+                return self._answer(*arguments)
+
+    def _answer(
+        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str = ""
     ) -> dict[str, Any]:
         trajectory = self.trajectory
         if not lora:
@@ -122,15 +142,6 @@ class ScriptedPool:
         **how: Any,
     ) -> PoolAnswer:
         return await self.generate(_encode_chat(messages, **how), max_new_tokens)
-
-
-def _pool_of(pools: Mapping[str, ScriptedPool]) -> Callable[[str], Any]:
-    def pool(name: str) -> ScriptedPool:
-        if name not in pools:
-            raise RolloutError(f"there is no pool {name!r} to ask; there are: {', '.join(pools)}")
-        return pools[name]
-
-    return pool
 
 
 def _script(who: str, answers: Sequence[str]) -> Iterator[str]:

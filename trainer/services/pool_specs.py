@@ -16,8 +16,7 @@ from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, Engine
 from umbra.runtime.errors import DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
-from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPoolConfig
-from umbra.runtime.rollout.rollout_config import DispatchConfig
+from umbra.runtime.rollout.rollout_config import AuxiliaryPoolConfig, DispatchConfig
 from umbra.runtime.text.model_files import default_context_len, read_model_config, vocab_size
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig

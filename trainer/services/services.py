@@ -18,7 +18,7 @@ from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
+from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, WorkerConfig
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_files import default_context_len, vocab_size
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
@@ -211,25 +211,24 @@ def _count_nodes(session: Session) -> int:
 def worker_specs(config: TrainerConfig, num_nodes: int, folder: Path) -> list[ActorSpec]:
     """The processes that run the user's reward function and agent loop, one node after the other.
     `save_tokenizers` writes their tokenizers into `folder`, also after they have started."""
-    kwargs = {
-        "tokenizer_path": str(tokenizer_path(folder.absolute(), POOL)),
-        "reward": config.reward.function or "",
-        "rewards": dict(config.reward.functions),
-        "reward_weights": dict(config.reward.weights),
-        "sys_path": user_folders(config),
-        "agent": config.rollout.agent,
-        "reward_timeout_s": config.reward.timeout_s,
+    worker = WorkerConfig(
+        tokenizer_path=str(tokenizer_path(folder.absolute(), POOL)),
+        rewards=config.reward.targets,
+        reward_weights=config.reward.weights,
+        reward_timeout_s=config.reward.timeout_s,
+        agent=config.rollout.agent,
+        sys_path=tuple(user_folders(config)),
         # Otherwise the other loops would reach their own deadlines while one blocks them.
-        "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
-        "pools": worker_pool_configs(config, folder.absolute()),
-        "skip_special_tokens": config.rollout.skip_special_tokens,
-        "chat_template_kwargs": config.data.chat_template_kwargs,
-    }
+        block_limit_s=min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
+        pools=worker_pool_configs(config, folder.absolute()),
+        skip_special_tokens=config.rollout.skip_special_tokens,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
     return [
         ActorSpec(
             name=name,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
-            kwargs=kwargs,
+            kwargs={"config": worker},
             restart=_WORKER_RESTARTS,
             role="rollout",
             frees_main_thread=True,

@@ -16,7 +16,7 @@ the guide for users.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,9 +25,14 @@ from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import ConfigError, RewardError, RolloutError
-from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool, ExtendableDeadline
+from umbra.runtime.rollout.agents.auxiliary_pool import (
+    AuxiliaryPool,
+    ExtendableDeadline,
+    PoolCaller,
+)
 from umbra.runtime.rollout.agents.reward_function import reward_value
 from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.rollout_config import WorkerConfig
 from umbra.runtime.rollout.user_function import (
     advice,
     check_call,
@@ -35,16 +40,10 @@ from umbra.runtime.rollout.user_function import (
     is_async,
     load_function,
 )
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 _CATCH: Final = "; catch what may fail inside the loop"
 _NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
-
-# generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
-Generate = Callable[[Any, int | None, str], Awaitable[dict[str, Any]]]
-
-# recall(key) -> [value] or []; keep(key, value) returns once it is durable
-Recall = Callable[[str], Awaitable[list[Any]]]
-Keep = Callable[[str, Any], Awaitable[None]]
 
 
 class AgentContext:
@@ -53,38 +52,46 @@ class AgentContext:
     Attributes:
         sample: the data set's row.
         prompt, prompt_tokens: from the data set.
-        encode, decode: tokens of a text, and text of tokens, by the policy's tokenizer.
-        encode_chat: `encode_chat(messages, **variables)` returns the tokens of a chat up to the
-            beginning of the assistant's answer. `variables` add to `data.chat_template_kwargs`.
         finish_reason: of the last generation: "stop", or "length" if a budget ended it.
-        pool: `pool(name)` returns an auxiliary pool of the config, such as a judge.
     """
 
     def __init__(
         self,
-        sample: dict[str, Any],
-        prompt: str,
-        prompt_tokens: list[int],
-        encode: Callable[[str], list[int]],
-        encode_chat: Callable[..., list[int]],
-        decode: Callable[[Sequence[int]], str],
-        generate: Generate,
-        recall: Recall,
-        keep: Keep,
-        pool: Callable[[str], AuxiliaryPool],
+        item: Mapping[str, Any],
+        config: WorkerConfig,
+        tokenizer: ModelTokenizer,
+        call: Callable[..., Awaitable[Any]],
+        pools: PoolCaller,
+        deadline: ExtendableDeadline,
     ) -> None:
-        self.sample = sample
-        self.prompt = prompt
-        self.prompt_tokens = prompt_tokens
+        """`call` calls a method of `AgentSessions` for this run's session."""
+        self.sample: dict[str, Any] = item["row"]
+        self.prompt: str = item["prompt"]
+        self.prompt_tokens: list[int] = item["tokens"].tolist()
         self.finish_reason = ""
-        self.encode = encode
-        self.encode_chat = encode_chat
-        self.decode = decode
-        self.pool = pool
-        self._generate = generate
-        self._recall = recall
-        self._keep = keep
+        self._config = config
+        self._tokenizer = tokenizer
+        self._call = call
+        self._pools = pools
+        self._deadline = deadline
         self._num_side_generations = 0
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text by the policy's tokenizer, which adds no special tokens."""
+        return self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Tokens of a chat up to the beginning of the assistant's answer. `variables` add to
+        `data.chat_template_kwargs`."""
+        known = self._config.chat_template_kwargs
+        return self._tokenizer.encode_chat(messages, **{**known, **variables})
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode_completion(tokens, self._config.skip_special_tokens)
+
+    def pool(self, name: str) -> AuxiliaryPool:
+        """An auxiliary pool of the config, such as a judge."""
+        return self._pools.pool(name, self._deadline)
 
     async def generate(
         self, tokens: Sequence[int], max_new_tokens: int | None = None, *, lora: str = ""
@@ -116,14 +123,14 @@ class AgentContext:
                 key, lambda: self._generate_with_adapter(context, max_new_tokens, lora)
             )
             return list(new_tokens)
-        answer = await self._generate(context, max_new_tokens, "")
+        answer = await self._call("generate", context, max_new_tokens)
         self.finish_reason = answer["finish_reason"]
         return list(answer["tokens"].tolist())
 
     async def _generate_with_adapter(
         self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
     ) -> list[Any]:
-        answer = await self._generate(context, max_new_tokens, lora)
+        answer = await self._call("generate", context, max_new_tokens, lora)
         return [answer["tokens"].tolist(), answer["finish_reason"]]
 
     async def once(self, key: str, effect: Callable[[], Any]) -> Any:
@@ -141,13 +148,13 @@ class AgentContext:
         Raises:
             RolloutError: the value is not plain data, or two calls used the key at the same time.
         """
-        recorded = await self._recall(key)
+        recorded = await self._call("recall", key)
         if recorded:
             return recorded[0]
         value = effect()
         if inspect.isawaitable(value):
             value = await value
-        await self._keep(key, value)
+        await self._call("keep", key, value)
         return value
 
 

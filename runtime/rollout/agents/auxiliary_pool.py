@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -18,23 +18,12 @@ from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.agents.task_host import TaskHost
+from umbra.runtime.rollout.rollout_config import AuxiliaryPoolConfig
 from umbra.runtime.rpc.rpc_client import Handle
-from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 
 _RESOLVE_TIMEOUT_S: Final = 60.0
 """Deadline for a pool's generator to be up again after its death."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuxiliaryPoolConfig:
-    """A worker's settings for a pool that user code may call. `timeout_s` includes a wake-up."""
-
-    generator: str
-    tokenizer_path: str
-    timeout_s: float
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    skip_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +39,8 @@ class PoolAnswer:
 class PoolCaller:
     """Passes user code's calls to the pools. Owned by a rollout worker and entered on its loop."""
 
-    def __init__(self, pools: Mapping[str, Mapping[str, Any]]) -> None:
-        self._configs = {name: from_wire(AuxiliaryPoolConfig, pool) for name, pool in pools.items()}
+    def __init__(self, pools: Mapping[str, AuxiliaryPoolConfig]) -> None:
+        self._configs = pools
         self._handles: dict[str, Handle] = {}
         self._calls_out: TaskHost
 

@@ -10,7 +10,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from umbra.runtime.rollout.agents.auxiliary_pool import (
     RewardContext,
 )
 from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.rollout_config import WorkerConfig
 from umbra.runtime.rollout.user_function import (
     advice,
     check_call,
@@ -40,7 +41,7 @@ _NO_NUMBER: Final = "rewards must be finite numbers: return 0.0 for what cannot 
 REWARD_LIMIT: Final = float(np.finfo(np.float32).max) / 2
 """Largest absolute reward. Beyond it, an advantage could exceed float32."""
 
-ONLY: Final = ""
+_ONLY: Final = ""
 """Name of the only reward function."""
 
 
@@ -249,6 +250,22 @@ class RewardSum:
         self._weights = weights
         self.is_async = any(function.is_async for function in functions.values())
 
+    @classmethod
+    def load(cls, config: WorkerConfig, thread: UserThread, pools: PoolCaller) -> Self:
+        """Raises ConfigError for a function that cannot be called."""
+        functions = {
+            name: RewardFunction(
+                target,
+                thread,
+                config.reward_timeout_s,
+                pools,
+                setting=f"reward.functions.{name}" if name else "reward.function",
+                may_skip=len(config.rewards) > 1,
+            )
+            for name, target in config.rewards.items()
+        }
+        return cls(functions, config.reward_weights)
+
     async def __call__(
         self,
         sample_ids: Sequence[str],
@@ -259,8 +276,8 @@ class RewardSum:
     ) -> Scores:
         """Calls one function after the other, each with its own deadline."""
         arguments = sample_ids, prompts, completions, rows, facts
-        if ONLY in self._functions:
-            return Scores(await self._functions[ONLY](*arguments), {})
+        if _ONLY in self._functions:
+            return Scores(await self._functions[_ONLY](*arguments), {})
         parts = {name: await function(*arguments) for name, function in self._functions.items()}
         rewards = [
             self._sum(sample_id, {name: values[idx] for name, values in parts.items()})

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
 from umbra.runtime.rollout.agents.auxiliary_pool import ExtendableDeadline, PoolCaller
-from umbra.runtime.rollout.agents.reward_function import ONLY, RewardFunction, RewardSum
+from umbra.runtime.rollout.agents.reward_function import RewardSum
 from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.agents.user_thread import UserThread, explain_signals
 from umbra.runtime.rollout.prompts import to_row
+from umbra.runtime.rollout.rollout_config import WorkerConfig
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.runtime.tracing.spans import span
 
@@ -28,70 +28,20 @@ _FACTS: Final = ("num_tokens", "finish_reason")
 
 
 class RolloutWorker:
-    """Scores completions and runs agent loops; has no state between calls.
+    """Scores completions and runs agent loops; has no state between calls."""
 
-    Args:
-        tokenizer_path: opened for the first completion, since rank 0 may not have written it yet.
-        reward: `module:function`; may be empty if agent loops give every reward themselves.
-        sys_path: folders of user code, put in front of the import path.
-        block_limit_s: how long asynchronous user code may block the event loop before the process
-            reports the sample and ends. With an asynchronous reward function, at most half of
-            `reward_timeout_s`: a blocking call is found before others beside it time out.
-        pools: `AuxiliaryPoolConfig` as plain values, by name.
-        rewards, reward_weights: several functions in place of `reward`, by name.
-    """
-
-    def __init__(
-        self,
-        tokenizer_path: str,
-        reward: str,
-        sys_path: Sequence[str] = (),
-        agent: str | None = None,
-        reward_timeout_s: float = 120.0,
-        block_limit_s: float = 30.0,
-        pools: Mapping[str, Mapping[str, Any]] | None = None,
-        skip_special_tokens: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        rewards: Mapping[str, str] | None = None,
-        reward_weights: Mapping[str, float] | None = None,
-    ) -> None:
-        sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
-        self._tokenizer_path = tokenizer_path
-        self._skip_special_tokens = skip_special_tokens
-        self._chat_template_kwargs = chat_template_kwargs or {}
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = worker = from_wire(WorkerConfig, config)
+        sys.path[:0] = [folder for folder in worker.sys_path if folder not in sys.path]
         self._opened: ModelTokenizer | None = None
         self._stack = contextlib.AsyncExitStack()
         explain_signals()
         self._thread = UserThread("user-code")
-        self._pools = PoolCaller(pools or {})
-        targets = dict(rewards or {}) or ({ONLY: reward} if reward else {})
-        self._reward = (
-            RewardSum(
-                {
-                    name: RewardFunction(
-                        target,
-                        self._thread,
-                        reward_timeout_s,
-                        self._pools,
-                        setting=f"reward.functions.{name}" if name else "reward.function",
-                        may_skip=len(targets) > 1,
-                    )
-                    for name, target in targets.items()
-                },
-                reward_weights or {},
-            )
-            if targets
-            else None
-        )
-        self._agent = AgentLoop(agent, self._thread) if agent else None
+        self._pools = PoolCaller(worker.pools)
+        self._reward = RewardSum.load(worker, self._thread, self._pools) if worker.rewards else None
+        self._agent = AgentLoop(worker.agent, self._thread) if worker.agent else None
         if self._reward is None and self._agent is None:
             raise ConfigError("a rollout worker needs a reward function or an agent loop")
-        self._block_limit_s, self._block_setting = block_limit_s, "rollout.block_limit_s"
-        if self._reward is not None and self._reward.is_async:
-            by_reward = (reward_timeout_s / 2, "reward.timeout_s, twice the limit")
-            self._block_limit_s, self._block_setting = min(
-                (self._block_limit_s, self._block_setting), by_reward
-            )
         self._managers: dict[str, Handle] = {}
 
     async def __aenter__(self) -> Self:
@@ -106,7 +56,11 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Ends the process, with RolloutError, when user code hangs it or ends its event loop."""
-        label, reason = await self._thread.broken(self._block_limit_s, self._block_setting)
+        limit = self._config.block_limit_s, "rollout.block_limit_s"
+        if self._reward is not None and self._reward.is_async:
+            by_reward = self._config.reward_timeout_s / 2, "reward.timeout_s, twice the limit"
+            limit = min(limit, by_reward)
+        label, reason = await self._thread.broken(*limit)
         context = actor_context()
         for manager in list(self._managers.values()):
             with contextlib.suppress(UmbraError):  # else the manager finds out by quarantine
@@ -131,7 +85,7 @@ class RolloutWorker:
         await self._manager(manager)  # so that `run` can report a call that blocks
         tokenizer = await self._tokenizer()
         completions = [
-            tokenizer.decode_completion(item["tokens"].tolist(), self._skip_special_tokens)
+            tokenizer.decode_completion(item["tokens"].tolist(), self._config.skip_special_tokens)
             for item in items
         ]
         asked: list[dict[str, Any]] = [prompts[item["prompt"]] for item in items]
@@ -154,34 +108,20 @@ class RolloutWorker:
         manager = await self._manager(item["manager"])
         tokenizer = await self._tokenizer()
 
-        def asking(method: str) -> Callable[..., Awaitable[Any]]:
-            async def ask(*arguments: object) -> Any:
-                # The loop runs on the user thread, but calls must be made on the actor's loop.
-                return await self._calls_out.run(
-                    lambda: manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
-                )
-
-            return ask
+        async def call(method: str, *arguments: object) -> Any:
+            # The loop runs on the user thread, but calls must be made on the actor's loop.
+            return await self._calls_out.run(
+                lambda: manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
+            )
 
         deadline = ExtendableDeadline(timeout_s)
-        context = AgentContext(
-            item["row"],
-            item["prompt"],
-            item["tokens"].tolist(),
-            tokenizer.encode,
-            partial(tokenizer.encode_chat, **self._chat_template_kwargs),
-            lambda tokens: tokenizer.decode_completion(tokens, self._skip_special_tokens),
-            generate=asking("generate"),
-            recall=asking("recall"),
-            keep=asking("keep"),
-            pool=lambda name: self._pools.pool(name, deadline),
-        )
+        context = AgentContext(item, self._config, tokenizer, call, self._pools, deadline)
         with span("agent loop", overlaps=True, sample=item["sample_id"]):
             return await self._agent.run(context, item["sample_id"], deadline)
 
     async def _tokenizer(self) -> ModelTokenizer:
         if self._opened is None:
-            self._opened = await asyncio.to_thread(ModelTokenizer.open, self._tokenizer_path)
+            self._opened = await asyncio.to_thread(ModelTokenizer.open, self._config.tokenizer_path)
         return self._opened
 
     async def _manager(self, name: str) -> Handle:

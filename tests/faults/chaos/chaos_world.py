@@ -128,9 +128,11 @@ class ChaosWorld:
             name=name,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
             kwargs={
-                "tokenizer_path": str(self._folder / "tokenizer.json"),
-                "reward": "chaos_reward:reward",
-                "sys_path": [str(Path(__file__).parent)],
+                "config": {
+                    "tokenizer_path": str(self._folder / "tokenizer.json"),
+                    "rewards": {"": "chaos_reward:reward"},
+                    "sys_path": [str(Path(__file__).parent)],
+                }
             },
             restart=_RESTARTS,
             hung_limit_s=HUNG_LIMIT_S,

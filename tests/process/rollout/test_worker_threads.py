@@ -23,14 +23,20 @@ WORKER: Final = "worker"
 NUM_SAMPLES: Final = 2
 
 
-def start_worker(session: Session, folder: Path, **kwargs: Any) -> SyncHandle:
+def start_worker(session: Session, folder: Path, reward: str) -> SyncHandle:
     tokenizer = folder / "tokenizer.json"
     write_tokenizer(tokenizer)
     return session.spawn(
         ActorSpec(
             name=WORKER,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
-            kwargs={"tokenizer_path": str(tokenizer), "sys_path": [str(USER_CODE)], **kwargs},
+            kwargs={
+                "config": {
+                    "tokenizer_path": str(tokenizer),
+                    "sys_path": [str(USER_CODE)],
+                    "rewards": {"": reward},
+                }
+            },
             frees_main_thread=True,
         )
     )

@@ -108,9 +108,9 @@ class LiveRollouts:
             PoolSpec(name="policy", count=num_engines, mode=pool_mode, restart=restart, **spec)
         )
         names = [f"rewards-{idx}" for idx in range(num_workers)]
-        self._worker_kwargs: dict[str, Any] = {
+        self._worker_config: dict[str, Any] = {
             "tokenizer_path": str(folder / "tokenizer.json"),
-            "reward": f"user_rewards:{reward}" if reward else "",
+            "rewards": {"": f"user_rewards:{reward}"} if reward else {},
             "agent": f"user_agents:{agent}" if agent else None,
             "sys_path": [str(USER_CODE)],
             **(worker or {}),
@@ -152,7 +152,7 @@ class LiveRollouts:
         spec = ActorSpec(
             name=name,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
-            kwargs=self._worker_kwargs | changes,
+            kwargs={"config": self._worker_config | changes},
             restart=self._worker_restarts,
             frees_main_thread=True,
         )

@@ -17,8 +17,7 @@ from model_folders import write_model_folder
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPoolConfig
-from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.rollout.rollout_config import RolloutConfig, WorkerConfig
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.config_file import check_config, load_config
 from umbra.trainer.config.trainer_config import DataSection, ServeConfig, TrainerConfig
@@ -107,12 +106,13 @@ def test_the_settings_of_texts_reach_workers_and_servers(tmp_path: Path) -> None
     config = check_config(TrainerConfig, values, "config")
 
     (spec,) = worker_specs(config, 1, tmp_path / "run")
-    worker = from_wire(ActorSpec, to_wire(spec)).kwargs
-    judge = from_wire(AuxiliaryPoolConfig, worker["pools"]["judge"])
+    kwargs = from_wire(ActorSpec, to_wire(spec)).kwargs
+    worker = from_wire(WorkerConfig, kwargs["config"])
+    judge = worker.pools["judge"]
     served = served_pools(check_config(ServeConfig, values, "config"))
 
-    assert (worker["skip_special_tokens"], judge.skip_special_tokens) == (True, True)
-    variables = [worker["chat_template_kwargs"], judge.chat_template_kwargs]
+    assert (worker.skip_special_tokens, judge.skip_special_tokens) == (True, True)
+    variables = [worker.chat_template_kwargs, judge.chat_template_kwargs]
     assert variables == [{"short": True}, {"enable_thinking": False}]
     assert [pool.template_variables for pool in served] == variables
 
