@@ -32,21 +32,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bounds of a number. annotated_types would take every actor 20 ms to import."""
+    """The bounds of a number. annotated_types would take every actor 20 ms to import. `zero` is
+    what 0 stands for, where numbers count from 1."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    zero: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        limits = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return handler(source) | {key: limit for key, limit in limits.items() if limit is not None}
+        limits = {"ge": self.ge, "gt": self.gt, "le": self.le, "lt": self.lt}
+        schema = handler(source) | {key: at for key, at in limits.items() if at is not None}
+        if not self.zero:
+            return schema
+        from pydantic_core.core_schema import custom_error_schema
+
+        message = f"use {self.allowed_instead_of(-1)}"
+        return custom_error_schema(schema, "bounds", custom_error_message=message)
 
     def allowed_instead_of(self, value: float) -> str:
         """Empty if the value is allowed."""
         if self.ge is not None and not value >= self.ge:
-            return f"{self.ge} or more"
+            return f"1 or more, or 0 for {self.zero}" if self.zero else f"{self.ge} or more"
         if self.gt is not None and not value > self.gt:
             return f"more than {self.gt}"
         if self.le is not None and not value <= self.le:
@@ -140,8 +148,10 @@ def _check_no_nul(value: object) -> None:
 
 
 def _check_no_nul_in_items(items: Mapping[str, str]) -> None:
-    for item in items.items():
-        _check_no_nul("=".join(item))
+    for name, value in items.items():
+        _check_no_nul(name)
+        if "\0" in value:
+            raise ValueError(f"the value of {name} holds a NUL character: remove it")
 
 
 Positive = Annotated[int, Bounds(ge=1)]
@@ -197,7 +207,7 @@ def to_wire(value: Any) -> Any:
 
 
 MASK: Final = "***"
-_CREDENTIAL: Final = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
+CREDENTIAL: Final = re.compile(r"(^|[_-])(token|key|secret|password)$", re.IGNORECASE)
 """Keys of mappings such as `engine_args` whose texts are masked."""
 
 
@@ -209,7 +219,7 @@ def shown_settings(value: Any) -> Any:
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
         return {
-            key: MASK if isinstance(item, str) and _CREDENTIAL.search(key) else shown_settings(item)
+            key: MASK if isinstance(item, str) and CREDENTIAL.search(key) else shown_settings(item)
             for key, item in items
         }
     return to_wire(value)

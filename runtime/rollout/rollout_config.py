@@ -5,8 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from umbra.runtime.errors import ConfigError, SettingError
-from umbra.runtime.settings import Bounds, Count, FunctionName, Positive, Seconds, Settings
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import Bounds, Checked, Count, FunctionName, Positive, Seconds, Settings
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    if "" in stop:
+        raise ValueError("an empty text is in every completion: remove it")
+
+
+TopK = Annotated[int, Bounds(ge=0, zero="all tokens")]
+StopTextsSetting = Annotated[tuple[str, ...], Checked(_check_stop)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +82,9 @@ class RolloutSettings(Settings):
     max_new_tokens: Positive = 1024
     temperature: Annotated[float, Bounds(ge=0)] = 1.0
     top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
-    top_k: Count = 0
+    top_k: TopK = 0
     stop_token_ids: tuple[Count, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: StopTextsSetting = ()
     skip_special_tokens: bool = False
     max_staleness: Count = 0
     batch_order: Literal["in_order", "first_finished"] = "in_order"
@@ -90,17 +99,6 @@ class RolloutSettings(Settings):
     agent_retries: Count = 1
     block_limit_s: Seconds = 30.0
     timeout_s: Seconds = 1800.0
-
-    def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        if self.group_size == 1 and self.drop_zero_variance_groups:
-            raise SettingError(
-                "group_size = 1 with drop_zero_variance_groups would drop every group, because a "
-                "single completion has one reward: set one of the two differently"
-            )
-
-        if "" in self.stop:
-            raise SettingError("stop has an empty text, which any completion contains: remove it")
 
     @property
     def sampling(self) -> SamplingOptions:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Self, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.settings import annotations_of
+from umbra.runtime.settings import CREDENTIAL, MASK, annotations_of
 from umbra.trainer.config.other_trainers import other_trainers_hint
 from umbra.trainer.config.setting_rules import refusals
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
@@ -90,7 +90,7 @@ def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
     """A problem and its source: the file, or settings on the command line."""
     if not behind:
         return f"{source}: {text}"
-    given = " ".join(override.given for override in behind)
+    given = " ".join(override.shown for override in behind)
     return f"{given} (command line): {text.removeprefix(f'{behind[0].key}: ')}"
 
 
@@ -109,7 +109,12 @@ def _describe(problem: Any) -> str:
             return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
         case _:
             words = _WORDS.get(problem["type"], _lower_first(problem["msg"]))
-            return f"{key}: {words}{_shown(problem['input'])}"
+            return f"{key}: {words}{'' if _is_secret(location) else _shown(problem['input'])}"
+
+
+def _is_secret(keys: Sequence[int | str]) -> bool:
+    """Whether a value may be a credential, which no message and no log may have."""
+    return "env" in keys[1:] or CREDENTIAL.search(str(keys[-1])) is not None
 
 
 def _shown(given: object) -> str:
@@ -176,13 +181,20 @@ class Override:
         keys = tuple(dotted.strip().split("."))
         if not equals or len(keys) < 2 or not all(keys):
             raise ConfigError(f"override {given!r}: write it as section.key=value")
+        override = cls(given.strip(), keys, text.strip())
         try:
             given.encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"override {given!r}: not UTF-8; write it in UTF-8, and rename a file that is not"
+                f"override {override.shown!r}: not UTF-8; write it in UTF-8, and rename a file "
+                "that is not"
             ) from None
-        return cls(given.strip(), keys, text.strip())
+        return override
+
+    @property
+    def shown(self) -> str:
+        """As given, but for a value that may be a credential."""
+        return f"{self.key}={MASK}" if self.text and _is_secret(self.keys) else self.given
 
     @property
     def key(self) -> str:
@@ -196,7 +208,7 @@ class Override:
         for key in self.keys[:-1]:
             inner: Any = table.get(key, {}) if is_removed else table.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise ConfigError(f"override {self.given!r}: {key} is a value, not a section")
+                raise ConfigError(f"override {self.shown!r}: {key} is a value, not a section")
             table = cast("dict[str, Any]", inner)
         if is_removed:
             table.pop(self.keys[-1], None)
@@ -237,13 +249,18 @@ def overrides_behind(
 
 
 def overrides_of(settings: Sequence[str], overrides: Sequence[Override]) -> list[Override]:
-    """The overrides that give one of these settings, or its section, a value."""
+    """The overrides that give one of these settings, its section or its entries a value."""
     last = {one.keys: one for one in overrides}
     return [
         one
         for one in last.values()
-        if one.text and any(f"{name}.".startswith(f"{one.key}.") for name in settings)
+        if one.text
+        and any(_is_within(name, one.key) or _is_within(one.key, name) for name in settings)
     ]
+
+
+def _is_within(name: str, whole: str) -> bool:
+    return f"{name}.".startswith(f"{whole}.")
 
 
 def _below(location: tuple[str, ...], overrides: Sequence[Override]) -> list[Override]:

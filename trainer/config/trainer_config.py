@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.errors import SettingError
-from umbra.runtime.rollout.rollout_config import RolloutSettings
+from umbra.runtime.rollout.rollout_config import RolloutSettings, TopK
 from umbra.runtime.settings import (
     Address,
     Bounds,
@@ -239,17 +239,9 @@ class EvalSection(Settings):
     samples: Positive = 1
     temperature: Annotated[float, Bounds(ge=0)] = 0.0
     top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
-    top_k: Count = 0
+    top_k: TopK = 0
     max_new_tokens: Positive | None = None
     sets: Mapping[str, FilePath] = field(default_factory=dict[str, Path])
-
-    def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        if self.samples > 1 and self.temperature == 0:
-            raise SettingError(
-                f"samples = {self.samples} with temperature = 0, which is greedy, would measure "
-                "the same completion again: set temperature above 0, or samples to 1"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,9 +275,6 @@ class RewardSection(Settings):
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        if bool(self.function) == bool(self.functions):
-            have = "both are set" if self.function else "neither is set"
-            raise SettingError(f"set function, or functions for several: {have}")
         for name in self.functions:
             if not name.isidentifier():
                 raise SettingError(f"functions: name {name!r} has more than letters, digits and _")

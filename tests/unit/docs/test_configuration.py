@@ -1,4 +1,4 @@
-"""docs/configuration.md says of every setting what trainer/config/trainer_config.py says."""
+"""docs/configuration.md says of every setting and every combination what trainer/config says."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from umbra.runtime.settings import annotations_of
+from umbra.trainer.config.setting_rules import RULES
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
@@ -50,6 +51,11 @@ def document() -> str:
         for field in fields(section):
             allowed, text = _allowed(schemas[field.name]), texts[field.name]
             parts.append(f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n")
+    parts.append("\n## Combinations\n\nConditions are Python over the sections of the config.\n")
+    parts.append("\n| if | then | because |\n|---|---|---|\n")
+    for rule in RULES:
+        verdict = "refused" if rule.severity == "error" else "warning"
+        parts.append(f"| `{rule.condition}` | {verdict} | {rule.text} |\n")
     return "".join(parts)
 
 

@@ -25,11 +25,8 @@ def test_a_config_arrives_as_it_was_sent() -> None:
     ("change", "message"),
     [
         ({"group_size": 0}, "group_size is 0: use 1 or more"),
-        ({"group_size": 1, "drop_zero_variance_groups": True}, "would drop every group"),
-        (
-            {"stop": ("</a>", "")},
-            "stop has an empty text, which any completion contains: remove it",
-        ),
+        ({"stop": ("</a>", "")}, "stop: an empty text is in every completion: remove it"),
+        ({"top_k": -1}, "top_k is -1: use 1 or more, or 0 for all tokens"),
         ({"top_p": 0.0}, "top_p is 0.0: use more than 0"),
         ({"temperature": -1.0}, "temperature is -1.0: use 0 or more"),
         ({"agent": "loop"}, "agent: a function is written as 'module:function', got 'loop'"),

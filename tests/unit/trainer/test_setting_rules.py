@@ -21,6 +21,15 @@ REFUSED = [
     ("rollout.temperature=0.0", "rollout.temperature = 0.0: "),
     ("rollout.group_size=1", "rollout.group_size = 1 and train.advantage = 'grpo': "),
     (
+        "rollout.group_size=1 rollout.drop_zero_variance_groups=true",
+        "rollout.group_size = 1 and rollout.drop_zero_variance_groups = True: ",
+    ),
+    (
+        "reward.functions.exact=rewards:exact",
+        "reward.function = 'rewards:score' and reward.functions = {'exact': 'rewards:exact'}: ",
+    ),
+    ("eval.samples=2", "eval.samples = 2 and eval.temperature = 0.0: "),
+    (
         "train.offload=all pool.mode=standalone",
         "train.offload = 'all' and pool.mode = 'standalone': ",
     ),
@@ -70,7 +79,7 @@ QUESTIONABLE = [
     ),
     (
         "train.clip_eps_low=0.0 train.clip_eps_high=0.0",
-        "train.clip_eps_low = 0.0 and train.clip_eps_high = 0.0: ",
+        "train.clip_eps_low = 0.0 and train.clip_eps_high = 0.0 and train.loss = 'clipped': ",
     ),
     ("train.importance_cap=5.0", "train.importance_cap = 5.0 and train.loss = 'clipped': "),
     (
@@ -89,14 +98,17 @@ QUESTIONABLE = [
         "train.max_tokens_per_micro_batch=512 train.micro_batches=2",
         "train.max_tokens_per_micro_batch = 512 and train.micro_batches = 2: ",
     ),
-    ("eval.temperature=1.0", "eval.temperature = 1.0 and data.eval = None: "),
-    ("eval.samples=4 eval.temperature=1.0", "eval.samples = 4 and data.eval = None: "),
-    ("eval.top_p=0.9", "eval.top_p = 0.9 and data.eval = None: "),
-    ("eval.top_k=9", "eval.top_k = 9 and data.eval = None: "),
+    ("eval.temperature=1.0", "eval.temperature = 1.0 and data.eval = None and eval.sets = {}: "),
+    (
+        "eval.samples=4 eval.temperature=1.0",
+        "eval.samples = 4 and data.eval = None and eval.sets = {}: ",
+    ),
+    ("eval.top_p=0.9", "eval.top_p = 0.9 and data.eval = None and eval.sets = {}: "),
+    ("eval.top_k=9", "eval.top_k = 9 and data.eval = None and eval.sets = {}: "),
     ("eval.top_p=0.9 data.eval=e.jsonl", "eval.top_p = 0.9 and eval.temperature = 0.0: "),
     ("eval.top_k=9 data.eval=e.jsonl", "eval.top_k = 9 and eval.temperature = 0.0: "),
-    ("eval.max_new_tokens=9", "eval.max_new_tokens = 9 and data.eval = None: "),
-    ("data.eval_limit=9", "data.eval_limit = 9 and data.eval = None: "),
+    ("eval.max_new_tokens=9", "eval.max_new_tokens = 9 and data.eval = None and eval.sets = {}: "),
+    ("data.eval_limit=9", "data.eval_limit = 9 and data.eval = None and eval.sets = {}: "),
     ("train.eval_every=5", "train.eval_every = 5 and data.eval = None: "),
     (
         "train.keep_best_by=reward data.eval=eval.jsonl",
