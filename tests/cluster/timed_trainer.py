@@ -16,7 +16,7 @@ from typing import Literal
 from recorded_trainer import RecordedRollouts
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.trainer import train
+from umbra.trainer import policy_engines, run_parts
 from umbra.trainer.command_line import run_program
 from umbra.trainer.world.world import World
 
@@ -46,6 +46,6 @@ class TimedWorld(World):
 
 
 if __name__ == "__main__":
-    train.__dict__["Rollouts"] = RecordedRollouts
-    train.__dict__["World"] = TimedWorld
+    policy_engines.__dict__["Rollouts"] = RecordedRollouts
+    run_parts.__dict__["World"] = TimedWorld
     run_program()

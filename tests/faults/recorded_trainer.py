@@ -20,7 +20,7 @@ from typing import Any
 
 from umbra.runtime.session import rollouts
 from umbra.runtime.session.session import Session
-from umbra.trainer import train
+from umbra.trainer import policy_engines
 from umbra.trainer.command_line import run_program
 
 
@@ -67,5 +67,5 @@ def _sample(columns: Mapping[str, Any], idx: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    train.__dict__["Rollouts"] = RecordedRollouts
+    policy_engines.__dict__["Rollouts"] = RecordedRollouts
     run_program()
