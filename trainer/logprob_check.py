@@ -14,12 +14,12 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.settings import Dtype
 from umbra.trainer.checkpoint.run_dir import VersionCounter
-from umbra.trainer.model.micro_batches import MicroBatch, RankBatch
+from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS, ROLLOUT_LOGPROBS, TrainBatch
+from umbra.trainer.model.micro_batches import MicroBatch
 from umbra.trainer.world.world import first_text, max_over_ranks, sum_over_ranks
 
 MAX_MEAN: Final[dict[Dtype, float]] = {"float64": 1e-5, "float32": 0.01, "bfloat16": 0.15}
@@ -71,15 +71,15 @@ class LogprobCheck:
         self._has_warned = False
 
     def run(
-        self, batch: RankBatch, scored: Sequence[tuple[MicroBatch, Tensor]], step: int
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], step: int
     ) -> dict[str, float]:
-        """Checks the batch of step `step` (from 0), whose micro-batches are `scored` with the
-        policy's logprobs; returns metrics. Collective. Raises UmbraError on every rank if the first
-        comparable tokens differ too much."""
-        places, trainer = _gathered(scored)
+        """Checks the batch of step `step` (from 0), whose micro-batches have the policy's logprobs
+        as the proximal ones; returns metrics. Collective. Raises UmbraError on every rank if the
+        first comparable tokens differ too much."""
+        places, trainer = _gathered(micro_batches)
         is_comparable = batch.generated_by(self._versions.current)[places]
         places, trainer = places[is_comparable], trainer[is_comparable]
-        away = np.nan_to_num(np.abs(trainer - batch.logprobs[places]), nan=np.inf)
+        away = np.nan_to_num(np.abs(trainer - batch.columns[ROLLOUT_LOGPROBS][places]), nan=np.inf)
         total, count = sum_over_ranks(torch.tensor([away.sum(), len(away)], dtype=torch.float64))
         own_max = float(away.max(initial=0.0))
         largest = float(max_over_ranks(torch.tensor(own_max, dtype=torch.float64)))
@@ -113,23 +113,23 @@ class LogprobCheck:
         self._has_warned = True
         self._warn(f"warning: {found} This warning is not repeated. {remedy}.")
 
-    def _describe(self, batch: RankBatch, place: int, trainer: float) -> str:
+    def _describe(self, batch: TrainBatch, place: int, trainer: float) -> str:
         sample = int(np.searchsorted(batch.offsets, place, side="right")) - 1
         token_id = int(batch.tokens[place])
+        engine = float(batch.columns[ROLLOUT_LOGPROBS][place])
         return (
             f"token {token_id} ({self._decode(token_id)!r}) at position "
             f"{place - int(batch.offsets[sample])} of sample {batch.sample_ids[sample]} has "
-            f"{float(batch.logprobs[place]):.4g} by the engine and {float(trainer):.4g} by the "
-            "trainer"
+            f"{engine:.4g} by the engine and {float(trainer):.4g} by the trainer"
         )
 
 
 def _gathered(
-    scored: Sequence[tuple[MicroBatch, Tensor]],
+    micro_batches: Sequence[MicroBatch],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The index in the rank's batch, and the logprob, of each token that is not padding."""
-    own = [(each, logprobs) for each, logprobs in scored if len(each.places)]
+    own = [each for each in micro_batches if len(each.places)]
     if not own:
         return np.zeros(0, np.int64), np.zeros(0, np.float64)
-    logprobs = torch.cat([logprobs for _, logprobs in own]).double().cpu()
-    return np.concatenate([each.places for each, _ in own]), logprobs.numpy()
+    logprobs = torch.cat([each.columns[PROXIMAL_LOGPROBS] for each in own]).double().cpu()
+    return np.concatenate([each.places for each in own]), logprobs.numpy()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from umbra.runtime.reports.step_metrics import last_steps
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
+from umbra.trainer.algorithms.advantages import batch_advantages
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.base import PolicyLoss
 from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
@@ -26,9 +27,10 @@ from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.train_batch import TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
-from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_model
 from umbra.trainer.model.train_model import POLICY, REFERENCE
 from umbra.trainer.policy_engines import PolicyEngines
@@ -259,8 +261,8 @@ class TrainingRun:
         if is_first or (self.step and self._is_due(train.eval_every)):
             self._evaluate()
 
-    def next_batch(self) -> Mapping[str, Any] | None:
-        """This rank's columns; None if the ranks agreed to stop instead."""
+    def next_batch(self) -> TrainBatch | None:
+        """This rank's part of the next batch; None if the ranks agreed to stop instead."""
         rollouts = self._engines.rollouts
         with (
             self._memory.phase("generation"),
@@ -269,10 +271,15 @@ class TrainingRun:
                 f"generating for step {self.step + 1}", unit="prompts", ask=rollouts.batch_progress
             ),
         ):
-            columns = self._engines.next_batch(self.step)
+            answer = self._engines.next_batch(self.step)
+        if answer is None:
+            return None
         self._gpu_memory.look("generation")
         self._row["time/rollout_s"] = waiting.seconds
-        return columns
+        batch = TrainBatch.from_answer(answer)
+        for name, value in batch.metrics.items():
+            self._row[name if "/" in name else f"rollout/{name}"] = float(value)
+        return batch
 
     @contextmanager
     def training_owns_gpus(self) -> Generator[None]:
@@ -283,11 +290,13 @@ class TrainingRun:
             self._row["time/sleep_s"] = sleeping.seconds
             yield
 
-    def update(self, columns: Mapping[str, Any]) -> None:
+    def add_advantages(self, batch: TrainBatch) -> None:
+        """Adds them as a column, from the rewards of whole groups."""
+        groups = batch.groups
+        batch.add_advantages(batch_advantages(self._estimate, groups.rewards, groups.offsets))
+
+    def update(self, batch: TrainBatch) -> None:
         """Updates the weights with a batch."""
-        batch = RankBatch.from_columns(columns, self._estimate)
-        for name, value in batch.metrics.items():
-            self._row[name if "/" in name else f"rollout/{name}"] = float(value)
         activity = self._display.activity(f"training step {self.step + 1}")
         with self._memory.phase("train"), activity:
             self._row |= self._train_step.run(batch, self.step)

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from itertools import chain
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.tracing.spans import span
@@ -12,26 +10,22 @@ from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, Po
 from umbra.trainer.algorithms.metric_totals import MetricTotals
 from umbra.trainer.algorithms.token_terms import kl_terms
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.data.train_batch import (
+    ADVANTAGES,
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    ROLLOUT_LOGPROBS,
+    TrainBatch,
+)
 from umbra.trainer.logprob_check import LogprobCheck
-from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder, RankBatch
+from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
 from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
 
 
-@dataclass(slots=True)
-class _Part:
-    """A micro-batch and its tokens' logprobs under other policies: [M], without gradient."""
-
-    micro_batch: MicroBatch
-    reference_logprobs: Tensor | None  # under the starting model; None without a KL term
-    # Under the policy at the beginning of the step; None before the first update, which computes
-    # them for the whole batch.
-    proximal_logprobs: Tensor | None = None
-
-
 class TrainStep:
-    """Does one optimizer step (or a few) on one batch: forward, backward, clip, step. Every rank
-    has one; `run` is collective. `models` has the frozen starting model as the reference, unless
-    `kl_coef` is 0; `check` is None where the batches are not an engine's."""
+    """Does the optimizer steps of one batch, one for each mini-batch and update: forward, backward,
+    clip, step. Every rank has one; `run` is collective. `models` has the frozen starting model as
+    the reference, unless `kl_coef` is 0; `check` is None where batches are not an engine's."""
 
     def __init__(
         self,
@@ -48,7 +42,7 @@ class TrainStep:
         self._loss = loss
         self._check = check
 
-    def run(self, batch: RankBatch, step: int) -> dict[str, float]:
+    def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
         Raises UmbraError on every rank, with parameters unchanged, if the gradient is not finite,
         or engines and trainer compute different models."""
@@ -56,76 +50,74 @@ class TrainStep:
             metrics = self._update(batch, step)
         return metrics | {"time/train_s": train.seconds}
 
-    def _update(self, batch: RankBatch, step: int) -> dict[str, float]:
-        reference = self._reference
-        parts = [
-            _Part(micro_batch, None if reference is None else reference.logprobs(micro_batch))
-            for micro_batch in self._builder.build(batch)
-        ]
+    def _update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        mini_batches = self._builder.build(batch)
+        micro_batches = list(chain(*mini_batches))
+        self._score(micro_batches, is_proximal=len(mini_batches) > 1)
         metrics: dict[str, float] = {}
         for update in range(self._train.updates_per_batch):
-            with span("forward and backward", micro_batches=len(parts)):
-                totals = self._accumulate(parts)
-            if update == 0:
-                metrics = self._compared(batch, parts, step)
-            with span("optimizer"):
-                applied = self._policy.step(step)
-            if not math.isfinite(applied["grad_norm"]):
-                raise UmbraError(
-                    f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}); "
-                    "the parameters are unchanged: lower train.learning_rate or "
-                    "train.clip_eps_high, or compute in float32 (model.dtype)"
-                )
+            totals = MetricTotals()
+            for idx, mini_batch in enumerate(mini_batches):
+                with span("forward and backward", micro_batches=len(mini_batch)):
+                    self._accumulate(mini_batch, totals)
+                if update == idx == 0 and self._check is not None:
+                    metrics = self._check.run(batch, micro_batches, step)
+                metrics |= self._step(step)
             if update == 0:
                 metrics |= {f"train/{name}": value for name, value in totals.reduce().items()}
-            metrics |= {f"train/{name}": value for name, value in applied.items()}
         return metrics
 
-    def _compared(self, batch: RankBatch, parts: Sequence[_Part], step: int) -> dict[str, float]:
-        """Metrics of the comparison with the engines, before a parameter has changed."""
-        if self._check is None:
-            return {}
-        scored = [
-            (part.micro_batch, part.proximal_logprobs)
-            for part in parts
-            if part.proximal_logprobs is not None
-        ]
-        return self._check.run(batch, scored, step)
+    def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> None:
+        """Adds the logprobs under other models, before a parameter changes. The first update of a
+        single mini-batch computes the proximal ones itself."""
+        for micro_batch in micro_batches:
+            if self._reference is not None:
+                micro_batch.columns[REFERENCE_LOGPROBS] = self._reference.logprobs(micro_batch)
+            if is_proximal:
+                micro_batch.columns[PROXIMAL_LOGPROBS] = self._policy.logprobs(micro_batch)
 
-    def _accumulate(self, parts: Sequence[_Part]) -> MetricTotals:
-        """Computes the gradients of the whole batch; returns this rank's part of the metrics."""
-        totals = MetricTotals()
-        for idx, part in enumerate(parts, 1):
-            self._backward(part, totals, is_last=idx == len(parts))
-        return totals
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
+        """Computes the gradients of a mini-batch; adds this rank's part of the metrics."""
+        for idx, micro_batch in enumerate(micro_batches, 1):
+            self._backward(micro_batch, totals, is_last=idx == len(micro_batches))
 
-    def _backward(self, part: _Part, totals: MetricTotals, *, is_last: bool) -> None:
+    def _step(self, step: int) -> dict[str, float]:
+        with span("optimizer"):
+            applied = self._policy.step(step)
+        if not math.isfinite(applied["grad_norm"]):
+            raise UmbraError(
+                f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}); "
+                "the parameters are unchanged: lower train.learning_rate or "
+                "train.clip_eps_high, or compute in float32 (model.dtype)"
+            )
+        return {f"train/{name}": value for name, value in applied.items()}
+
+    def _backward(self, micro_batch: MicroBatch, totals: MetricTotals, *, is_last: bool) -> None:
         """Frees the graph when it returns: the next micro-batch needs the memory."""
-        output = self._evaluate(part)
+        output = self._evaluate(micro_batch)
         self._policy.backward(output.loss, is_last=is_last)
-        totals.add(output.metrics, part.micro_batch.weights)
+        totals.add(output.metrics, micro_batch.weights)
 
-    def _evaluate(self, part: _Part) -> LossOutput:
+    def _evaluate(self, micro_batch: MicroBatch) -> LossOutput:
         """The loss with its KL term, and the metrics of both."""
-        train, micro_batch = self._train, part.micro_batch
+        train, columns = self._train, micro_batch.columns
         scores = self._policy.score(micro_batch, with_entropy=train.log_entropy)
-        if part.proximal_logprobs is None:
-            part.proximal_logprobs = scores.logprobs.detach()
         inputs = LossInputs(
-            rollout_logprobs=micro_batch.rollout_logprobs,
-            proximal_logprobs=part.proximal_logprobs,
-            advantages=micro_batch.advantages,
+            rollout_logprobs=columns[ROLLOUT_LOGPROBS],
+            proximal_logprobs=columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach()),
+            advantages=columns[ADVANTAGES],
             weights=micro_batch.weights,
             sample_lens=micro_batch.sample_lens,
+            columns=columns,
         )
         output = self._loss(scores.logprobs, inputs, train)
         loss, metrics = output.loss, dict(output.metrics)
-        behaviour_kl = kl_terms(micro_batch.rollout_logprobs, scores.logprobs.detach(), "k3")
+        behaviour_kl = kl_terms(inputs.rollout_logprobs, scores.logprobs.detach(), "k3")
         metrics["behaviour_kl"] = LossMetric(behaviour_kl)
         if scores.entropy is not None:
             metrics["entropy"] = LossMetric(scores.entropy)
-        if part.reference_logprobs is not None:
-            terms = kl_terms(scores.logprobs, part.reference_logprobs, train.kl_estimator)
+        if REFERENCE_LOGPROBS in columns:
+            terms = kl_terms(scores.logprobs, columns[REFERENCE_LOGPROBS], train.kl_estimator)
             loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
             metrics["reference_kl"] = LossMetric(terms)
         return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)

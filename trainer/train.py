@@ -24,11 +24,12 @@ def train(run: TrainingRun) -> None:
             if not run.publish():
                 break
             run.evaluate_if_due()
-            columns = run.next_batch()
-            if columns is None:
+            batch = run.next_batch()
+            if batch is None:
                 break
             with run.training_owns_gpus():
-                run.update(columns)
+                run.add_advantages(batch)
+                run.update(batch)
         run.finish_step(step.seconds)
         if run.should_stop():
             break

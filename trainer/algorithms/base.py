@@ -7,7 +7,7 @@ G: samples of a group; M: generated tokens of a micro-batch; N: samples of a mic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -43,6 +43,8 @@ class LossInputs:
     advantages: Tensor  # [M] float32, the same for all tokens of a sample
     weights: Tensor  # [M] float32, share of each token in the global loss; 0 in padding
     sample_lens: Tensor  # [N] int64, generated tokens of each sample; sums to M
+    # [M] float32 each: all that the batch and the run's models know of the tokens, by name.
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 @dataclass(frozen=True, slots=True)

@@ -383,8 +383,8 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="tokens of tools trained on",
         path="trainer/model/micro_batches.py",
-        old="generated=np.flatnonzero(self.mask[start:stop])",
-        new="generated=np.arange(int(self.prompt_lens[idx]), stop - start)",
+        old="generated=np.flatnonzero(batch.mask[span])",
+        new="generated=np.arange(int(batch.prompt_lens[idx]), span.stop - span.start)",
         command=_PACKING,
         says=r"assert \[7, 8, 9, 10\] == \[7, 10\]",
     ),

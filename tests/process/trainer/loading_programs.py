@@ -96,8 +96,7 @@ def _score_beside(
     micro_batch = MicroBatch(
         inputs=pack(ordered, torch.float32, world.device),
         targets=torch.as_tensor(targets, dtype=torch.int64),
-        rollout_logprobs=nothing,
-        advantages=nothing,
+        columns={},
         weights=nothing,
         sample_lens=nothing,
         places=np.zeros(0, np.int64),
@@ -124,4 +123,4 @@ def _logprobs(policy: TrainModel, world: World, dtype: torch.dtype) -> torch.Ten
         aggregation="token",
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    return policy.score(builder.build(rank_batch(world, 3, 1))[0]).logprobs
+    return policy.score(builder.build(rank_batch(world, 3, 1))[0][0]).logprobs

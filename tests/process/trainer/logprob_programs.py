@@ -18,8 +18,9 @@ from umbra.runtime.settings import Dtype
 from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.data.train_batch import ROLLOUT_LOGPROBS, TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
-from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.world import World
@@ -67,7 +68,7 @@ def check_step(
     )
     batch = as_batch(samples)
     if wrong_token is not None:
-        batch.logprobs[wrong_token] -= 1.0
+        batch.columns[ROLLOUT_LOGPROBS][wrong_token] -= 1.0
     section = ModelSection(path=Path(trainer or engine))
     model, is_packed = load_whole_model(section, torch.float32)
     passes = PassSettings(
@@ -109,8 +110,10 @@ def check_step(
     return {"error": error, "warnings": warnings, "metrics": metrics, "changed": changed}
 
 
-def _share(batch: RankBatch, world: World) -> RankBatch:
+def _share(batch: TrainBatch, world: World) -> TrainBatch:
     """All micro-batches for the last rank, and padding for the others."""
     if world.rank == world.world_size - 1:
         return batch
-    return replace(batch, micro_batches=[[] for _ in batch.micro_batches])
+    (mini_batch,) = batch.mini_batches
+    padding: list[list[int]] = [[] for _ in mini_batch.micro_batches]
+    return replace(batch, mini_batches=[replace(mini_batch, micro_batches=padding)])

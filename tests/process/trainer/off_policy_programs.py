@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rank_programs import (
+    NO_GROUPS,
     TRAIN,
     Arrays,
     full_parameters,
@@ -35,7 +37,8 @@ from umbra.trainer.algorithms.losses import decoupled_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
-from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.data.train_batch import ADVANTAGES, ROLLOUT_LOGPROBS, MiniBatch, TrainBatch
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.world.world import World
 
@@ -53,13 +56,30 @@ def changed(changes: dict[str, Any]) -> TrainSection:
     return replace(TRAIN, **changes)
 
 
-def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
+def split_batch(
+    world: World, seed: int, num_micro_batches: int, num_mini_batches: int
+) -> TrainBatch:
+    """A random batch of one rank, whose micro-batches are dealt to mini-batches."""
+    batch = rank_batch(world, seed, num_micro_batches)
+    (whole_batch,) = batch.mini_batches
+    mini_batches: list[MiniBatch] = []
+    for first in range(num_mini_batches):
+        micro_batches = whole_batch.micro_batches[first::num_mini_batches]
+        samples = list(chain(*micro_batches))
+        num_tokens = sum(int(batch.mask[batch.span(idx)].sum()) for idx in samples)
+        mini_batches.append(MiniBatch(micro_batches, num_tokens, len(samples)))
+    return replace(batch, mini_batches=mini_batches)
+
+
+def train_steps(
+    world: World, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
+) -> list[Any]:
     """Three steps on tokens of another policy: parameters, metrics, and the model's passes."""
     train = changed(changes)
     policy = make_policy(world, train)
     builder = make_builder(world, policy, train)
     # A policy's first pass has others besides it, which compare its head with the model's own.
-    policy.logprobs(builder.build(rank_batch(world, 0, 1))[0])
+    policy.logprobs(builder.build(rank_batch(world, 0, 1))[0][0])
     passes = 0
 
     def count(*_: object) -> None:
@@ -70,30 +90,36 @@ def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -
     model.get_decoder().register_forward_hook(count)
     train_step = make_train_step(world, policy, train)
     metrics = [
-        train_step.run(rank_batch(world, seed, num_micro_batches), seed) for seed in range(3)
+        train_step.run(split_batch(world, seed, num_micro_batches, num_mini_batches), seed)
+        for seed in range(3)
     ]
     return [full_parameters(policy), metrics, passes]
 
 
-def train_by_hand(world: World, changes: dict[str, Any], num_micro_batches: int) -> Arrays:
+def train_by_hand(
+    world: World, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
+) -> Arrays:
     """`train_steps` as the papers have it: the proximal policy has a pass of its own."""
     train = changed(changes)
     policy = make_policy(world, train)
     builder = make_builder(world, policy, train)
     for seed in range(3):
-        micro_batches = builder.build(rank_batch(world, seed, num_micro_batches))
-        proximal = [policy.logprobs(micro_batch) for micro_batch in micro_batches]
-        for _ in range(train.updates_per_batch):
-            for idx, micro_batch in enumerate(micro_batches):
+        batch = split_batch(world, seed, num_micro_batches, num_mini_batches)
+        mini_batches = [
+            [(micro_batch, policy.logprobs(micro_batch)) for micro_batch in mini_batch]
+            for mini_batch in builder.build(batch)
+        ]
+        for mini_batch in train.updates_per_batch * mini_batches:
+            for idx, (micro_batch, proximal) in enumerate(mini_batch, 1):
                 inputs = LossInputs(
-                    rollout_logprobs=micro_batch.rollout_logprobs,
-                    proximal_logprobs=proximal[idx],
-                    advantages=micro_batch.advantages,
+                    rollout_logprobs=micro_batch.columns[ROLLOUT_LOGPROBS],
+                    proximal_logprobs=proximal,
+                    advantages=micro_batch.columns[ADVANTAGES],
                     weights=micro_batch.weights,
                     sample_lens=micro_batch.sample_lens,
                 )
                 result = decoupled_loss(policy.score(micro_batch).logprobs, inputs, train)
-                policy.backward(result.loss, is_last=idx == len(micro_batches) - 1)
+                policy.backward(result.loss, is_last=idx == len(mini_batch))
             policy.step(seed)
     return full_parameters(policy)
 
@@ -107,21 +133,19 @@ def train_on_policy(world: World, changes: dict[str, Any], num_micro_batches: in
     metrics: list[dict[str, float]] = []
     for seed in range(3):
         batch = rank_batch(world, seed, num_micro_batches)
-        own = replace(batch, logprobs=recomputed(policy, builder, batch))
-        metrics.append(train_step.run(own, seed))
+        batch.columns[ROLLOUT_LOGPROBS] = recomputed(policy, builder, batch)
+        metrics.append(train_step.run(batch, seed))
     return [full_parameters(policy), metrics]
 
 
 def recomputed(
-    policy: TrainModel, builder: MicroBatchBuilder, batch: RankBatch
+    policy: TrainModel, builder: MicroBatchBuilder, batch: TrainBatch
 ) -> NDArray[np.float32]:
     """The batch's logprobs under the policy, in the batch's order; 0 where not generated."""
-    numbered = replace(batch, logprobs=np.arange(len(batch.tokens), dtype=np.float32))
     found = np.zeros(len(batch.tokens), np.float32)
-    for micro_batch in builder.build(numbered):
-        places = micro_batch.rollout_logprobs.long().numpy()
-        counted = whole(micro_batch.weights) > 0  # not so in padding
-        found[places[counted]] = whole(policy.logprobs(micro_batch))[counted]
+    for micro_batch in chain(*builder.build(batch)):
+        if len(micro_batch.places):  # not so in padding
+            found[micro_batch.places] = whole(policy.logprobs(micro_batch))
     return found
 
 
@@ -166,7 +190,7 @@ def generate_and_recompute(
     batch = as_batch(samples)
     arrays: Arrays = {
         "versions": np.concatenate([sample.versions for sample in samples]),
-        "engine": batch.logprobs[batch.mask == 1],
+        "engine": batch.columns[ROLLOUT_LOGPROBS][batch.mask == 1],
     }
     for version, folder in enumerate(folders):
         section = ModelSection(path=Path(folder), attention=attention)
@@ -234,24 +258,28 @@ def _collect(core: EngineCore, samples: Sequence[_Generated]) -> None:
         sample.versions += [int(deltas["versions"][run])] * (span.stop - span.start)
 
 
-def as_batch(samples: Sequence[_Generated]) -> RankBatch:
+def as_batch(samples: Sequence[_Generated]) -> TrainBatch:
     masks = [np.arange(len(sample.tokens)) >= sample.prompt_len for sample in samples]
     mask = np.concatenate(masks).astype(np.uint8)
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask == 1] = np.concatenate([sample.logprobs for sample in samples])
     versions = np.full(len(mask), -1, np.int64)
     versions[mask == 1] = np.concatenate([sample.versions for sample in samples])
-    return RankBatch(
+    return TrainBatch(
         tokens=np.concatenate([sample.tokens for sample in samples]).astype(np.int32),
         offsets=np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int32),
         prompt_lens=np.array([sample.prompt_len for sample in samples], np.int32),
         mask=mask,
-        logprobs=logprobs,
+        columns={ROLLOUT_LOGPROBS: logprobs, ADVANTAGES: np.ones(len(mask), np.float32)},
+        groups=NO_GROUPS,
         versions=versions,
-        advantages=np.ones(len(samples), np.float32),
         sample_ids=[f"e0/0/{idx}" for idx in range(len(samples))],
-        micro_batches=[list(range(0, len(samples), 2)), list(range(1, len(samples), 2))],
-        num_tokens_global=int(mask.sum()),
-        num_samples_global=len(samples),
+        mini_batches=[
+            MiniBatch(
+                [list(range(0, len(samples), 2)), list(range(1, len(samples), 2))],
+                int(mask.sum()),
+                len(samples),
+            )
+        ],
         metrics={},
     )

@@ -28,6 +28,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[str
         "once": ["train_steps", _DECOUPLED, NUM_MICRO_BATCHES],
         "twice": ["train_steps", _DECOUPLED | _TWICE, NUM_MICRO_BATCHES],
         "by hand": ["train_by_hand", _DECOUPLED | _TWICE, NUM_MICRO_BATCHES],
+        "mini-batches": ["train_steps", _DECOUPLED | _TWICE, 2 * NUM_MICRO_BATCHES, 2],
+        "mini-batches by hand": ["train_by_hand", _DECOUPLED | _TWICE, 2 * NUM_MICRO_BATCHES, 2],
         "clipped twice": ["train_steps", _TWICE, NUM_MICRO_BATCHES],
         "masked": ["train_steps", _DECOUPLED | {"importance_above_cap": "mask"}, 1],
         "floor": ["train_steps", _DECOUPLED | {"importance_floor": 0.9}, 1],
@@ -66,6 +68,13 @@ def test_the_first_updates_logprobs_are_the_proximal_ones(ran: dict[str, Any]) -
     parameters, _, _ = ran["twice"]
 
     assert largest_difference(parameters, ran["by hand"]) < 1e-6
+
+
+def test_every_mini_batch_is_a_step_with_the_logprobs_before_the_first(ran: dict[str, Any]) -> None:
+    parameters, _, _ = ran["mini-batches"]
+
+    assert largest_difference(parameters, ran["mini-batches by hand"]) < 1e-6
+    assert largest_difference(parameters, ran["twice"][0]) > 1e-4
 
 
 def test_the_proximal_policy_costs_no_pass(ran: dict[str, Any]) -> None:

@@ -34,9 +34,16 @@ from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
+from umbra.trainer.data.train_batch import (
+    ADVANTAGES,
+    ROLLOUT_LOGPROBS,
+    MiniBatch,
+    RewardGroups,
+    TrainBatch,
+)
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
-from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import (
     POLICY,
@@ -50,6 +57,8 @@ from umbra.trainer.step import TrainStep
 from umbra.trainer.world.world import World, agree_on_signal, barrier, from_lead, share_cores
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
+# Of batches that have their advantages.
+NO_GROUPS = RewardGroups(np.zeros(0, np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32))
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a
 # gradient is almost zero, its rounding would show in full.
 TRAIN = TrainSection(
@@ -81,7 +90,7 @@ def make_policy(
     return TrainModel(PreparedModel(model, packed), world.mesh, passes, train)
 
 
-def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
+def rank_batch(world: World, seed: int, micro_batches: int) -> TrainBatch:
     """This rank's share of a random global batch, dealt as the rollout manager does."""
     generator = np.random.default_rng(seed)
     lens = generator.integers(1, MAX_NEW_TOKENS + 1, (GROUPS, GROUP_SIZE))
@@ -99,18 +108,21 @@ def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
     prompt_lens = np.repeat([len(prompt) for prompt in prompts], GROUP_SIZE)[plan.samples]
     mine = [rows[idx] for idx in plan.samples]
     masks = [np.arange(len(row)) >= count for row, count in zip(mine, prompt_lens, strict=True)]
-    return RankBatch(
+    return TrainBatch(
         tokens=np.concatenate(mine).astype(np.int32),
         offsets=np.cumsum([0, *map(len, mine)]).astype(np.int32),
         prompt_lens=prompt_lens.astype(np.int32),
         mask=np.concatenate(masks).astype(np.uint8),
-        logprobs=np.concatenate([logprobs[idx] for idx in plan.samples]).astype(np.float32),
+        columns={
+            ROLLOUT_LOGPROBS: np.concatenate([logprobs[idx] for idx in plan.samples]).astype(
+                np.float32
+            ),
+            ADVANTAGES: np.repeat(advantages[plan.samples], [len(row) for row in mine]),
+        },
+        groups=NO_GROUPS,
         versions=np.ones(sum(map(len, mine)), np.int64),
-        advantages=advantages[plan.samples],
         sample_ids=[f"e0/{idx // GROUP_SIZE}/{idx % GROUP_SIZE}" for idx in plan.samples],
-        micro_batches=plan.micro_batches,
-        num_tokens_global=int(lens.sum()),
-        num_samples_global=len(rows),
+        mini_batches=[MiniBatch(plan.micro_batches, int(lens.sum()), len(rows))],
         metrics={},
     )
 
@@ -270,7 +282,7 @@ def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDA
         aggregation="token",
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    (micro_batch,) = builder.build(rank_batch(world, 3, 1))
+    ((micro_batch,),) = builder.build(rank_batch(world, 3, 1))
     scores = policy.score(micro_batch)
     torch.autograd.backward(scores.logprobs.sum())
     (of_keys,) = (p for n, p in policy.parameters.items() if "layers.0.self_attn.k_proj" in n)

@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.agents.reward_function import REWARD_LIMIT
-from umbra.trainer.algorithms.advantages import dr_grpo_advantages, grpo_advantages
+from umbra.trainer.algorithms.advantages import (
+    batch_advantages,
+    dr_grpo_advantages,
+    grpo_advantages,
+)
 from umbra.trainer.algorithms.base import AdvantageEstimator
-from umbra.trainer.model.micro_batches import RankBatch
+from umbra.trainer.data.train_batch import ADVANTAGES, TrainBatch
 
 ESTIMATORS = (grpo_advantages, dr_grpo_advantages)
 
@@ -81,22 +85,30 @@ def columns_of(
     }
 
 
+def token_advantages(
+    columns: dict[str, Any], estimate: AdvantageEstimator = grpo_advantages
+) -> list[float]:
+    """By token."""
+    batch = TrainBatch.from_answer(columns)
+    groups = batch.groups
+    batch.add_advantages(batch_advantages(estimate, groups.rewards, groups.offsets))
+    return batch.columns[ADVANTAGES].tolist()
+
+
 def test_samples_of_a_group_that_ranks_share_get_the_advantages_of_the_whole_group() -> None:
     first = columns_of([0.0, 1.0, 5.0], [0, 3], [0, 2])
     second = columns_of([0.0, 1.0, 5.0, 4.0, 2.0], [0, 3, 5], [1, 3, 4])
 
-    batches = [RankBatch.from_columns(columns, grpo_advantages) for columns in (first, second)]
+    advantages = [token_advantages(columns) for columns in (first, second)]
 
     whole = grpo_advantages(np.asarray([0, 1, 5], np.float32))
     other = grpo_advantages(np.asarray([4, 2], np.float32))
-    assert batches[0].advantages.tolist() == [whole[0], whole[2]]
-    assert batches[1].advantages.tolist() == [whole[1], *other]
+    assert advantages[0] == np.repeat([whole[0], whole[2]], 2).tolist()
+    assert advantages[1] == np.repeat([whole[1], *other], 2).tolist()
 
 
 def test_a_rank_without_samples_has_no_advantages() -> None:
-    batch = RankBatch.from_columns(columns_of([], [0], []), grpo_advantages)
-
-    assert batch.advantages.shape == (0,)
+    assert token_advantages(columns_of([], [0], [])) == []
 
 
 def too_few(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -112,4 +124,4 @@ def test_what_a_users_estimator_must_not_return_is_shown(estimate: AdvantageEsti
     columns = columns_of([0.5, 1.0], [0, 2], [0, 1])
 
     with pytest.raises(UmbraError, match=r"for the rewards \[0.5, 1.0\]: return one finite number"):
-        RankBatch.from_columns(columns, estimate)
+        token_advantages(columns, estimate)

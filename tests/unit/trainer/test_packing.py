@@ -13,7 +13,14 @@ from torch import Tensor
 from training_models import listed, make_model
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.data.train_batch import (
+    ADVANTAGES,
+    ROLLOUT_LOGPROBS,
+    MiniBatch,
+    RewardGroups,
+    TrainBatch,
+)
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import (
     PACKED_ATTENTION,
     packed_attention,
@@ -25,24 +32,25 @@ from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPri
 CPU = torch.device("cpu")
 
 
-def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> RankBatch:
+def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
     """One micro-batch of (prompt, completion) pairs; every completion token is generated."""
     rows = [np.asarray([*prompt, *completion], np.int32) for prompt, completion in samples]
     masks = [np.r_[np.zeros(len(p)), np.ones(len(c))] for p, c in samples]
     mask = np.concatenate(masks).astype(np.uint8)
     count = len(samples)
-    return RankBatch(
+    return TrainBatch(
         tokens=np.concatenate(rows),
         offsets=np.cumsum([0, *map(len, rows)]).astype(np.int32),
         prompt_lens=np.asarray([len(p) for p, _ in samples], np.int32),
         mask=mask,
-        logprobs=(np.arange(len(mask)) * mask).astype(np.float32),
+        columns={
+            ROLLOUT_LOGPROBS: (np.arange(len(mask)) * mask).astype(np.float32),
+            ADVANTAGES: np.repeat(np.arange(count, dtype=np.float32), [len(row) for row in rows]),
+        },
+        groups=RewardGroups(np.zeros(0, np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32)),
         versions=np.ones(len(mask), np.int64),
-        advantages=np.arange(count, dtype=np.float32),
         sample_ids=[f"e0/{idx}/0" for idx in range(count)],
-        micro_batches=[list(range(count))],
-        num_tokens_global=int(mask.sum()),
-        num_samples_global=count,
+        mini_batches=[MiniBatch([list(range(count))], int(mask.sum()), count)],
         metrics={},
     )
 
@@ -65,7 +73,7 @@ def random_samples(
     return [(prompts[idx // group_size], draw(count)) for idx, count in enumerate(lens)]
 
 
-def reference_logprobs(model: Any, batch: RankBatch) -> dict[int, Tensor]:
+def reference_logprobs(model: Any, batch: TrainBatch) -> dict[int, Tensor]:
     """Logprobs by index in the batch's tokens, each sample alone, with eager attention."""
     found: dict[int, Tensor] = {}
     for idx in range(len(batch.prompt_lens)):
@@ -92,8 +100,8 @@ def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packe
     batch = make_batch(random_samples(1, *CASES[case]))
     model = make_model(kind)
     expected = reference_logprobs(model, batch)
-    (micro_batch,) = builder(packed).build(batch)
-    places = listed(micro_batch.rollout_logprobs.long())  # `make_batch` numbers them
+    ((micro_batch,),) = builder(packed).build(batch)
+    places = listed(micro_batch.columns[ROLLOUT_LOGPROBS].long())  # `make_batch` numbers them
     if packed:
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
@@ -112,7 +120,7 @@ def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packe
 
 @pytest.mark.parametrize("option", ["s_aux", "softcap", "sliding_window"])
 def test_what_packed_attention_does_not_do_is_refused(option: str) -> None:
-    (micro_batch,) = builder(packed=True).build(make_batch(random_samples(1, [3], [2, 5], 2)))
+    ((micro_batch,),) = builder(packed=True).build(make_batch(random_samples(1, [3], [2, 5], 2)))
     packed = micro_batch.inputs
     assert isinstance(packed, PackedInputs)
     heads = torch.randn(1, 2, 10, 8)
@@ -125,10 +133,13 @@ def test_what_packed_attention_does_not_do_is_refused(option: str) -> None:
 def test_advantages_and_lengths_follow_their_samples_into_packing_order() -> None:
     batch = make_batch(random_samples(2, [3, 4], [2, 5, 1, 5], 2))
 
-    (micro_batch,) = builder(packed=True).build(batch)
+    ((micro_batch,),) = builder(packed=True).build(batch)
 
-    owners = np.searchsorted(batch.offsets, micro_batch.rollout_logprobs.numpy(), side="right") - 1
-    assert listed(micro_batch.advantages) == owners.astype(float).tolist()
+    owners = (
+        np.searchsorted(batch.offsets, micro_batch.columns[ROLLOUT_LOGPROBS].numpy(), side="right")
+        - 1
+    )
+    assert listed(micro_batch.columns[ADVANTAGES]) == owners.astype(float).tolist()
     in_order = list(dict.fromkeys(owners.tolist()))
     assert listed(micro_batch.sample_lens) == [[2, 5, 1, 5][owner] for owner in in_order]
     assert float(micro_batch.weights.sum()) == pytest.approx(1.0)
@@ -151,7 +162,7 @@ def test_tokens_of_tools_are_fed_but_not_trained_on() -> None:
     batch.mask[3:5] = 0  # tokens 8 and 9 came from a tool
     model = make_model()
 
-    (micro_batch,) = builder(packed=False).build(batch)
+    ((micro_batch,),) = builder(packed=False).build(batch)
 
     logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
     expected = reference_logprobs(model, batch)
@@ -165,7 +176,7 @@ def test_an_empty_micro_batch_is_padding_without_weight(packed: bool) -> None:
     empty: NDArray[np.uint8] = np.zeros(2, np.uint8)
     batch.mask[:] = empty
 
-    (micro_batch,) = builder(packed).build(batch)
+    ((micro_batch,),) = builder(packed).build(batch)
 
     assert listed(micro_batch.weights) == [0.0]
     assert micro_batch.targets.shape == (1,)
@@ -174,7 +185,7 @@ def test_an_empty_micro_batch_is_padding_without_weight(packed: bool) -> None:
 def test_temperature_divides_the_logits() -> None:
     batch = make_batch([([5, 6], [7, 8])])
     model = make_model()
-    (micro_batch,) = builder(packed=False).build(batch)
+    ((micro_batch,),) = builder(packed=False).build(batch)
 
     logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 0.5, False)
 

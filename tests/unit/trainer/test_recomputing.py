@@ -43,7 +43,7 @@ def gradients_and_cost(
         return tensor
 
     samples = random_samples(1, [4, 6], [5, 9, 30, 18], group_size=2)
-    (micro_batch,) = builder(packed).build(make_batch(samples))
+    ((micro_batch,),) = builder(packed).build(make_batch(samples))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logprobs, _ = _Scorer(model, recomputes=recomputes)(
             micro_batch.inputs, micro_batch.targets, 1.0, False

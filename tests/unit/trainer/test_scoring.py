@@ -177,7 +177,7 @@ def test_a_frozen_head_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])  # with tied embeddings, and without
 def test_a_models_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     samples = random_samples(1, [4, 6], [5, 9, 3, 8], group_size=2)
-    (micro_batch,) = builder(packed=False).build(make_batch(samples))
+    ((micro_batch,),) = builder(packed=False).build(make_batch(samples))
     gradients: list[dict[str, Tensor]] = []
     for is_chunked in (False, True):
         if is_chunked:
@@ -196,7 +196,7 @@ def test_a_model_that_changes_its_logits_is_taken_at_its_word(packed: bool) -> N
     samples = random_samples(2, [4], [5, 9], group_size=2)
     scorer = _Scorer(granite_model(packed))
 
-    (micro_batch,) = builder(packed).build(make_batch(samples))
+    ((micro_batch,),) = builder(packed).build(make_batch(samples))
     assert "changes the logits" in scorer.head_obstacle(micro_batch.inputs)
     scorer.uses_own_logits = True
     logprobs, _ = scorer(micro_batch.inputs, micro_batch.targets, 1.0, False)
