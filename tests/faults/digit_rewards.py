@@ -21,16 +21,3 @@ async def judged(
     judge = ctx.pool("judge")
     said = [await judge.complete(f"{text}?", 4) for text in completions]
     return [a + len(answer.tokens) / 1000 for a, answer in zip(plain, said, strict=True)]
-
-
-async def judged_in_talk(
-    prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
-) -> list[float]:
-    """The same with the judge's chat template, which makes the prompt "u=... a="."""
-    judge = ctx.pool("judge")
-    talk = [{"role": "user", "content": "which"}]
-    as_text = await judge.generate(judge.encode("u=which a="), 4)
-    as_chat = await judge.chat(talk, 4)
-    assert (as_chat.tokens, as_chat.text) == (as_text.tokens, as_text.text)
-    assert len(as_chat.logprobs) == len(as_chat.tokens) > 0
-    return low_digits(prompts, completions, **columns)

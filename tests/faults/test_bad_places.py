@@ -11,7 +11,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from run_assets import NUM_PROMPTS, write_rows
 from whole_runs import BAD_INPUT_LIMIT_S, END_LIMIT_S, start_run
 
 from umbra.trainer.checkpoint.run_dir import RunLock
@@ -65,19 +64,6 @@ def test_a_run_directory_that_is_read_only_is_named(folder: Path) -> None:
 
 
 @needs_root
-def test_every_rank_reports_that_a_checkpoint_fills_the_disk(folder: Path) -> None:
-    with mounted(folder / "run", "size=160k"), start_run(folder, "train.checkpoint_every=1") as run:
-        ended = run.wait(BAD_INPUT_LIMIT_S)
-        checkpoints = list(run.run_dir.glob("checkpoints/*"))
-
-    ended.check_failed(
-        "cannot write the checkpoint run/checkpoints/step-000001: the disk is full (needs about",
-        "free some space, lower train.keep_checkpoints, or point run.dir to another disk",
-    )
-    assert not checkpoints
-
-
-@needs_root
 def test_every_rank_ends_when_the_disk_fills_up_in_the_middle(folder: Path) -> None:
     """Any file may be written next: the ledger, the metrics, TensorBoard's or the versions."""
     with mounted(folder / "run", "size=8m"), start_run(folder, "train.steps=100000") as run:
@@ -100,29 +86,6 @@ def test_a_disk_that_is_full_from_the_start_is_named(folder: Path) -> None:
     assert ended.status == 1
     ended.check_failed("cannot write to run: the disk is full (0 bytes free on", "free some space")
     assert left == {"junk"}
-
-
-@needs_root
-def test_a_disk_that_the_prompts_fill_is_named(folder: Path) -> None:
-    """The logs are elsewhere, so that the prompts are always the first write to fail."""
-    answer = "9" * 65536
-    rows = [{"prompt": f"all {idx:05d}=", "answer": answer} for idx in range(NUM_PROMPTS)]
-    write_rows(folder / "long.jsonl", rows)
-
-    (folder / "logs").mkdir()
-
-    with mounted(folder / "run", "size=1m"):
-        (folder / "run" / "logs").symlink_to(folder / "logs")
-        with start_run(folder, "data.train=long.jsonl", num_ranks=0) as run:
-            ended = run.wait(BAD_INPUT_LIMIT_S)
-        left = {path.name for path in run.run_dir.iterdir()}
-
-    assert ended.status == 1
-    ended.check_failed("cannot write run/prompts.msgpack: the disk is full (", "free some space")
-    assert left <= {
-        *("logs", "events.jsonl", "processes.json", "settings.json", "trace", ".lock"),
-        "tokenizers",
-    }
 
 
 def test_a_ledger_that_is_removed_ends_the_run_with_the_cause(folder: Path) -> None:

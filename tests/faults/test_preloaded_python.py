@@ -15,12 +15,9 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("end", ["0", "3", "raise", "message"])
-@pytest.mark.parametrize("options", [[], ["-u"]], ids=["", "-u"])
-def test_a_fork_is_like_a_new_process(
-    tmp_path: Path, fork_server: None, options: list[str], end: str
-) -> None:
+def test_a_fork_is_like_a_new_process(tmp_path: Path, fork_server: None, end: str) -> None:
     report, output = tmp_path / "report.json", tmp_path / "output.txt"
-    command = [sys.executable, *options, "-m", "reported_process", str(report), end]
+    command = [sys.executable, "-u", "-m", "reported_process", str(report), end]
     inherited = os.environ.get("PYTHONPATH", "")
     paths = (str(Path(__file__).parent), inherited)
     variables = {

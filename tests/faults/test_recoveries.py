@@ -29,21 +29,6 @@ def check_goes_on(run: Run) -> None:
     assert "JobFailed" not in ended.output
 
 
-def test_a_killed_engine_comes_back(folder: Path) -> None:
-    settings = ["pool.engine=embedded", "pool.engine_args={}", "pool.count=2"]
-
-    with start_run(folder, LONG, *settings, num_ranks=0) as run:
-        run.wait_for_step(1)
-        killed = run.pid_of("policy-1")
-        os.kill(killed, signal.SIGKILL)
-        run.wait_for_restart("policy-1")
-        assert _is_gone(killed)
-        run.wait_for("news of it", lambda: _says(run, r"policy-1#2 serves again"), timeout_s=30.0)
-        check_goes_on(run)
-
-    assert _says(run, rf"policy-1#1 \(pid {killed}\) {KILLED}"), run.output
-
-
 def test_a_signal_to_one_actor_alone_replaces_it(folder: Path) -> None:
     with start_run(folder, LONG, num_ranks=0) as run:
         run.wait_for_step(1)
@@ -69,39 +54,6 @@ def test_an_engine_that_is_killed_in_its_first_start_is_started_again(folder: Pa
     how = r"policy-0#1 failed to start: policy-0#1 \(pid \d+\) "
     assert re.search(how + KILLED, ended.output, re.MULTILINE), ended.output
     assert "loading the model" in (run.run_dir / "logs" / "policy-0.log").read_text()
-
-
-def test_a_killed_rollout_manager_resumes_from_the_ledger(folder: Path) -> None:
-    with start_run(folder, LONG, num_ranks=0) as run:
-        run.wait_for_step(3)
-        killed = run.pid_of("rollouts")
-        os.kill(killed, signal.SIGKILL)
-        run.wait_for_restart("rollouts")
-        check_goes_on(run)
-
-    assert _says(run, rf"rollouts#1 \(pid {killed}\) {KILLED}"), run.output
-
-
-def test_a_run_continues_through_injected_faults(folder: Path) -> None:
-    faults = (
-        '{kind="kill", after_tokens=100, incarnations=[1]}, '
-        '{kind="drop", what="run", every_tokens=40, times=2, incarnations=[1]}, '
-        '{kind="error", call="load", after_tokens=150, incarnations=[2]}'
-    )
-    arguments = f'pool.engine_args={{inner="echo", vocab_size=42, faults=[{faults}]}}'
-
-    with start_run(folder, "train.steps=8", "pool.engine=faulty", arguments, num_ranks=0) as run:
-        ended = run.wait()
-
-    assert ended.status == 0, ended.output
-    assert run.num_steps() == 8
-    assert re.search(rf"policy-0#1 \(pid \d+\) {KILLED}", ended.output, re.MULTILINE), ended.output
-    assert (
-        "policy-0#2 was killed: weight sync: load: policy-0#2 failed at load: a fault"
-        in ended.output
-    )
-    log = (run.run_dir / "logs" / "policy-0.log").read_text()
-    assert "injecting a fault: drop (run) at token" in log
 
 
 def test_a_stopped_engine_counts_as_hung_and_is_replaced(folder: Path) -> None:

@@ -59,12 +59,18 @@ def resume(folder: Path, run: Run, num_steps: int) -> None:
 def test_a_job_ends_with_a_checkpoint_and_resumes(
     folder: Path, kind: str, status: int, place: str
 ) -> None:
-    with start_run(folder, LONG, "run.metrics_address=127.0.0.1:0") as run:
+    torchrun = ("--standalone", "--max-restarts", "3")
+    served = "run.metrics_address=127.0.0.1:0"
+    with start_run(folder, LONG, served, torchrun=torchrun) as run:
         run.wait_for_step(1)
         prefix = elsewhere(run) if place == "elsewhere" else ()
+        dumped = umbra("dump", run.run_dir, prefix=prefix)
         done = umbra(kind, run.run_dir, prefix=prefix)
         ended = run.wait(END_LIMIT_S)
 
+    assert dumped.returncode == 0, dumped.stderr
+    assert "umbra dump asked for this bundle" in dumped.stdout
+    assert "rank 1 (pid " in dumped.stdout
     assert done.returncode == 0, done.stderr
     assert ended.status == 1
     assert ended.output.count(f"exitcode  : {status}") == 2, ended.output
@@ -82,22 +88,17 @@ def test_a_job_ends_with_a_checkpoint_and_resumes(
     resume(folder, run, num_steps + 1)
 
 
-@pytest.mark.parametrize(("kind", "fails"), [("stop", False), ("preempt", True)])
-def test_torchrun_does_not_restart_a_job_that_was_stopped(
-    folder: Path, kind: str, fails: bool
-) -> None:
-    """Neither in the midst of a run, nor if its ranks have just failed."""
+def test_torchrun_does_not_restart_a_job_that_was_stopped_as_its_ranks_failed(folder: Path) -> None:
     torchrun = ("--standalone", "--max-restarts", "3")
     with start_run(folder, LONG, "train.checkpoint_every=1", torchrun=torchrun) as run:
         run.wait_for_step(1)
-        if fails:
-            os.kill(run.pid_of("rank 1"), signal.SIGKILL)
-        done = umbra(kind, run.run_dir)
+        os.kill(run.pid_of("rank 1"), signal.SIGKILL)
+        done = umbra("preempt", run.run_dir)
         ended = run.wait(END_LIMIT_S)
 
     assert done.returncode == 0, done.stderr
     assert ended.status == 1
-    assert (run.run_dir / "preempted").exists() == (kind == "preempt")
+    assert (run.run_dir / "preempted").exists()
     resume(folder, run, run.num_steps() + 1)
 
 
@@ -215,15 +216,3 @@ def test_a_second_stop_does_not_wait_for_the_step(folder: Path) -> None:
 
     assert codes == [3, 3]
     assert checkpoints(run) == []
-
-
-def test_a_bundle_is_made_for_whoever_sees_only_the_run_directory(folder: Path) -> None:
-    with start_run(folder, LONG) as run:
-        run.wait_for_step(1)
-        done = umbra("dump", run.run_dir, prefix=elsewhere(run))
-        assert umbra("stop", run.run_dir).returncode == 0
-        run.wait(END_LIMIT_S)
-
-    assert done.returncode == 0, done.stderr
-    assert "umbra dump asked for this bundle" in done.stdout
-    assert "rank 1 (pid " in done.stdout

@@ -34,9 +34,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize(
-    ("seed", "group_size", "on_update"), [(2, 8, "keep"), (3, 4, "drain"), (4, 4, "abort")]
-)
+@pytest.mark.parametrize(("seed", "group_size", "on_update"), [(2, 8, "keep"), (4, 4, "abort")])
 def test_no_trajectory_is_lost_doubled_or_wrong(
     tmp_path: Path, seed: int, group_size: int, on_update: str
 ) -> None:

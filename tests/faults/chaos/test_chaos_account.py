@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from chaos_plan import VOCAB_SIZE, ChaosPlan
 from chaos_saboteur import DeathNotes
 
 from umbra.engines.echo.echo_engine import EchoTokens
-from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Finished,
@@ -81,21 +79,6 @@ def account_of(answer: Columns, step: int = STEP) -> Account:
 def first_token(answer: Columns) -> int:
     """Where the first sample's completion begins."""
     return int(answer["prompt_lens"][0])
-
-
-def without(answer: Columns, wanted: int) -> Columns:
-    """The answer without one of its samples."""
-    kept = [idx for idx in range(len(answer["sample_ids"])) if idx != wanted]
-    bounds = answer["offsets"].tolist()
-    rows = [row for idx in kept for row in range(bounds[idx], bounds[idx + 1])]
-    lengths = [bounds[idx + 1] - bounds[idx] for idx in kept]
-    short: Columns = {name: answer[name][rows] for name in ("tokens", "logprobs", "versions")}
-    short["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
-    for name in ("prompt_lens", "rewards"):
-        short[name] = answer[name][kept]
-    for name in ("sample_ids", "group_ids", "finish_reasons"):
-        short[name] = [answer[name][idx] for idx in kept]
-    return short
 
 
 def test_a_right_batch_has_no_problems() -> None:
@@ -212,17 +195,6 @@ def test_what_is_wrong_is_counted(
     assert len(account.problems()) == len(expected)
 
 
-def test_the_report_names_the_version_that_made_a_token() -> None:
-    answer = right_answer()
-    at = first_token(answer)
-    newest, sample = ORACLE.versions[-1], next(iter(ORACLE.batch(STEP).values()))
-    answer["logprobs"][at] = ORACLE.logprobs(newest, sample.keys[:1])[0]
-
-    (problem,) = account_of(answer).problems()
-
-    assert f"token 0 has version {ORACLE.versions[1]}, version {newest} made it" in problem
-
-
 def test_a_completion_of_another_context_has_wrong_tokens() -> None:
     answer = right_answer()
     other_context(answer)
@@ -232,15 +204,6 @@ def test_a_completion_of_another_context_has_wrong_tokens() -> None:
     found = {name: count for name, count in account.counts.items() if count}
     assert found.keys() == {"wrong_tokens"}, "only its tokens tell, whatever their logprobs are"
     assert found["wrong_tokens"] > 10
-
-
-def test_the_report_names_the_token_whose_logprob_another_one_has() -> None:
-    answer = right_answer()
-    logprob_of_another_token(answer)
-
-    (problem,) = account_of(answer).problems()
-
-    assert "the logprob of token 1 is that of token 0" in problem
 
 
 @pytest.mark.parametrize(
@@ -265,22 +228,6 @@ def test_a_flaw_is_told_by_what_follows_it(
     expected = np.arange(1, 9, dtype=np.int32)
 
     assert find_flaw(np.array(got, np.int32), expected) == flaw
-
-
-def test_a_missing_trajectory_is_lost_and_its_group_torn() -> None:
-    account = account_of(without(right_answer(), 5))
-
-    assert account.counts["lost"] == account.counts["broken_groups"] == 1
-    assert account.counts["strangers"] == account.counts["duplicated"] == 0
-
-
-def test_a_batch_that_comes_twice_is_seen() -> None:
-    account = account_of(right_answer())
-
-    account.observe(STEP, [right_answer()])
-
-    assert account.counts["duplicated"] == 12
-    assert account.num_trajectories == 12
 
 
 @pytest.mark.parametrize(("step", "ages"), [(1, "0 to 0"), (5, "3 to 4"), (0, "-1 to -1")])
@@ -347,42 +294,11 @@ def record_batch(ledger: LedgerState, step: int, flaw: str) -> None:
             ledger.apply(Leased(step + (flaw == "of another step"), uids))
 
 
-def test_the_same_seed_plans_the_same_run() -> None:
-    first, again, other = make_plan(), make_plan(), make_plan(seed=6)
-
-    assert first.faults() == again.faults() != other.faults()
-    assert first.versions() == again.versions() != other.versions()
-    assert Oracle(first).batch(2).keys() == Oracle(again).batch(2).keys()
-
-
-def test_a_plan_has_as_many_faults_as_asked_for_of_every_kind() -> None:
-    plan = make_plan(kills=100)
-
-    faults = plan.faults()
-
-    kinds = [fault.kind for fault in faults]
-    assert [kinds.count(kind) for kind in KINDS] == [50, 25, 25]
-    roles = Counter((fault.role, fault.kind) for fault in faults)
-    assert [roles[role, "kill"] for role in ROLES] == [35, 8, 7]
-    assert all(roles[role, kind] >= 3 for role in ROLES for kind in KINDS)
-    phases = Counter(fault.phase for fault in faults)
-    assert phases == {"update": 25, "training": 15, "generation": 60}
-    assert {fault.step for fault in faults} <= set(range(plan.num_updates))
-    points = [fault.after_finished for fault in faults if fault.phase == "generation"]
-    assert points == sorted(points)
-    assert points[-1] < plan.num_trajectories
-
-
 def test_every_batch_has_groups_of_its_own() -> None:
     ids = [sample_id for step in range(PLAN.num_updates) for sample_id in ORACLE.batch(step)]
 
     assert len(ids) == len(set(ids)) == PLAN.num_trajectories
     assert len({sample_id.partition("/")[0] for sample_id in ids}) > 1, "several epochs"
-
-
-def test_sizes_that_make_no_whole_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match="multiple of updates x group_size = 24"):
-        make_plan(trajectories=70)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from actor_specs import PROGRAMS, actor
 from rank_processes import poll
 from watching import all_end, kill, processes, supervisor_of, tree
 
-from umbra.runtime.errors import ActorDied, JobFailed, MailboxClosed, UmbraError
+from umbra.runtime.errors import ActorDied, MailboxClosed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
 from umbra.runtime.session.session import Session
@@ -206,43 +206,6 @@ def test_a_pool_whose_engines_cannot_start_reports_the_reason_and_leaves_nothing
 # -- who dies, and what follows ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "guardian"])
-def test_killing_supervisor_or_guardian_fails_the_job_and_leaves_nothing(
-    umbra_session: Session, victim: str
-) -> None:
-    echo = umbra_session.spawn(actor("Echo"))
-    echo.call("fork_family")
-    guardian = guardian_of(umbra_session)
-    started = tree(guardian)
-    pid = guardian if victim == "guardian" else supervisor_of(guardian)
-    killer = threading.Timer(0.2, kill, (pid,))
-    killer.start()
-
-    begin = time.monotonic()
-    with all_end(started):
-        with pytest.raises(JobFailed, match=r"supervisor of this node ended|the guardian failed"):
-            echo.call("sleep", 60.0, timeout_s=60.0)
-        took_s = time.monotonic() - begin
-
-    killer.join()
-    assert took_s < 30.0
-    with pytest.raises(JobFailed):
-        umbra_session.supervisor_call("list_actors")
-    assert not umbra_session.socket_dir.exists()
-
-
-@pytest.mark.parametrize("victim", ["supervisor", "guardian"])
-def test_a_stop_signal_fails_a_job_that_does_not_handle_it(
-    umbra_session: Session, victim: str
-) -> None:
-    echo = umbra_session.spawn(actor("Echo"))
-    guardian = guardian_of(umbra_session)
-    kill(guardian if victim == "guardian" else supervisor_of(guardian), signal.SIGTERM)
-
-    with pytest.raises(JobFailed, match="the job was stopped by SIGTERM"):
-        echo.call("sleep", 60.0, timeout_s=70.0)
-
-
 @contextlib.contextmanager
 def owner(
     folder: Path, socket_root: Path
@@ -265,26 +228,6 @@ def owner(
 
 def pids_of(report: dict[str, Any]) -> list[int]:
     return [pid for pid in report.values() if isinstance(pid, int)]
-
-
-def test_an_owner_that_is_killed_takes_everything_with_it(
-    tmp_path: Path, socket_root: Path
-) -> None:
-    with owner(tmp_path, socket_root) as (process, report), all_end(pids_of(report)):
-        process.kill()
-
-    wait_until_gone(Path(report["socket_dir"]))
-
-
-@pytest.mark.slow
-def test_an_owner_that_leaves_ends_everything(tmp_path: Path, socket_root: Path) -> None:
-    with owner(tmp_path, socket_root) as (process, report), all_end(pids_of(report)):
-        assert process.stdin is not None
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        assert process.wait(60.0) == 0
-
-    assert not Path(report["socket_dir"]).exists()
 
 
 @pytest.mark.slow
