@@ -59,9 +59,7 @@ def resume(folder: Path, run: Run, num_steps: int) -> None:
 def test_a_job_ends_with_a_checkpoint_and_resumes(
     folder: Path, kind: str, status: int, place: str
 ) -> None:
-    torchrun = ("--standalone", "--max-restarts", "3")
-    served = "run.metrics_address=127.0.0.1:0"
-    with start_run(folder, LONG, served, torchrun=torchrun) as run:
+    with start_run(folder, LONG, "run.metrics_address=127.0.0.1:0") as run:
         run.wait_for_step(1)
         prefix = elsewhere(run) if place == "elsewhere" else ()
         dumped = umbra("dump", run.run_dir, prefix=prefix)
@@ -88,17 +86,22 @@ def test_a_job_ends_with_a_checkpoint_and_resumes(
     resume(folder, run, num_steps + 1)
 
 
-def test_torchrun_does_not_restart_a_job_that_was_stopped_as_its_ranks_failed(folder: Path) -> None:
+@pytest.mark.parametrize(("kind", "fails"), [("stop", False), ("preempt", True)])
+def test_torchrun_does_not_restart_a_job_that_was_stopped(
+    folder: Path, kind: str, fails: bool
+) -> None:
+    """Neither in the midst of a run, nor if its ranks have just failed."""
     torchrun = ("--standalone", "--max-restarts", "3")
     with start_run(folder, LONG, "train.checkpoint_every=1", torchrun=torchrun) as run:
         run.wait_for_step(1)
-        os.kill(run.pid_of("rank 1"), signal.SIGKILL)
-        done = umbra("preempt", run.run_dir)
+        if fails:
+            os.kill(run.pid_of("rank 1"), signal.SIGKILL)
+        done = umbra(kind, run.run_dir)
         ended = run.wait(END_LIMIT_S)
 
     assert done.returncode == 0, done.stderr
     assert ended.status == 1
-    assert (run.run_dir / "preempted").exists()
+    assert (run.run_dir / "preempted").exists() == (kind == "preempt")
     resume(folder, run, run.num_steps() + 1)
 
 
