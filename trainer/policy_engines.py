@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.session.rollouts import Rollouts, SessionSync
+from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
+from umbra.runtime.weights.shards import wire_manifest
 from umbra.runtime.weights.sync_messages import SyncReport
 from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, newest_version
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -50,15 +51,12 @@ class PolicyEngines:
         self._stop = stop
         self._pool = session.pool(POOL)
         self._publisher = WeightPublisher(
-            SessionSync(session),
-            world.rank,
-            world.world_size,
+            session,
             policy.published,
-            getattr(torch, config.model.compute_dtype),
+            wire_manifest(policy.published, getattr(torch, config.model.compute_dtype)),
             locate=offload.locate,
             keeps_memory=not offload.moves_parameters,
             on_read=self._send_away if self._is_hybrid else None,
-            link_host=session.tcp_host or ("127.0.0.1" if config.pool.transport == "tcp" else ""),
         )
 
     def begin(self, state: TrainerState, resumed_from: Path | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.links.link_plan import ImageHolder
-from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant
+from umbra.runtime.weights.sync_messages import SyncBegin
 
 logger = logging.getLogger(__name__)
 
@@ -385,25 +386,28 @@ class EnginePool:
         if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
             engine.kill(reason)
 
-    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        """A sync wakes the pool."""
+    @asynccontextmanager
+    async def sync_begins(self, message: SyncBegin) -> AsyncGenerator[None]:
+        """Inside the block a rank begins a sync, which wakes the pool. Raises WeightSyncError if
+        the pool does not accept the version."""
         if self.spec.load_weights:
             raise WeightSyncError(
                 f"pool {self.spec.name} accepts no weights: its engines load their own "
                 "(load_weights), and would load them again after a restart"
             )
-        if self.sync.version is not None and call.version < self.sync.version:
+        version = self.sync.version
+        if version is not None and message.version < version:
             raise WeightSyncError(
-                f"pool {self.spec.name} already has version {self.sync.version}, got {call.version}"
+                f"pool {self.spec.name} already has version {version}, got {message.version}"
             )
         await self._finish_moves()
         self._sleep_level = None
         self.may_start.set()
-        is_repeated = call.version == self.sync.version
+        is_repeated = message.version == self.sync.version
         if is_repeated:
-            self._gathering.add(call.rank)
+            self._gathering.add(message.rank)
         try:
-            return await self.sync.sync_begin(call)
+            yield
         finally:
             if is_repeated:
-                self._gathering.discard(call.rank)
+                self._gathering.discard(message.rank)

@@ -9,28 +9,19 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
-from umbra.runtime.errors import ProtocolError, UmbraError, WakeError, WeightSyncError, brief
-from umbra.runtime.pools.sync_transaction import (
-    Action,
-    Close,
-    Commit,
-    EngineCommitted,
+from umbra.runtime.errors import UmbraError, WakeError, WeightSyncError
+from umbra.runtime.pools.sync_state import (
     EngineCutOff,
+    EngineDone,
     EngineFailed,
-    EngineLoaded,
-    EnginePrepared,
-    EngineReverted,
-    EngineVerified,
     Event,
-    Load,
     Phase,
-    Prepare,
-    Revert,
-    SyncTransaction,
-    Verify,
+    SyncState,
+    SyncStep,
 )
 from umbra.runtime.weights.links.link_plan import LinkProgress
-from umbra.runtime.weights.transport import Layout, TransferProgress, TransportName
+from umbra.runtime.weights.sync_messages import TransportName
+from umbra.runtime.weights.transport import Layout, TransferProgress
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +130,7 @@ class Lease:
 
 
 class EngineSync:
-    """One engine in a sync: makes the transaction's requests one after the other, and feeds
+    """One engine in a sync: takes the steps that the state asks for one after the other, and feeds
     it the outcomes.
 
     A revert therefore never overtakes a load that is still copying. An engine that makes no
@@ -153,7 +144,7 @@ class EngineSync:
         number: int,
         *,
         opened: OpenedSync,
-        transaction: SyncTransaction,
+        state: SyncState,
         lease: Lease,
         feed: Callable[[Event], None],
         pause_mode: str,
@@ -165,31 +156,32 @@ class EngineSync:
         self.incarnation = engine.incarnation
         self._was_serving = engine.lifecycle.state == EngineState.SERVING
         self._opened = opened
-        self._transaction = transaction
+        self._state = state
         self._lease = lease
         self._feed = feed
         self._pause_mode = pause_mode
-        self._requests: asyncio.Queue[Action] = asyncio.Queue()
+        self._asked: asyncio.Queue[SyncStep | None] = asyncio.Queue()
         self._was_aborted = asyncio.Event()
-        self._request_timeout: asyncio.Timeout | None = None  # of the request in progress
+        self._step_timeout: asyncio.Timeout | None = None  # of the step in progress
         self._is_draining = False
         self._drain_was_ended = False
 
-    def request(self, action: Action) -> None:
-        self._requests.put_nowait(action)
+    def ask(self, step: SyncStep | None) -> None:
+        """None ends `run`."""
+        self._asked.put_nowait(step)
 
     def abort(self) -> None:
-        """Shortens the request in progress, because the sync was aborted; a drain ends at once."""
+        """Shortens the step in progress, because the sync was aborted; a drain ends at once."""
         self._was_aborted.set()
         self._drain_was_ended = self._is_draining
         left_s = 0.0 if self._is_draining else _ABORTED_LIMIT_S
-        timeout, limit = self._request_timeout, asyncio.get_running_loop().time() + left_s
+        timeout, limit = self._step_timeout, asyncio.get_running_loop().time() + left_s
         if timeout is not None and not timeout.expired():
             timeout.reschedule(min(timeout.when() or limit, limit))
 
     def discard(self, reason: str) -> None:
         """Kills the engine that took part, and lets the ranks continue without it."""
-        self.request(Close())
+        self.ask(None)
         engine = self._engine
         is_same = engine.incarnation == self.incarnation
         if is_same and engine.lifecycle.state != EngineState.DEAD:
@@ -197,24 +189,24 @@ class EngineSync:
         self._opened.progress.dismiss(self.number)  # killed first: it reads no bucket any more
 
     async def run(self) -> None:
-        while not isinstance(request := await self._requests.get(), Close):
-            await self._carry_out(request)
+        while (step := await self._asked.get()) is not None:
+            await self._take(step)
 
-    async def _carry_out(self, request: Action) -> None:
-        name, what = self._engine.name, type(request).__name__
-        timeout_s = self._timeout_s()
-        if isinstance(request, Load) and self._is_cut_off():
+    async def _take(self, step: SyncStep) -> None:
+        name, timeout_s = self._engine.name, self._timeout_s()
+        precedes_verify = step in (SyncStep.PREPARE, SyncStep.LOAD)
+        if step == SyncStep.LOAD and self._is_cut_off():
             self._leave()
             return
         try:
             self._check_incarnation()
-            async with asyncio.timeout(timeout_s) as self._request_timeout:
+            async with asyncio.timeout(timeout_s) as self._step_timeout:
                 try:
-                    event = await self._perform(request, timeout_s, self._request_timeout)
+                    answer = await self._perform(step, timeout_s, self._step_timeout)
                 finally:
-                    self._request_timeout = None
+                    self._step_timeout = None
         except TimeoutError:
-            if isinstance(request, Prepare | Load) and self._drain_was_ended:
+            if precedes_verify and self._drain_was_ended:
                 return  # the revert that follows resumes the engine
             reason = f"no answer or no progress within {timeout_s:.3g} s"
             if self._opened.progress.is_aborted:
@@ -222,49 +214,44 @@ class EngineSync:
             elif timeout_s != _SETTLE_TIMEOUT_S:
                 reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
-            if isinstance(request, Prepare | Load) and self._is_cut_off():
+            if precedes_verify and self._is_cut_off():
                 self._leave()
                 return
-            if not isinstance(error, WakeError) and await self._is_stopped_by_abort(request):
+            if not isinstance(error, WakeError) and await self._is_stopped_by_abort(step):
                 return  # the revert that follows finds its state
             reason = str(error)
         except Exception as error:  # an engine must not end the supervisor
-            logger.exception("%s of %s failed unexpectedly", what, name)
+            logger.exception("%s of %s failed unexpectedly", step, name)
             reason = repr(error)
         else:
-            self._feed(event)
+            self._feed(EngineDone(name, step, answer))
             return
-        self._feed(EngineFailed(name, f"{what.lower()}: {reason}"))
+        self._feed(EngineFailed(name, f"{step}: {reason}"))
 
-    async def _perform(self, request: Action, timeout_s: float, timeout: asyncio.Timeout) -> Event:
+    async def _perform(self, step: SyncStep, timeout_s: float, timeout: asyncio.Timeout) -> object:
         engine = self._engine
-        match request:
-            case Prepare():
-                await self._prepare(timeout_s)
-                return EnginePrepared(engine.name)
-            case Load():
+        match step:
+            case SyncStep.PREPARE:
+                return await self._prepare(timeout_s)
+            case SyncStep.LOAD:
                 return await self._load(timeout)
-            case Verify():
-                regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
-                mismatches = await engine.verify_update(regions, timeout_s)
-                return EngineVerified(engine.name, mismatches)
-            case Commit():
-                await engine.commit_update(self._transaction.version, timeout_s)
-                return EngineCommitted(engine.name)
-            case Revert():
+            case SyncStep.VERIFY:
+                regions: list[list[int | None]] = [list(r) for r in self._state.regions]
+                return await engine.verify_update(regions, timeout_s)
+            case SyncStep.COMMIT:
+                return await engine.commit_update(self._state.version, timeout_s)
+            case SyncStep.REVERT:
                 is_touched = engine.lifecycle.state == EngineState.UPDATING
                 await engine.abort_update(timeout_s)
                 if self._was_serving and not is_touched:
                     await engine.resume(timeout_s)
-                return EngineReverted(engine.name)
-            case _:
-                raise AssertionError(f"{request} is not for an engine")
+                return None
 
     async def _prepare(self, timeout_s: float) -> None:
-        assert self._transaction.manifest is not None
-        engine, version = self._engine, self._transaction.version
+        assert self._state.manifest is not None
+        engine, version = self._engine, self._state.version
         buckets = self._opened.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
-        manifest = self._transaction.manifest.to_wire()
+        manifest = self._state.manifest.to_wire()
         await engine.prepare_update(version, manifest, buckets, timeout_s)  # may still generate
         if self._opened.links is None or not self._was_serving:
             await self._pause(timeout_s)
@@ -279,8 +266,8 @@ class EngineSync:
         finally:
             self._is_draining = False
 
-    async def _load(self, timeout: asyncio.Timeout) -> Event:
-        engine, version = self._engine, self._transaction.version
+    async def _load(self, timeout: asyncio.Timeout) -> object:
+        engine, version = self._engine, self._state.version
         if self._opened.links is not None and self._was_serving:
             await self._receive(timeout, self._opened.links)
             timeout_s = self._timeout_s()
@@ -290,7 +277,7 @@ class EngineSync:
         with self._watching(timeout, wakes="weights" not in engine.lifecycle.awake):
             loaded = await engine.load(version, self._lease.left_s + _SETTLE_TIMEOUT_S)
         self.load_s = time.monotonic() - begun_at
-        return EngineLoaded(engine.name, _loaded_nbytes(loaded))
+        return loaded
 
     async def _receive(self, timeout: asyncio.Timeout, links: LinkProgress) -> None:
         """Returns once the image of the engine's node is filled, or is known to stay incomplete.
@@ -353,14 +340,14 @@ class EngineSync:
         reason = f"the engine that received for node {self._engine.node_id} was lost"
         self._feed(EngineCutOff(self._engine.name, reason))
 
-    async def _is_stopped_by_abort(self, request: Action) -> bool:
+    async def _is_stopped_by_abort(self, step: SyncStep) -> bool:
         """Whether an engine could not get ready or load because the sync was aborted. A lost rank
         breaks its connections and frees exported memory before the supervisor notices. The engines
         that notice first have not failed."""
-        if not isinstance(request, Prepare | Load):
+        if step not in (SyncStep.PREPARE, SyncStep.LOAD):
             return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD
-        reads_rank = self._opened.links is not None and isinstance(request, Load)
+        reads_rank = self._opened.links is not None and step == SyncStep.LOAD
         if is_alive and (reads_rank or self._opened.transport == "cuda_ipc"):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
@@ -376,14 +363,6 @@ class EngineSync:
             )
 
     def _timeout_s(self) -> float:
-        if self._transaction.phase >= Phase.COMMITTING:
+        if self._state.phase >= Phase.COMMITTING:
             return _SETTLE_TIMEOUT_S
         return self._lease.left_s * _ENGINE_SHARE
-
-
-def _loaded_nbytes(answer: object) -> int:
-    match answer:
-        case {"nbytes": int(nbytes)}:
-            return nbytes
-        case _:
-            raise ProtocolError(f"an engine has loaded {brief(answer)}, expected a number of bytes")

@@ -20,13 +20,7 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.links.link_plan import ImageHolder
-from umbra.runtime.weights.sync_messages import (
-    SyncAbort,
-    SyncBegin,
-    SyncEnd,
-    SyncFilled,
-    SyncProgressed,
-)
+from umbra.runtime.weights.sync_messages import SyncBegin, decode_call, encode
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 
@@ -236,25 +230,14 @@ class NodePools:
             return contextlib.nullcontext()
         return slicing.reserved_for_trainer(timeout_s, sleeps=sleeps)
 
-    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
-        begin = SyncBegin.from_wire(call)
-        pool, slicing = self[begin.pool], self._slicings.get(begin.pool)
-        begins = contextlib.nullcontext() if slicing is None else slicing.sync_begins(begin.left_s)
-        async with begins:
-            return (await pool.sync_begin(begin)).to_wire()
-
-    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
-        progress = SyncProgressed.from_wire(call)
-        return self[progress.pool].sync.sync_progress(progress)
-
-    async def sync_filled(self, call: dict[str, Any]) -> None:
-        filled = SyncFilled.from_wire(call)
-        await self[filled.pool].sync.sync_filled(filled)
-
-    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
-        end = SyncEnd.from_wire(call)
-        return (await self[end.pool].sync.sync_end(end)).to_wire()
-
-    def sync_abort(self, call: dict[str, Any]) -> None:
-        abort = SyncAbort.from_wire(call)
-        self[abort.pool].sync.sync_abort(abort)
+    async def sync(self, call: dict[str, Any]) -> dict[str, Any] | None:
+        """Answers a rank's message of a weight sync. A sync claims the memory of pools that share
+        it with this one."""
+        message = decode_call(call)
+        pool, slicing = self[message.pool], self._slicings.get(message.pool)
+        async with contextlib.AsyncExitStack() as beginning:
+            if isinstance(message, SyncBegin):
+                if slicing is not None:
+                    await beginning.enter_async_context(slicing.sync_begins(message.left_s))
+                await beginning.enter_async_context(pool.sync_begins(message))
+            return encode(await pool.sync.answer(message))

@@ -61,20 +61,9 @@ class PoolCalls:
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
         await self._pools.current.wake(name, tags, timeout_s)
 
-    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
-        return await self._pools.current.sync_begin(call)
-
-    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
-        return self._pools.current.sync_progress(call)
-
-    async def sync_filled(self, call: dict[str, Any]) -> None:
-        await self._pools.current.sync_filled(call)
-
-    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
-        return await self._pools.current.sync_end(call)
-
-    def sync_abort(self, call: dict[str, Any]) -> None:
-        self._pools.current.sync_abort(call)
+    async def sync(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Answers a rank's message of a weight sync; see `sync_messages`."""
+        return await self._pools.current.sync(message)
 
     async def admit(self, node: dict[str, Any]) -> dict[str, int]:
         """Called by a supervisor that only generates; returns {"node": its index, "epoch"}."""

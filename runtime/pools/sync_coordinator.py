@@ -7,29 +7,30 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.pool_settings import TransportSetting
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.pools.engine_sync import OpenedSync, SyncEngine
+from umbra.runtime.pools.engine_sync import Lease, OpenedSync, SyncEngine
 from umbra.runtime.pools.sync_run import SyncRun
-from umbra.runtime.pools.sync_transaction import Aborted, Open, Phase, RankFilled, RankJoined
+from umbra.runtime.pools.sync_state import Aborted, Open, Phase
 from umbra.runtime.weights.exports.export_plan import ExportPlan
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.image.image_memory import ImageMemory, ImagePlan
-from umbra.runtime.weights.links.link_plan import ImageHolder, LinkPlan, LinkProgress
-from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
+from umbra.runtime.weights.links.link_plan import ImageHolder, LinkPlan
+from umbra.runtime.weights.manifest import ALIGNMENT, align
 from umbra.runtime.weights.sync_messages import (
     SyncAbort,
+    SyncAnswer,
     SyncBegin,
+    SyncCall,
     SyncEnd,
     SyncFilled,
     SyncGrant,
     SyncProgressed,
-    SyncReport,
 )
-from umbra.runtime.weights.transport import LayoutOrder, RankOffer, TransportChooser, TransportPlan
+from umbra.runtime.weights.transport import LayoutOrder, TransportChooser, TransportPlan
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +77,13 @@ class SyncSettings:
 class SyncCoordinator:
     """Serves the syncs of one pool, one after the other. Torch-free. `run` lives until cancelled.
 
-        rank 0 ──sync_begin──┐                                     ┌── prepare_update ──> engine a
-        rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── prepare_update ──> engine b
+        rank 0 ── SyncBegin ──┐                                     ┌── prepare_update ──> engine a
+        rank 1 ── SyncBegin ──┴─> SyncCoordinator ── one SyncRun ───┴── prepare_update ──> engine b
 
-    Ranks make the `sync_*` calls, see `sync_messages`. The supervisor separates other operations
-    on the pool (sleep, wake, pause) from syncs. The coordinator owns the memory of syncs within
-    a node, which `run` frees at its end. `version` is the last committed one. `engines` returns
-    all engines of the pool, in any state; `on_abort` gets the version and the reason when a
-    sync has failed.
+    The supervisor separates other operations on the pool (sleep, wake, pause) from syncs. The
+    coordinator owns the memory of syncs within a node, which `run` frees at its end. `version` is
+    the last committed one. `engines` returns all engines of the pool, in any state; `on_abort`
+    gets the version and the reason when a sync has failed.
     """
 
     def __init__(
@@ -146,24 +146,40 @@ class SyncCoordinator:
         finally:
             self._memory.close()
 
-    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        """Returns once all ranks have called it with the same version; engines get ready while
-        the ranks fill. Raises WeightSyncError if a rank is missing or disagrees, or no engine
-        can take part."""
-        layout = None if call.manifest is None else Manifest.from_wire(call.manifest)
-        run = await self._joinable_run(call.version, call.left_s)
-        run.shorten_lease(call.left_s * _ANSWER_SHARE)
-        await run.join(
-            RankJoined(
-                rank=call.rank,
-                world_size=call.world_size,
-                version=call.version,
-                manifest=layout,
-                offer=RankOffer(
-                    exports=call.offer, node_id=call.node_id, link_endpoint=call.link_endpoint
-                ),
-            )
-        )
+    async def answer(self, message: SyncCall) -> SyncAnswer:
+        """Answers a rank once its message is granted; see `sync_messages`. Cancelling it aborts the
+        sync.
+
+        Raises:
+            WeightSyncError: the sync fails: a rank is missing or disagrees, or no engine can take
+                part.
+            DeadlineExceeded: the message's time is used up.
+        """
+        match message:
+            case SyncBegin():
+                return await self._begin(message)
+            case SyncProgressed():
+                opened = self._find(message.sync_id).opened
+                if opened is None or opened.links is None:
+                    raise ProtocolError(f"{message.sync_id!r} has its progress in shared memory")
+                return opened.links.observe(message)
+            case SyncFilled():
+                async with asyncio.timeout(message.left_s):
+                    await self._find(message.sync_id).wait(message)
+            case SyncEnd():
+                async with asyncio.timeout(message.left_s):
+                    return await self._find(message.sync_id).end(message)
+            case SyncAbort():
+                with suppress(WeightSyncError):  # it is long over
+                    run = self._find(message.sync_id)
+                    run.feed(Aborted(f"rank {message.rank} aborted: {message.reason}"))
+        return None
+
+    async def _begin(self, message: SyncBegin) -> SyncGrant:
+        """Engines get ready while the ranks fill."""
+        run = await self._joinable_run(message.version, message.left_s)
+        run.shorten_lease(message.left_s * _ANSWER_SHARE)
+        await run.wait(message)
         assert run.opened is not None
         return SyncGrant(
             sync_id=run.sync_id,
@@ -171,63 +187,31 @@ class SyncCoordinator:
             bucket_nbytes=run.opened.bucket_nbytes,
             num_buckets=run.opened.layout.num_buckets,
             has_checksums=run.opened.has_checksums,
-            details=run.opened.layout.rank_details(call.rank),
+            details=run.opened.layout.rank_details(message.rank),
         )
-
-    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
-        """Takes a report of a sync over several nodes; see `LinkProgress.observe`."""
-        opened = self._find(call.sync_id).opened
-        if opened is None or not isinstance(opened.progress, LinkProgress):
-            raise ProtocolError(f"sync {call.sync_id!r} has its progress in shared memory")
-        return opened.progress.observe(call)
-
-    async def sync_filled(self, call: SyncFilled) -> None:
-        """Returns once every rank has filled every bucket, and every engine has loaded."""
-        async with asyncio.timeout(call.left_s):
-            await self._find(call.sync_id).fill(
-                RankFilled(
-                    rank=call.rank,
-                    regions=call.regions,
-                    network_nbytes=call.network_nbytes,
-                    is_released=call.is_released,
-                )
-            )
-
-    async def sync_end(self, call: SyncEnd) -> SyncReport:
-        """Returns the report once the version is committed and the engines serve it."""
-        async with asyncio.timeout(call.left_s):
-            return await self._find(call.sync_id).end(call.rank)
-
-    def sync_abort(self, call: SyncAbort) -> None:
-        """Aborts for a rank: engines revert, other ranks get an error. No effect if too late."""
-        with suppress(WeightSyncError):
-            self._find(call.sync_id).feed(Aborted(f"rank {call.rank} aborted: {call.reason}"))
 
     def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
         if self._current is not None:
             self._current.feed(Aborted(f"rank {rank} is lost: {reason}"))
 
-    async def choose_transport(
-        self, offers: Sequence[RankOffer], timeout_s: float
-    ) -> TransportPlan:
-        """Raises WeightSyncError if the configured transport is unavailable."""
-        return await self._transports.choose(offers, self._able_engines(), timeout_s)
-
     @asynccontextmanager
     async def open_sync(
-        self, version: int, action: Open, plan: TransportPlan, timeout_s: float
+        self, version: int, action: Open, lease: Lease
     ) -> AsyncGenerator[OpenedSync]:
-        """Opens a sync for the engines that can take part and lack `version`."""
+        """Opens a sync for the engines that can take part and lack `version`. Raises
+        WeightSyncError if the configured transport is unavailable."""
+        able, limit_s = self._able_engines(), lease.left_s / 2
+        plan = await self._transports.choose(action.ranks, able, limit_s)
         manifest, chosen = action.manifest, self._choose_engines(version, plan)
         most_nbytes = max(align(manifest.nbytes), ALIGNMENT)
         bucket_nbytes = min(align(self._settings.bucket_nbytes), most_nbytes)
         order = LayoutOrder(
             manifest=manifest,
             bucket_nbytes=bucket_nbytes,
-            offers=action.offers,
+            ranks=action.ranks,
             engines=chosen,
             has_checksums=self._needs_checksums(version, chosen),
-            timeout_s=timeout_s,
+            timeout_s=lease.left_s / 2,
             keeps_sent=self._settings.full_sync_every > 1,
             sends_deltas=self._num_earlier(version) % self._settings.full_sync_every > 0,
         )
@@ -245,7 +229,7 @@ class SyncCoordinator:
     def commit_version(self, version: int, run: SyncRun) -> None:
         """Records that engines hold `version`; from here on the sync cannot be undone."""
         assert run.opened is not None
-        engines = run.transaction.live_engines
+        engines = run.state.live_engines
         if run.opened.has_checksums:
             self._verified |= {
                 e.name: e.incarnation for e in run.opened.engines.values() if e.name in engines
@@ -260,7 +244,7 @@ class SyncCoordinator:
                 "pool %s: version %d is on no engine yet: %s",
                 self.pool,
                 version,
-                run.transaction.failed or "none can take it now",
+                run.state.failed or "none can take it now",
             )
 
     def remaining(self, version: int) -> list[str]:
@@ -299,7 +283,7 @@ class SyncCoordinator:
         """The run that ranks can join now; a new one once the previous one has settled."""
         try:
             async with asyncio.timeout(timeout_s * _ANSWER_SHARE):
-                while self._current is not None and self._current.transaction.phase in (
+                while self._current is not None and self._current.state.phase in (
                     Phase.ABORTING,
                     Phase.CLOSED,
                 ):

@@ -3,40 +3,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.pools.engine_sync import EngineSync, Lease, OpenedSync
-from umbra.runtime.pools.sync_transaction import (
+from umbra.runtime.pools.sync_state import (
     Aborted,
     Action,
+    Ask,
     Close,
-    Commit,
     CommitVersion,
     Discard,
     Event,
     FailRanks,
-    GrantBegin,
-    GrantFilled,
+    Grant,
     LeaseExpired,
-    Load,
     Open,
     Opened,
     Phase,
-    Prepare,
-    RankFilled,
-    RankJoined,
-    RankReleased,
-    Report,
-    Revert,
-    SyncTransaction,
-    Verify,
+    RankEvent,
+    SyncState,
 )
 from umbra.runtime.tracing.spans import past_span
-from umbra.runtime.weights.sync_messages import SyncReport
-from umbra.runtime.weights.transport import RankOffer, TransportPlan
+from umbra.runtime.weights.sync_messages import SyncEnd, SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +36,8 @@ class SyncHost(Protocol):
     def pool(self) -> str: ...
     @property
     def pause_mode(self) -> str: ...
-    async def choose_transport(
-        self, offers: Sequence[RankOffer], timeout_s: float
-    ) -> TransportPlan: ...
     def open_sync(
-        self, version: int, action: Open, plan: TransportPlan, timeout_s: float
+        self, version: int, action: Open, lease: Lease
     ) -> AbstractAsyncContextManager[OpenedSync]: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
@@ -60,14 +47,14 @@ class SyncHost(Protocol):
 class SyncRun:
     """Drives one sync, from the first rank that joins to the last engine that settles.
 
-    It carries out the decisions of `SyncTransaction`. Ranks wait on futures, and every engine has a
+    It carries out the decisions of `SyncState`. Ranks wait on futures, and every engine has a
     task (`engine_sync`), all on the supervisor's loop. The transfer itself does not go through the
-    supervisor; when the transaction aborts, the transport's `TransferProgress` stops it.
+    supervisor; when the sync aborts, the transport's `TransferProgress` stops it.
     """
 
     def __init__(self, sync_id: str, version: int, host: SyncHost, require_engine: bool) -> None:
         self.sync_id = sync_id
-        self.transaction = SyncTransaction(version, require_engine)
+        self.state = SyncState(version, require_engine)
         self.opened: OpenedSync | None = None
         self.begun_at = time.monotonic()
         self.started = asyncio.Event()
@@ -76,7 +63,7 @@ class SyncRun:
         self._engine_syncs: dict[str, EngineSync] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._waiting: dict[tuple[type[RankEvent], int], asyncio.Future[None]] = {}
         self.failure: str | None = None  # why its ranks got an error
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
@@ -84,7 +71,7 @@ class SyncRun:
 
     @property
     def version(self) -> int:
-        return self.transaction.version
+        return self.state.version
 
     async def run(self) -> None:
         """Runs until the sync is over. Cancelling it fails the ranks and leaves
@@ -96,7 +83,7 @@ class SyncRun:
                 if self._opening is not None:
                     self._opening.cancel()
                 for engine_sync in self._engine_syncs.values():
-                    engine_sync.request(Close())
+                    engine_sync.ask(None)
         finally:
             self._fail_ranks("the supervisor is shutting down")
 
@@ -104,53 +91,46 @@ class SyncRun:
         self._lease.shorten(lease_s)
 
     def feed(self, event: Event) -> None:
-        phase = self.transaction.phase
-        actions = self.transaction.observe(event)
-        if self.transaction.phase != phase:
+        phase = self.state.phase
+        actions = self.state.observe(event)
+        if self.state.phase != phase:
             began_s = self._entered_at.get(phase, self.begun_at)
             track = f"weight sync of {self._host.pool}"
             past_span(phase.name.lower(), began_s, track, version=self.version)
-            self._entered_at.setdefault(self.transaction.phase, time.monotonic())
+            self._entered_at.setdefault(self.state.phase, time.monotonic())
         for action in actions:
             self._act(action)
 
-    async def join(self, event: RankJoined) -> None:
-        """Waits until all ranks have joined and engines are chosen."""
-        await self._wait("begin", event.rank, event)
-
-    async def fill(self, event: RankFilled) -> None:
-        """Waits until every rank has filled and every engine has loaded everything."""
-        await self._wait("filled", event.rank, event)
-
-    async def end(self, rank: int) -> SyncReport:
-        """Returns the report once engines serve the version. The rank holds no memory for them."""
-        if self._report is None:
-            await self._wait("end", rank, RankReleased(rank))
-        assert self._report is not None
-        return self._report
-
-    async def _wait(self, what: str, rank: int, event: Event) -> None:
-        """Feeds the rank's event and waits until `what` is granted. A rank that stops waiting (its
+    async def wait(self, message: RankEvent) -> None:
+        """Feeds a rank's message and waits until it is granted. A rank that stops waiting (its
         call was cancelled, it died) aborts the sync. Raises WeightSyncError if the sync fails."""
-        key = (what, rank)
+        key = (type(message), message.rank)
+        name = f"{key[0].__name__} of rank {message.rank}"
         if self.failure is not None:
             raise WeightSyncError(self.failure)
         if key in self._waiting:
-            raise ProtocolError(f"rank {rank} already waits for {what} of {self.sync_id}")
+            raise ProtocolError(f"{name} is already waiting in sync {self.sync_id}")
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
-            self.feed(event)
+            self.feed(message)
             await future
         except asyncio.CancelledError:
-            self.feed(Aborted(f"rank {rank} stopped waiting ({what})"))
+            self.feed(Aborted(f"rank {message.rank} stopped waiting ({key[0].__name__})"))
             raise
         finally:
             del self._waiting[key]
 
-    def _grant(self, what: str) -> None:
+    async def end(self, message: SyncEnd) -> SyncReport:
+        """Returns the report once engines serve the version. The rank holds no memory for them."""
+        if self._report is None:
+            await self.wait(message)
+        assert self._report is not None
+        return self._report
+
+    def _grant(self, message: type[RankEvent]) -> None:
         for (waits_for, _), future in self._waiting.items():
-            if waits_for == what and not future.done():
+            if waits_for is message and not future.done():
                 future.set_result(None)
 
     def _fail_ranks(self, reason: str) -> None:
@@ -169,12 +149,12 @@ class SyncRun:
                 self._opening = self._tasks.create_task(
                     self._open(action), name=f"open:{self.sync_id}"
                 )
-            case Prepare() | Load() | Verify() | Commit() | Revert():
-                self._engine_syncs[action.engine].request(action)
-            case GrantBegin():
-                self._grant("begin")
-            case GrantFilled():
-                self._grant("filled")
+            case Ask():
+                self._engine_syncs[action.engine].ask(action.step)
+            case Grant():
+                if action.message is SyncEnd:
+                    self._make_report()
+                self._grant(action.message)
             case CommitVersion():
                 self._host.commit_version(self.version, self)
             case Discard():
@@ -186,9 +166,6 @@ class SyncRun:
                 self._fail_ranks(action.reason)
                 for engine_sync in self._engine_syncs.values():
                     engine_sync.abort()
-            case Report():
-                self._make_report()
-                self._grant("end")
             case Close():
                 self._lease.changed.set()
             case _:
@@ -196,17 +173,15 @@ class SyncRun:
 
     async def _open(self, action: Open) -> None:
         try:
-            plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
-            opening = self._host.open_sync(self.version, action, plan, self._lease.left_s / 2)
-            async with opening as opened:
-                self._start_engines(opened, plan)
+            async with self._host.open_sync(self.version, action, self._lease) as opened:
+                self._start_engines(opened)
                 await asyncio.get_running_loop().create_future()
         except UmbraError as error:
             self.feed(Aborted(str(error)))
 
-    def _start_engines(self, opened: OpenedSync, plan: TransportPlan) -> None:
+    def _start_engines(self, opened: OpenedSync) -> None:
         assert self._tasks is not None
-        if self.transaction.phase != Phase.OPENING:
+        if self.state.phase != Phase.OPENING:
             return  # aborted meanwhile
         self.opened = opened
         for number, engine in opened.engines.items():
@@ -214,18 +189,13 @@ class SyncRun:
                 engine,
                 number,
                 opened=opened,
-                transaction=self.transaction,
+                state=self.state,
                 lease=self._lease,
                 feed=self.feed,
                 pause_mode=self._host.pause_mode,
             )
             self._tasks.create_task(engine_sync.run(), name=f"sync:{engine.name}")
-        self.feed(
-            Opened(
-                engines=list(self._engine_syncs),
-                connects=plan.connects,
-            )
-        )
+        self.feed(Opened(engines=list(self._engine_syncs), connects=opened.links is not None))
 
     def _make_report(self) -> None:
         entered: dict[Phase, float] = {}
@@ -234,18 +204,18 @@ class SyncRun:
             entered_at = entered[phase] = self._entered_at.get(phase, entered_at)
         prepared = [engine_sync.prepared_at for engine_sync in self._engine_syncs.values()]
         prepared_at = max([entered[Phase.OPENING], *prepared])
-        manifest = self.transaction.manifest
+        manifest = self.state.manifest
         assert manifest is not None
         self._report = SyncReport(
             version=self.version,
             transport="" if self.opened is None else self.opened.transport,
             engines={
                 name: {"nbytes": manifest.payload_nbytes, "load_s": self._engine_syncs[name].load_s}
-                for name in self.transaction.live_engines
+                for name in self.state.live_engines
             },
-            failed=dict(self.transaction.failed),
+            failed=dict(self.state.failed),
             remaining=self._host.remaining(self.version),
-            network_nbytes=self.transaction.network_nbytes,
+            network_nbytes=self.state.network_nbytes,
             prepare_s=prepared_at - entered[Phase.OPENING],
             transfer_s=entered[Phase.VERIFYING] - prepared_at,
             verify_s=entered[Phase.COMMITTING] - entered[Phase.VERIFYING],
@@ -255,7 +225,7 @@ class SyncRun:
     async def _watch_lease(self) -> None:
         """Aborts the sync at the end of the lease; returns when the sync is over."""
         lease, is_expired = self._lease, False
-        while self.transaction.phase != Phase.CLOSED:
+        while self.state.phase != Phase.CLOSED:
             lease.changed.clear()
             limit_s = None if is_expired or lease.left_s == float("inf") else lease.left_s
             try:

@@ -1,4 +1,4 @@
-"""Calls that SPMD trainer code makes on all ranks together: weight syncs and batches.
+"""The batches of a rollout manager, for SPMD trainer code on all ranks together.
 
 While `Rollouts` waits for a batch, it also serves catch-up syncs: a restarted engine has no
 weights, and the batch may depend on that engine.
@@ -10,20 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, RemoteError
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session.session import Session
-from umbra.runtime.weights.sync_messages import (
-    SyncAbort,
-    SyncBegin,
-    SyncCall,
-    SyncEnd,
-    SyncFilled,
-    SyncGrant,
-    SyncProgressed,
-    SyncReport,
-)
 
 ServeSync = Callable[[int], None]
 
@@ -31,45 +20,6 @@ _LEDGER_TIMEOUT_S: Final = 90.0
 """Covers the manager's wait for the disk, and its restart."""
 _PROGRESS_TIMEOUT_S: Final = 1.0
 """The manager answers from memory. Nobody needs an old count."""
-
-
-class SessionSync:
-    """Connects a `WeightPublisher` to the supervisor, by a session."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def node_id(self) -> str:
-        return self._session.node_id
-
-    @property
-    def fd_socket(self) -> str:
-        return str(self._session.socket_dir / FD_SOCKET)
-
-    def check(self) -> None:
-        self._session.raise_if_lost()
-
-    def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        return SyncGrant.from_wire(self._call("sync_begin", call))
-
-    def sync_progress(self, call: SyncProgressed) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._call("sync_progress", call)
-        return answer
-
-    def sync_filled(self, call: SyncFilled) -> None:
-        self._call("sync_filled", call)
-
-    def sync_end(self, call: SyncEnd) -> SyncReport:
-        return SyncReport.from_wire(self._call("sync_end", call))
-
-    def sync_abort(self, call: SyncAbort) -> None:
-        self._call("sync_abort", call)
-
-    def _call(self, method: str, call: SyncCall) -> Any:
-        # The supervisor's own deadline comes first: its error names the late rank or engine.
-        wait_s = call.left_s + 2.0
-        return self._session.lead_call(method, call.to_wire(), timeout_s=wait_s)
 
 
 class Rollouts:

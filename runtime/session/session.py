@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.cluster.environment import (
@@ -49,7 +49,7 @@ from umbra.runtime.cluster.job_nodes import (
     next_epoch,
     own_address,
 )
-from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
+from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
@@ -63,6 +63,7 @@ from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.supervisor.supervisor import SupervisorConfig
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.tracing.trace_writer import recording
+from umbra.runtime.weights.sync_messages import Answer, SyncMessage, decode_answer, encode
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,11 @@ class Session:
     @property
     def socket_dir(self) -> Path:
         return self._socket_dir
+
+    @property
+    def fd_socket(self) -> str:
+        """The node's descriptor server."""
+        return str(self._socket_dir / FD_SOCKET)
 
     @property
     def tcp_host(self) -> str:
@@ -490,6 +496,13 @@ class Session:
         if self._lead is self._supervisor:
             return self.supervisor_call(method, *args, timeout_s=timeout_s)
         return self._loop.run(self._lead.call(method, *args, timeout_s=timeout_s))
+
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        """Sends a rank's message of a weight sync to the lead; see `SyncSession`."""
+        # The supervisor's own deadline comes first: its error names the late rank or engine.
+        wait_s = message.left_s + 2.0
+        answer = self.lead_call("sync", encode(message), timeout_s=wait_s)
+        return cast("Answer", decode_answer(answer))
 
     def raise_if_lost(self, within_s: float = 0.0) -> None:
         """Raises JobFailed if the job is lost, or is reported lost within `within_s` seconds.

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.bucket_grid import Extent
 from umbra.runtime.weights.exports.exporter import Export, ExportSender
@@ -19,7 +18,6 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.shards import (
     RankShards,
     ShardSource,
-    find_aliases,
     held_extent,
     is_first_holder,
     local_part,
@@ -31,7 +29,7 @@ from umbra.runtime.weights.sync_messages import (
     SyncEnd,
     SyncFilled,
     SyncReport,
-    SyncSupervisor,
+    SyncSession,
 )
 from umbra.runtime.weights.transport import Sender
 
@@ -51,11 +49,8 @@ class WeightPublisher:
     Args:
         tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order
             on every rank. Updated in place between calls, never replaced.
-        wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
-        aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
-        keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
-        lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
-            engines that keep the weights of the model and apply the adapter to every request.
+        manifest: of the same tensors, see `wire_manifest`; by default, they travel in their own
+            dtypes.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
         on_read: called when the tensors of this rank have been read, by itself or by the
             engines. The engines allocate their KV cache only after it has returned on every rank.
@@ -64,44 +59,34 @@ class WeightPublisher:
             same GPUs then keep it open in between; it is not given back to the GPU before they
             close it, with the next sync or when they end. False if `on_read` frees it.
         export: see `Export`; None for CUDA IPC.
-        link_host: address of this node at which receivers on other nodes reach this rank while
-            a sync is open, which the transport "tcp" needs; "" for none.
     """
 
     def __init__(
         self,
-        supervisor: SyncSupervisor,
-        rank: int,
-        world_size: int,
+        session: SyncSession,
         tensors: Mapping[str, Tensor],
-        wire_dtype: torch.dtype | None = None,
-        aliases: Mapping[str, str] | None = None,
-        keep_dtype: Collection[str] = (),
+        manifest: Manifest | None = None,
         *,
-        lora: LoraSpec | None = None,
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
         keeps_memory: bool = True,
         export: Export | None = None,
-        link_host: str = "",
     ) -> None:
-        self._supervisor = supervisor
-        self._rank = rank
-        self._world_size = world_size
-        aliases = find_aliases(tensors) if aliases is None else aliases
-        self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype), lora)
+        self._session = session
+        self.manifest = manifest or wire_manifest(tensors)
+        rank = session.rank
         first, others = (
             {name: t for name, t in tensors.items() if is_first_holder(t, rank) == is_first}
             for is_first in (True, False)
         )
         shards = _shards_of(rank, self.manifest, first, locate)
         replicas = _shards_of(rank, self.manifest, others, locate)
-        exporter = MemoryExporter(supervisor.fd_socket)
+        exporter = MemoryExporter(session.fd_socket)
         self._exports = ExportSender(
             *(shards, replicas, export or exporter.export, exporter.release),
             keeps_memory=keeps_memory,
         )
-        self._links = LinkSender(shards, supervisor, link_host)
+        self._links = LinkSender(shards, session)
         self._senders: dict[str, Sender] = {
             "memfd": ImageSender(shards),
             "cuda_ipc": self._exports,
@@ -132,16 +117,16 @@ class WeightPublisher:
             self._exports.leave()
 
     def _sync(self, pool: str, version: int, deadline: float) -> SyncReport:
-        supervisor, rank = self._supervisor, self._rank
-        grant = supervisor.sync_begin(
+        session, rank = self._session, self._session.rank
+        grant = session.sync(
             SyncBegin(
                 pool=pool,
                 version=version,
                 rank=rank,
-                world_size=self._world_size,
+                world_size=session.world_size,
                 manifest=self._wire if rank == 0 else None,
                 offer=self._exports.offer(),
-                node_id=supervisor.node_id,
+                node_id=session.node_id,
                 link_endpoint=self._links.listen(),
                 deadline=deadline,
             )
@@ -163,21 +148,19 @@ class WeightPublisher:
                     is_released=on_read is None,
                     deadline=deadline,
                 )
-                supervisor.sync_filled(filled)
+                session.sync(filled)
                 if on_read is not None:
                     self._exports.leave()
                     on_read()
             # If the sync was aborted, this raises the reason.
-            return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
+            return session.sync(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
         except BaseException as error:
             sender.close()  # the supervisor frees the memory of this sync
             # The first error is the one to raise; the lease ends the sync if no supervisor answers.
             reason = f"{type(error).__name__}: {error}"
             until = time.monotonic() + _ABORT_TIMEOUT_S
             with suppress(UmbraError):
-                supervisor.sync_abort(
-                    SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until)
-                )
+                session.sync(SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until))
             raise
 
     def close(self) -> None:

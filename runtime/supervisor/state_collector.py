@@ -165,9 +165,9 @@ async def _pool_status(pool: EnginePool) -> PoolStatus:
     return replace(
         status,
         sync_version=sync.version,
-        sync_phase=sync.transaction.phase.name.lower(),
+        sync_phase=sync.state.phase.name.lower(),
         sync_age_s=time.monotonic() - sync.begun_at,
-        sync_ranks=tuple(sync.transaction.joined_ranks),
+        sync_ranks=tuple(sync.state.joined_ranks),
     )
 
 

@@ -21,7 +21,6 @@ from umbra.runtime.weights.manifest import ITEMSIZES, MAX_DIMS, MAX_IMAGE_NBYTES
 
 UUID_NBYTES: Final = 16
 HANDLE_NBYTES: Final = 64  # a CUDA IPC memory handle
-_MAX_PROBLEM_LEN: Final = 500
 _MAX_BUFFER_ID: Final = (1 << 64) - 1
 _MAX_SOCKET_PATH_NBYTES: Final = 107
 _MAX_NAME_LEN: Final = 64
@@ -197,18 +196,6 @@ def _read_exports(packed: bytes) -> RankExports:
 
 Offer = RankExports | str
 """The exports of a rank, or why it has none."""
-
-
-def offer_to_wire(offer: Offer) -> dict[str, str] | bytes:
-    return {"problem": offer[:_MAX_PROBLEM_LEN]} if isinstance(offer, str) else offer.to_wire()
-
-
-def offer_from_wire(raw: object) -> Offer:
-    match raw:
-        case {"problem": str(problem)} if 0 < len(problem) <= _MAX_PROBLEM_LEN:
-            return problem
-        case _:
-            return RankExports.from_wire(raw)
 
 
 def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:

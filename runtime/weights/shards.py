@@ -9,7 +9,7 @@ of a row-major tensor are one byte range, so no rank needs another's part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,12 +112,23 @@ def held_extent(key: int, entry: TensorEntry, tensor: Tensor, rank: int) -> Exte
 
 def wire_manifest(
     tensors: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    wire_dtype: torch.dtype | None,
-    keep_dtype: frozenset[str],
+    wire_dtype: torch.dtype | None = None,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    keep_dtype: Collection[str] = (),
     lora: LoraSpec | None = None,
 ) -> Manifest:
-    """The layout, which every rank derives identically from global names, shapes and dtypes."""
+    """The layout, which every rank derives identically from global names, shapes and dtypes.
+
+    Args:
+        tensors: as a `WeightPublisher` gets them.
+        wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
+        aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
+        keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
+        lora: the tensors are the matrices of this LoRA adapter, under PEFT's names. They go to
+            engines that keep the weights of the model and apply the adapter to every request.
+    """
+    aliases = find_aliases(tensors) if aliases is None else aliases
 
     def dtype_on_wire(name: str, tensor: Tensor) -> torch.dtype:
         # One-byte floats are codes of a quantised format: a conversion would change their meaning.

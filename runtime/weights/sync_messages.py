@@ -1,39 +1,46 @@
-"""The calls of a weight sync, from each rank to the supervisor. Torch-free.
+"""The messages of a weight sync, from each rank to the lead, and their answers. Torch-free.
 
-    rank                                      supervisor
-    sync_begin  ──SyncBegin──▶   SyncGrant    all ranks have joined, engines get ready
-    sync_progress ──SyncProgressed──▶         over several nodes: buckets read, nodes gone
-    sync_filled ──SyncFilled──▶               all ranks have filled, all engines have loaded
-    sync_end    ──SyncEnd──▶     SyncReport   the version is committed, engines serve it
-    sync_abort  ──SyncAbort──▶                the sync ends for every rank
+    rank                                       supervisor
+    SyncBegin       ──▶   SyncGrant    all ranks have joined, engines get ready
+    SyncProgressed  ──▶   LinkState    over several nodes: buckets read, nodes gone
+    SyncFilled      ──▶   None         all ranks have filled, all engines have loaded
+    SyncEnd         ──▶   SyncReport   the version is committed, engines serve it
+    SyncAbort       ──▶   None         the sync ends for every rank
 
-A rank's publisher passes each call as one object to the `SyncCoordinator` of the pool. Its deadline
-is on the monotonic clock of the process that holds it; between processes it travels as time left.
-`from_wire` raises ProtocolError for anything that `to_wire` could not have made.
+The deadline of a message is on the monotonic clock of the process that holds it; between processes
+it travels as time left.
 """
 
 from __future__ import annotations
 
+import builtins
+import collections.abc
 import time
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol, Self, TypeVar, cast
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar, cast
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, brief
-from umbra.runtime.weights.rank_exports import Offer, offer_from_wire, offer_to_wire
+from umbra.runtime.settings import annotations_of
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
+
+TransportName = Literal["memfd", "cuda_ipc", "tcp"]
 
 Region = tuple[int, int, int | None]
 """Image offset, nbytes and checksum of bytes that one rank sent."""
 
-MAX_RANKS: Final = 1 << 20
+_MAX_RANKS: Final = 1 << 20
 _MAX_TIMEOUT_S: Final = 1e9
 # Bounds of values accepted from another process; far above any real job.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class SyncMessage(Generic[Answer]):
+    """A message of one rank, which the lead answers."""
+
     rank: int
     deadline: float
 
@@ -42,166 +49,6 @@ class _Call:
         """Raises DeadlineExceeded if nothing is left."""
         return remaining_s(self.deadline)
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values for a message. Raises as `left_s`."""
-        plain = _plain(self)
-        del plain["deadline"]
-        return plain | {"timeout_s": self.left_s}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncBegin(_Call):
-    """A rank joins the sync of one version. Rank 0 sends the `manifest`, in its wire form;
-    receivers of other nodes reach the rank at `link_endpoint`, "HOST:PORT", or not at all."""
-
-    pool: str
-    version: int
-    world_size: int
-    manifest: bytes | None
-    offer: Offer
-    node_id: str
-    link_endpoint: str
-
-    def to_wire(self) -> dict[str, Any]:
-        return _Call.to_wire(self) | {"offer": offer_to_wire(self.offer)}
-
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {
-                "pool": str(pool),
-                "version": int(version),
-                "rank": int(rank),
-                "world_size": int(world_size),
-                "manifest": manifest,
-                "offer": offer,
-                "node_id": str(node_id),
-                "link_endpoint": str(link_endpoint),
-                "timeout_s": float(timeout_s),
-            } if 0 <= rank < world_size <= MAX_RANKS and (
-                manifest is None or isinstance(manifest, bytes)
-            ):
-                return cls(
-                    pool=pool,
-                    version=version,
-                    rank=rank,
-                    world_size=world_size,
-                    manifest=manifest,
-                    offer=offer_from_wire(offer),
-                    node_id=node_id,
-                    link_endpoint=link_endpoint,
-                    deadline=_read_deadline(timeout_s),
-                )
-            case _:
-                raise ProtocolError(f"not a rank's sync_begin: {brief(raw)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LaterCall(_Call):
-    sync_id: str
-
-    @property
-    def pool(self) -> str:
-        return self.sync_id.rpartition("-")[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncProgressed(_LaterCall):
-    """A rank reports now and then how many buckets it has read; see `LinkProgress.observe`."""
-
-    num_filled: int
-
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {
-                "sync_id": str(sync_id),
-                "rank": int(rank),
-                "num_filled": int(num_filled),
-                "timeout_s": float(timeout_s),
-            }:
-                return cls(
-                    sync_id=sync_id,
-                    rank=rank,
-                    num_filled=num_filled,
-                    deadline=_read_deadline(timeout_s),
-                )
-            case _:
-                raise ProtocolError(f"not a rank's sync_progress: {brief(raw)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncFilled(_LaterCall):
-    """A rank has written its part of every bucket, or exports all its tensors.
-
-    Attributes:
-        regions: sent by the rank; with checksums, also its replicas'.
-        network_nbytes: of weights that it sent to other nodes.
-        is_released: whether engines may allocate more memory when they have loaded. False if
-            the rank first has work to do then; it calls `sync_end` after that.
-    """
-
-    regions: Sequence[Region]
-    network_nbytes: int
-    is_released: bool
-
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {
-                "sync_id": str(sync_id),
-                "rank": int(rank),
-                "regions": regions,
-                "network_nbytes": int(network_nbytes),
-                "is_released": bool(is_released),
-                "timeout_s": float(timeout_s),
-            } if isinstance(regions, list):
-                return cls(
-                    sync_id=sync_id,
-                    rank=rank,
-                    regions=[_read_region(region) for region in cast("list[Any]", regions)],
-                    network_nbytes=network_nbytes,
-                    is_released=is_released,
-                    deadline=_read_deadline(timeout_s),
-                )
-            case _:
-                raise ProtocolError(f"not a rank's sync_filled: {brief(raw)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncEnd(_LaterCall):
-    """A rank waits for the outcome. It holds no memory that engines need."""
-
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {"sync_id": str(sync_id), "rank": int(rank), "timeout_s": float(timeout_s)}:
-                return cls(sync_id=sync_id, rank=rank, deadline=_read_deadline(timeout_s))
-            case _:
-                raise ProtocolError(f"not a rank's sync_end: {brief(raw)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncAbort(_LaterCall):
-    reason: str
-
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {
-                "sync_id": str(sync_id),
-                "rank": int(rank),
-                "reason": str(reason),
-                "timeout_s": float(timeout_s),
-            }:
-                deadline = _read_deadline(timeout_s)
-                return cls(sync_id=sync_id, rank=rank, reason=reason, deadline=deadline)
-            case _:
-                raise ProtocolError(f"not a rank's sync_abort: {brief(raw)}")
-
-
-SyncCall = SyncBegin | SyncProgressed | SyncFilled | SyncEnd | SyncAbort
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGrant:
@@ -209,29 +56,20 @@ class SyncGrant:
     cuda_ipc; `details` are the transport's, from its `Layout`."""
 
     sync_id: str
-    transport: str
+    transport: TransportName
     bucket_nbytes: int
     num_buckets: int
     has_checksums: bool
     details: Mapping[str, Any]
 
-    def to_wire(self) -> dict[str, Any]:
-        return _plain(self)
 
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {
-                "sync_id": str(),
-                "transport": "memfd" | "cuda_ipc" | "tcp",
-                "bucket_nbytes": int(),
-                "num_buckets": int(),
-                "has_checksums": bool(),
-                "details": dict(),
-            }:
-                return _of_fields(cls, cast("dict[str, Any]", raw))
-            case _:
-                raise ProtocolError(f"not the supervisor's grant of a sync: {brief(raw)}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """A sync between nodes, as its ranks see it. `gone` are indices of nodes: ranks send them
+    nothing more."""
+
+    is_aborted: bool
+    gone: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +82,7 @@ class SyncReport:
             it with the next sync.
         remaining: engines that left the sync and still serve an older version. The ranks
             publish the version to them again.
-        transport: by name.
+        transport: by name; "" if no engine took part.
         network_nbytes: of weights, that ranks sent to other nodes.
         prepare_s, transfer_s, verify_s, resume_s: seconds of each phase.
     """
@@ -259,28 +97,6 @@ class SyncReport:
     transfer_s: float
     verify_s: float
     resume_s: float
-
-    def to_wire(self) -> dict[str, Any]:
-        return _plain(self)
-
-    @classmethod
-    def from_wire(cls, raw: object) -> Self:
-        match cast("Any", raw):
-            case {
-                "version": int(),
-                "transport": str(),
-                "engines": dict(),
-                "failed": dict(),
-                "remaining": list(),
-                "network_nbytes": int(),
-                "prepare_s": float(),
-                "transfer_s": float(),
-                "verify_s": float(),
-                "resume_s": float(),
-            }:
-                return _of_fields(cls, cast("dict[str, Any]", raw))
-            case _:
-                raise ProtocolError(f"not the supervisor's report of a sync: {brief(raw)}")
 
     def joined(self, later: SyncReport) -> SyncReport:
         return SyncReport(
@@ -297,26 +113,94 @@ class SyncReport:
         )
 
 
-class SyncSupervisor(Protocol):
-    """The supervisor as a rank's publisher sees it, in blocking calls. Each raises
-    `WeightSyncError` on all ranks if the sync fails, and DeadlineExceeded if the call's time is
-    used up. `node_id` and `fd_socket`, a descriptor server, are of the rank's node."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncBegin(SyncMessage[SyncGrant]):
+    """A rank joins the sync of one version. Rank 0 sends the `manifest`, in its wire form. `offer`
+    are the rank's exports in theirs, or why it has none; see `rank_exports`. Receivers of other
+    nodes reach the rank at `link_endpoint`, "HOST:PORT", or not at all."""
+
+    pool: str
+    version: int
+    world_size: int
+    manifest: bytes | None
+    offer: bytes | str
+    node_id: str
+    link_endpoint: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size <= _MAX_RANKS:
+            raise ProtocolError(f"rank {self.rank} is not one of {self.world_size} ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaterMessage(SyncMessage[Answer]):
+    sync_id: str
 
     @property
-    def node_id(self) -> str: ...
+    def pool(self) -> str:
+        return self.sync_id.rpartition("-")[0]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncProgressed(_LaterMessage[LinkState]):
+    """A rank reports now and then how many buckets it has read; see `LinkProgress.observe`."""
+
+    num_filled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncFilled(_LaterMessage[None]):
+    """A rank has written its part of every bucket, or exports all its tensors.
+
+    Attributes:
+        regions: sent by the rank; with checksums, also its replicas'.
+        network_nbytes: of weights that it sent to other nodes.
+        is_released: whether engines may allocate more memory when they have loaded. False if
+            the rank first has work to do then; it sends `SyncEnd` after that.
+    """
+
+    regions: Sequence[Region]
+    network_nbytes: int
+    is_released: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEnd(_LaterMessage[SyncReport]):
+    """A rank waits for the outcome. It holds no memory that engines need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncAbort(_LaterMessage[None]):
+    reason: str
+
+
+SyncCall = SyncBegin | SyncProgressed | SyncFilled | SyncEnd | SyncAbort
+SyncAnswer = SyncGrant | LinkState | SyncReport | None
+
+
+class SyncSession(Protocol):
+    """The `Session` of a rank, as far as its publisher needs it. `fd_socket` is a descriptor server
+    on the rank's node; other nodes reach this one at `tcp_host`, or not at all."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def tcp_host(self) -> str: ...
     @property
     def fd_socket(self) -> str: ...
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raises if the job is lost; called while a rank waits for buckets."""
         ...
 
-    def sync_begin(self, call: SyncBegin) -> SyncGrant: ...
-    def sync_progress(self, call: SyncProgressed) -> Mapping[str, Any]: ...
-    def sync_filled(self, call: SyncFilled) -> None: ...
-    def sync_end(self, call: SyncEnd) -> SyncReport: ...
-    def sync_abort(self, call: SyncAbort) -> None: ...
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        """Blocks until the lead has answered. Raises `WeightSyncError` on all ranks if the sync
+        fails, and DeadlineExceeded if the message's time is used up."""
+        ...
 
 
 def remaining_s(deadline: float) -> float:
@@ -327,21 +211,61 @@ def remaining_s(deadline: float) -> float:
     return left_s
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in fields(message)}
+def encode(message: SyncMessage[Any] | SyncAnswer) -> dict[str, Any] | None:
+    """Plain values that can cross processes. Raises DeadlineExceeded if the message's time is used
+    up."""
+    if message is None:
+        return None
+    plain: dict[str, Any] = {f.name: getattr(message, f.name) for f in fields(message)}
+    if isinstance(message, SyncMessage):
+        plain["deadline"] = message.left_s
+    return {"kind": type(message).__name__, **plain}
 
 
-def _of_fields(kind: type[T], raw: Mapping[str, Any]) -> T:
-    return kind(**{field.name: raw[field.name] for field in fields(cast("Any", kind))})
+def decode_call(raw: object) -> SyncCall:
+    """Raises ProtocolError for values that `encode` could not have made of a rank's message."""
+    return _decode(raw, typing.get_args(SyncCall))
 
 
-def _read_deadline(timeout_s: float) -> float:
-    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
-        raise ProtocolError(
-            f"the time left for a sync is {timeout_s} s, expected more than 0 and at most "
-            f"{_MAX_TIMEOUT_S:g}"
-        )
-    return time.monotonic() + timeout_s
+def decode_answer(raw: object) -> SyncAnswer:
+    """Raises ProtocolError for values that `encode` could not have made of an answer."""
+    return None if raw is None else _decode(raw, (SyncGrant, LinkState, SyncReport))
+
+
+def _decode(raw: object, kinds: Sequence[Any]) -> Any:
+    match cast("Any", raw):
+        case {"kind": str(name), **values}:
+            kind = next((kind for kind in kinds if kind.__name__ == name), None)
+        case _:
+            kind, values = None, {}
+    hints = {} if kind is None else annotations_of(kind)
+    if kind is None or values.keys() != hints.keys():
+        raise ProtocolError(f"not a message of a weight sync: {brief(raw)}")
+    read = {field: _read(values[field], hint) for field, hint in hints.items()}
+    if "deadline" in read:
+        read["deadline"] = _read_deadline(read["deadline"])
+    return kind(**read)
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """A value of a field with the annotation `hint`."""
+    arguments: tuple[Any, ...] = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case None if hint is Any or type(value) is hint or (hint is float and type(value) is int):
+            return value
+        case types.UnionType if type(value) in arguments:
+            return value
+        case typing.Literal if isinstance(value, str) and value in arguments:
+            return value
+        case builtins.tuple:
+            return _read_region(value)
+        case collections.abc.Sequence if isinstance(value, list):
+            return [_read(item, arguments[0]) for item in cast("list[Any]", value)]
+        case collections.abc.Mapping if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+            return {_read(key, arguments[0]): _read(item, arguments[1]) for key, item in items}
+        case _:
+            raise ProtocolError(f"expected {hint}, got {brief(value)}")
 
 
 def _read_region(raw: Any) -> Region:
@@ -350,3 +274,12 @@ def _read_region(raw: Any) -> Region:
             return offset, nbytes, checksum
         case _:
             raise ProtocolError(f"a region is [offset, nbytes, checksum], got {brief(raw)}")
+
+
+def _read_deadline(left_s: float) -> float:
+    if not 0 < left_s <= _MAX_TIMEOUT_S:
+        raise ProtocolError(
+            f"the time left for a sync is {left_s} s, expected more than 0 and at most "
+            f"{_MAX_TIMEOUT_S:g}"
+        )
+    return time.monotonic() + left_s

@@ -14,17 +14,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from umbra.runtime.engine_api.pool_settings import TransportSetting
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.rank_exports import Offer
-from umbra.runtime.weights.sync_messages import Region, SyncGrant
+from umbra.runtime.weights.sync_messages import Region, SyncBegin, SyncGrant, TransportName
 
 logger = logging.getLogger(__name__)
-
-TransportName = Literal["memfd", "cuda_ipc", "tcp"]
 
 
 class ProbedEngine(Protocol):
@@ -38,15 +35,6 @@ class ProbedEngine(Protocol):
     @property
     def node_id(self) -> str: ...
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOffer:
-    """Memory and addresses that a rank offers to transports; see `SyncBegin`."""
-
-    exports: Offer
-    node_id: str
-    link_endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +52,7 @@ class LayoutOrder:
 
     manifest: Manifest
     bucket_nbytes: int
-    offers: Sequence[RankOffer]
+    ranks: Sequence[SyncBegin]
     engines: Sequence[ProbedEngine]
     has_checksums: bool
     timeout_s: float
@@ -116,9 +104,9 @@ class TransferProgress(Protocol):
         ...
 
 
-def find_distance(offers: Sequence[RankOffer], engines: Sequence[ProbedEngine]) -> Problem | None:
+def find_distance(ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine]) -> Problem | None:
     """The problem of a transport that works only within a node, if there are several."""
-    nodes = {f"rank {rank}": offer.node_id for rank, offer in enumerate(offers)}
+    nodes = {f"rank {rank.rank}": rank.node_id for rank in ranks}
     nodes |= {engine.name: engine.node_id for engine in engines}
     first = next(iter(nodes))
     for name, node_id in nodes.items():
@@ -128,16 +116,12 @@ def find_distance(offers: Sequence[RankOffer], engines: Sequence[ProbedEngine]) 
 
 
 class TransportPlan(Protocol):
-    """The supervisor's part, one for each pool. It checks and decides; no bytes go through it. With
-    `connects` it connects ranks with engines: ranks may begin only when all engines are prepared,
-    an engine that serves is paused only when its node has everything, and a rank that is lost also
-    breaks the loads of engines."""
+    """The supervisor's part, one for each pool. It checks and decides; no bytes go through it."""
 
     name: TransportName
-    connects: bool
 
     async def find_problem(
-        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         """Why it cannot be used now; None if it can."""
         ...
@@ -200,12 +184,12 @@ class TransportChooser:
         self._logged: tuple[TransportName, str] | None = None
 
     async def choose(
-        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> TransportPlan:
         """Raises WeightSyncError if no allowed transport can be used."""
         problems: list[Problem] = []
         for plan in self._plans:
-            problem = await plan.find_problem(offers, engines, timeout_s)
+            problem = await plan.find_problem(ranks, engines, timeout_s)
             if problem is None:
                 self._log(plan.name, problems)
                 return plan

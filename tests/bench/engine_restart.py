@@ -38,7 +38,6 @@ from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session, SessionConfig
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -130,7 +129,7 @@ def main() -> None:
         config = SessionConfig(run_dir=folder / "run")
         with Session.from_torchrun(config, on_note=lambda text: None) as session:
             manager = start(session, given, folder)
-            publisher = WeightPublisher(SessionSync(session), 0, 1, weights)
+            publisher = WeightPublisher(session, weights)
             publisher.publish("policy", 0, TIMEOUT_S)
             manager.call("keep_in_flight", NUM_TRAJECTORIES)
             manager.call("first_tokens", 0, 1, timeout_s=TIMEOUT_S)

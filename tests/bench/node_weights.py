@@ -31,7 +31,6 @@ from bench_result import describe_hardware, median_of
 from torch import Tensor
 
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session, SessionConfig
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -83,10 +82,7 @@ def _measure(folder: Path, nbytes: int, changed: float, rounds: int) -> dict[str
     with Session.from_torchrun(config) as session, _second_node(folder):
         for name, full_sync_every in _POOLS.items():
             _start_pool(session, name, full_sync_every)
-        publishers = {
-            name: WeightPublisher(SessionSync(session), 0, 1, tensors, link_host="127.0.0.1")
-            for name in _POOLS
-        }
+        publishers = {name: WeightPublisher(session, tensors) for name in _POOLS}
         for number in range(1 + rounds):
             _change(tensors, changed)
             for name, publisher in publishers.items():

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +29,10 @@ from verl_protocol import timed_copy
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session, SessionConfig
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
+from umbra.runtime.weights.shards import wire_manifest
 from umbra.trainer.world.world import World, barrier, from_lead, usable_gpus
 
 _TIMEOUT_S: Final = 400.0
@@ -79,8 +80,8 @@ class _Rank:
         from_lead(self._world, self._start_pool)  # first, as it needs most of a GPU's memory
         tensors, dtype = sharded_tensors(self._case, self._world), getattr(torch, ENGINE_DTYPE)
         copies = {name: torch.empty_like(t.to_local(), dtype=dtype) for name, t in tensors.items()}
-        sync, rank, count = SessionSync(self._session), self._world.rank, self._world.world_size
-        with closing(WeightPublisher(sync, rank, count, tensors, dtype)) as publisher:
+        manifest = wire_manifest(tensors, dtype)
+        with closing(WeightPublisher(self._session, tensors, manifest)) as publisher:
             self._publish(publisher, 1)
             manager = self._start_requests()
             for version in range(2, 2 + self._case.num_syncs):
@@ -118,7 +119,7 @@ class _Rank:
             raise BenchError(f"version {version}: {report.failed}")
         if self._world.is_lead:
             progress(f"sync {version} of {1 + self._case.num_syncs}: {sync.seconds:.3f} s")
-        self.facts["syncs"].append(report.to_wire() | {"publish_s": sync.seconds})
+        self.facts["syncs"].append(asdict(report) | {"publish_s": sync.seconds})
 
     def _publish_to_busy(
         self, publisher: WeightPublisher, version: int, manager: SyncHandle

@@ -12,7 +12,7 @@ others repeat the call to its successor, one by one.
                  others cannot finish the step without it.
     evaluation   Its outcome is in the ledger and is returned likewise. The others wait in a later
                  call.
-    sync_wanted  The others wait in `sync_begin` of the current version, which the supervisor knows.
+    sync_wanted  The others wait in `SyncBegin` of the current version, which the supervisor knows.
                  While ranks are missing from a call, the manager asks the supervisor, and sends the
                  ranks that wait here after the others (`_request_syncs`).
     an error     It ends the ranks that received it, and so the job.
@@ -264,7 +264,7 @@ class BatchRendezvous:
 
         The manager's view of the pool may be older than the ranks' latest sync (one that has ended
         passes through PENDING_WEIGHTS), so the supervisor decides. It also knows which ranks
-        already wait for the others in `sync_begin` of the current version. A rank that waits here
+        already wait for the others in `SyncBegin` of the current version. A rank that waits here
         at that time missed the answer that sent the others there, and gets it now: without it that
         sync cannot continue. Ranks publish other versions on their own, all together, so this
         concerns the current version only.

@@ -9,13 +9,12 @@ from typing import Final
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
 from umbra.runtime.weights.rank_exports import Allocation, RankExports, probe_allocations
+from umbra.runtime.weights.sync_messages import SyncBegin, TransportName
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,
     ProbedEngine,
     Problem,
-    RankOffer,
-    TransportName,
     find_distance,
 )
 
@@ -34,7 +33,6 @@ class ExportPlan:
     """
 
     name: TransportName = "cuda_ipc"
-    connects = False
 
     def __init__(self, memory: ImageMemory, *, is_staged: bool = False) -> None:
         self._memory = memory
@@ -42,16 +40,17 @@ class ExportPlan:
         self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
 
     async def find_problem(
-        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         """Probes each engine once, before it may take part."""
-        for rank, offer in enumerate(offers):
-            if isinstance(offer.exports, str):
-                return Problem(f"rank {rank}: {offer.exports}")
-        distance = find_distance(offers, engines)
+        exports: list[RankExports] = []
+        for rank in ranks:
+            if isinstance(rank.offer, str):
+                return Problem(f"rank {rank.rank}: {rank.offer}")
+            exports.append(RankExports.from_wire(rank.offer))
+        distance = find_distance(ranks, engines)
         if distance is not None:
             return distance
-        exports = _exports(offers)
         if not any(exported.parts for exported in exports):
             return Problem("there is nothing to send")
         found = await self._probe(exports, engines, min(timeout_s, _PROBE_TIMEOUT_S))
@@ -64,11 +63,10 @@ class ExportPlan:
     @asynccontextmanager
     async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
         """Tensors are loaded one by one, so the control block counts tensors."""
-        exports = [exported.to_wire() for exported in _exports(order.offers)]
-        with self._memory.progress(len(order.offers), len(order.engines)) as (wire, progress):
+        with self._memory.progress(len(order.ranks), len(order.engines)) as (wire, progress):
             details = {
                 **wire,
-                "exports": exports,
+                "exports": [rank.offer for rank in order.ranks],
                 "has_checksums": order.has_checksums,
                 "is_staged": self._is_staged,
             }
@@ -114,7 +112,3 @@ class ExportPlan:
             other: found for other, found in self._problems.items() if other[0] != engine.name
         } | {key: (devices, str(problem))}
         return str(problem)
-
-
-def _exports(offers: Sequence[RankOffer]) -> list[RankExports]:
-    return [offer.exports for offer in offers if isinstance(offer.exports, RankExports)]

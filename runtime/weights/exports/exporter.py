@@ -42,16 +42,18 @@ class ExportSender:
         self._release = release
         self._keeps_memory = keeps_memory
         self._exported: Offer = ""
-        self._offer: Offer = ""
+        self._offer: bytes | str = ""
 
-    def offer(self) -> Offer:
-        """The exports of this rank, or why there are none; the same object as long as neither the
-        tensors nor their memory have changed."""
+    def offer(self) -> bytes | str:
+        """The exports of this rank in their wire form, or why there are none; the same object as
+        long as neither the tensors nor their memory have changed."""
         exported = self._export(self._shards.located(), self._replicas.located())
         if exported is not self._exported:
-            self._exported = self._offer = exported
+            self._exported = exported
             if isinstance(exported, RankExports):
-                self._offer = replace(exported, keeps_memory=self._keeps_memory)
+                self._offer = replace(exported, keeps_memory=self._keeps_memory).to_wire()
+            else:
+                self._offer = exported
         return self._offer
 
     @torch.no_grad()

@@ -11,13 +11,12 @@ from umbra.runtime.process.host_memory import create_memory, free_pages
 from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.image.sync_progress import SyncProgress
+from umbra.runtime.weights.sync_messages import SyncBegin, TransportName
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,
     ProbedEngine,
     Problem,
-    RankOffer,
-    TransportName,
     find_distance,
 )
 
@@ -132,15 +131,14 @@ class ImagePlan:
     """Shared memory, the supervisor's part: one image, which works on any node. Torch-free."""
 
     name: TransportName = "memfd"
-    connects = False
 
     def __init__(self, memory: ImageMemory) -> None:
         self._memory = memory
 
     async def find_problem(
-        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        return find_distance(offers, engines)
+        return find_distance(ranks, engines)
 
     def can_reach(self, engine: ProbedEngine) -> bool:
         return True
@@ -148,7 +146,7 @@ class ImagePlan:
     @asynccontextmanager
     async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
         grid = BucketGrid(order.manifest.nbytes, order.bucket_nbytes)
-        numbers = len(order.offers), len(order.engines)
+        numbers = len(order.ranks), len(order.engines)
         async with self._memory.opened(grid, *numbers) as (details, progress):
             yield Layout(
                 rank_details=lambda rank: details,

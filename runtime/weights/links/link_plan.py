@@ -26,14 +26,12 @@ from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, bri
 from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.image_memory import numbered
 from umbra.runtime.weights.image.node_images import ImageOrder
-from umbra.runtime.weights.sync_messages import SyncProgressed
+from umbra.runtime.weights.sync_messages import LinkState, SyncBegin, SyncProgressed, TransportName
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,
     ProbedEngine,
     Problem,
-    RankOffer,
-    TransportName,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 class LinkPlan:
     name: TransportName = "tcp"
-    connects = True
 
     def __init__(self, pool: str, images: ImageHolder) -> None:
         self._pool = pool
@@ -49,11 +46,12 @@ class LinkPlan:
         self._sound: dict[str, str] = {}  # by node: contents that none of its engines has refused
 
     async def find_problem(
-        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        for rank, offer in enumerate(offers):
-            if not offer.link_endpoint:
-                return Problem(f"rank {rank} has no address at which other nodes reach it")
+        for rank in ranks:
+            is_alone = all(engine.node_id == rank.node_id for engine in engines)
+            if not (is_alone or rank.link_endpoint):
+                return Problem(f"rank {rank.rank} has no address at which other nodes reach it")
         return None
 
     def can_reach(self, engine: ProbedEngine) -> bool:
@@ -120,12 +118,12 @@ def _followers(
                 pool=pool,
                 image_nbytes=order.manifest.nbytes,
                 bucket_nbytes=order.bucket_nbytes,
-                num_ranks=len(order.offers),
+                num_ranks=len(order.ranks),
                 num_engines=len(engines),
                 contents=contents,
             ),
             engines,
-            has_receiver=any(offer.node_id != node_id for offer in order.offers),
+            has_receiver=any(rank.node_id != node_id for rank in order.ranks),
         )
         for idx, (node_id, engines) in enumerate(by_node.items())
     ]
@@ -147,16 +145,16 @@ def _layout(
         details = numbered(node.details, len(node.engines))
         if node.has_receiver:
             ranks = [
-                (rank, offer.link_endpoint)
-                for rank, offer in enumerate(order.offers)
-                if offer.node_id != node.node_id
+                (rank.rank, rank.link_endpoint)
+                for rank in order.ranks
+                if rank.node_id != node.node_id
             ]
             receives = {"key": f"{secret}/{idx}", "ranks": ranks, "holds": node.holds}
             details[0] = {**details[0], "receives": receives}
         engine_details |= {engine: details[n] for n, engine in enumerate(node.engines)}
 
     def rank_details(rank: int) -> Mapping[str, Any]:
-        idx = own.get(order.offers[rank].node_id)
+        idx = own.get(order.ranks[rank].node_id)
         image: Mapping[str, Any] = {} if idx is None else nodes[idx].details
         return {
             "key": secret,
@@ -170,7 +168,7 @@ def _layout(
     return Layout(
         rank_details=rank_details,
         engine_details=engine_details,
-        progress=LinkProgress(len(order.offers), nodes, gone),
+        progress=LinkProgress(len(order.ranks), nodes, gone),
         num_buckets=BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets,
     )
 
@@ -316,13 +314,12 @@ class LinkProgress:
         self._gone = gone
         self._by_engine = {engine: node for node in nodes for engine in node.engines}
 
-    def observe(self, report: SyncProgressed) -> dict[str, Any]:
-        """Answers a rank: {"is_aborted": bool, "gone": [index of a node, ...]}. A rank sends
-        nothing to nodes that are gone. Raises ProtocolError for an unknown rank."""
+    def observe(self, report: SyncProgressed) -> LinkState:
+        """Raises ProtocolError for an unknown rank."""
         if not 0 <= report.rank < len(self._filled):
             raise ProtocolError(f"rank {report.rank} reports to a sync of {len(self._filled)}")
         self._move(report.rank, report.num_filled)
-        return {"is_aborted": self.is_aborted, "gone": list(self._gone)}
+        return LinkState(is_aborted=self.is_aborted, gone=list(self._gone))
 
     def _move(self, rank: int, num_filled: int) -> None:
         """Ranks are at few different numbers, however many ranks there are."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ from umbra.runtime.weights.links.bucket_deltas import SentShards
 from umbra.runtime.weights.links.weight_links import LinkConnection, SendingLink, find_runs
 from umbra.runtime.weights.shards import RankShards, ShardBuckets
 from umbra.runtime.weights.sync_messages import (
+    LinkState,
     Region,
     SyncGrant,
     SyncProgressed,
-    SyncSupervisor,
+    SyncSession,
     remaining_s,
 )
 
@@ -58,16 +59,15 @@ _END_S: Final = 5.0
 
 
 class LinkSender:
-    """Receivers reach this rank at `host` while a sync is open, unless that is ""."""
+    """Receivers of other nodes reach this rank at the session's `tcp_host` while a sync is open."""
 
     is_read_by_engines = False
     network_nbytes = 0
 
-    def __init__(self, shards: RankShards, supervisor: SyncSupervisor, host: str) -> None:
+    def __init__(self, shards: RankShards, session: SyncSession) -> None:
         self._shards = shards
         self._buckets = ShardBuckets(shards)
-        self._supervisor = supervisor
-        self._host = host
+        self._session = session
         self._listener: LinkListener | None = None
         self._image = KeptImage()
         self._sent = SentShards()
@@ -75,17 +75,16 @@ class LinkSender:
     def listen(self) -> str:
         """Lets receivers connect in the next sync; returns the endpoint, or "" for none."""
         self.stop_listening()
-        if not self._host:
+        if not self._session.tcp_host:
             return ""
-        self._listener = LinkListener(self._host)
+        self._listener = LinkListener(self._session.tcp_host)
         return self._listener.endpoint
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         plan = self._buckets.cut(grant)
-        assert self._listener is not None, "the transport was chosen, so this rank listens"
         sync = _Sending(
-            self._shards, self._supervisor, grant, deadline, self._listener, self._image, self._sent
+            self._shards, self._session, grant, deadline, self._listener, self._image, self._sent
         )
         try:
             return sync.send(plan)
@@ -112,10 +111,10 @@ class _Sending:
     def __init__(
         self,
         shards: RankShards,
-        supervisor: SyncSupervisor,
+        session: SyncSession,
         grant: SyncGrant,
         deadline: float,
-        listener: LinkListener,
+        listener: LinkListener | None,
         image: KeptImage,
         sent: SentShards,
     ) -> None:
@@ -125,7 +124,7 @@ class _Sending:
         self._grid = BucketGrid(shards.manifest.nbytes, grant.bucket_nbytes)
         self._listener = listener
         self._shards = shards
-        self._supervisor = supervisor
+        self._session = session
         self._grant = grant
         self._deadline = deadline
         self._changed = threading.Condition()
@@ -185,7 +184,7 @@ class _Sending:
         """Opens links to all nodes that are not lost, and the own image; False if aborted."""
         answer, details = self._exchange(), self._grant.details
         key, own, bases = details["key"], details["own_node"], details["bases"]
-        nodes = {*range(details["num_nodes"])}.difference(answer["gone"])
+        nodes = {*range(details["num_nodes"])}.difference(answer.gone)
         self._keeps_sent = bool(self._contents and nodes.difference([own]))
         if self._keeps_sent:
             self._sent.begin(self._grant.bucket_nbytes)
@@ -209,9 +208,10 @@ class _Sending:
                 base=bases[node] if self._sent.is_base(bases[node]) else "",
             )
         if self._links:
+            assert self._listener is not None, "ranks with an address alone have other nodes"
             links = {f"{key}/{node}": link for node, link in self._links.items()}
             self._listener.serve(links, self._deadline)
-        return not answer["is_aborted"]
+        return not answer.is_aborted
 
     def _bucket_of_image(self, idx: int) -> Tensor | None:
         """A bucket's memory in the image of this node; None if the node no longer takes part."""
@@ -257,16 +257,16 @@ class _Sending:
     def _report(self) -> bool:
         """Reports the progress, and skips nodes that are gone; False if aborted."""
         answer = self._exchange()
-        for node in self._links.keys() & set(answer["gone"]):
+        for node in self._links.keys() & set(answer.gone):
             self._links[node].close("the supervisor reports that the node is gone")
-        self._is_aborted = bool(answer["is_aborted"])
+        self._is_aborted = answer.is_aborted
         return not self._is_aborted
 
-    def _exchange(self) -> Mapping[str, Any]:
-        """Reports the buckets read; returns the answer, see `LinkProgress.observe`."""
-        self._supervisor.check()
+    def _exchange(self) -> LinkState:
+        """Reports the buckets read."""
+        self._session.raise_if_lost()
         self._report_at = time.monotonic() + self._interval_s
-        return self._supervisor.sync_progress(
+        return self._session.sync(
             SyncProgressed(
                 sync_id=self._grant.sync_id,
                 rank=self._shards.rank,

@@ -29,6 +29,7 @@ from chaos_saboteur import ChaosError, DeathNotes
 from ledger_replay import replay
 from rollout_configs import rollout_config
 from saved_tokenizer import save_rust_tokenizer
+from session_rank import SessionRank
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -42,7 +43,6 @@ from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, read_hist
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -96,9 +96,8 @@ class ChaosWorld:
         self._tensors = {
             name: torch.zeros(tensor.shape) for name, tensor in oracle.weights(0).items()
         }
-        sync = SessionSync(session)
         self._publishers = [
-            WeightPublisher(sync, rank, plan.num_ranks, self._tensors)
+            WeightPublisher(SessionRank(session, rank, plan.num_ranks), self._tensors)
             for rank in range(plan.num_ranks)
         ]
         self._start_pool()

@@ -6,31 +6,22 @@ from __future__ import annotations
 import math
 import pickle
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 import numpy as np
 
 from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin, SyncCall, SyncEnd, SyncFilled
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncCall, decode_call
 
-SYNC_CALLS: Final[Mapping[str, type[SyncCall]]] = {
-    "sync_begin": SyncBegin,
-    "sync_filled": SyncFilled,
-    "sync_end": SyncEnd,
-    "sync_abort": SyncAbort,
-}
 _NUM_BATCHES: Final = 30
 """Of a stream, which malformed credits must not make endless."""
 
 
-def read_sync_call(method: str, raw: object) -> tuple[SyncCall, Manifest | None]:
-    """Reads the argument of a sync call.
-
-    Raises ProtocolError, and AssertionError for what `to_wire` could not have made.
-    """
-    call = SYNC_CALLS[method].from_wire(raw)
+def read_sync_call(raw: object) -> tuple[SyncCall, Manifest | None]:
+    """Raises ProtocolError, and AssertionError for values that `encode` could not have made."""
+    call = decode_call(raw)
     assert math.isfinite(call.deadline), raw
     if isinstance(call, SyncBegin) and call.manifest is not None:
         return call, Manifest.from_wire(call.manifest)
@@ -54,27 +45,15 @@ class FuzzTarget:
         """Classes that were unpickled, and errors of sync calls that are not documented."""
         return {"unpickled": self._unpickled[:10], "surprises": self._surprises[:10]}
 
-    def _read(self, method: str, raw: object) -> object:
+    async def sync(self, raw: Any) -> object:
         try:
-            _, manifest = read_sync_call(method, raw)
+            _, manifest = read_sync_call(raw)
         except ProtocolError:
             raise
         except Exception as error:
-            self._surprises.append(f"{method}: {error!r}"[:1000])
+            self._surprises.append(repr(error)[:1000])
             raise
         return None if manifest is None else manifest.to_wire()
-
-    def sync_begin(self, call: Any) -> object:
-        return self._read("sync_begin", call)
-
-    async def sync_filled(self, call: Any) -> object:
-        return self._read("sync_filled", call)
-
-    async def sync_end(self, call: Any) -> object:
-        return self._read("sync_end", call)
-
-    def sync_abort(self, call: Any) -> object:
-        return self._read("sync_abort", call)
 
     async def deltas(self) -> AsyncGenerator[Any, None]:
         for number in range(_NUM_BATCHES):

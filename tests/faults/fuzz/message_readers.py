@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
-from fuzz_target import SYNC_CALLS, read_sync_call
+from fuzz_target import read_sync_call
 from recorded_traffic import Message
 
 from umbra.runtime.actor.heartbeat import Beat
@@ -16,14 +16,13 @@ from umbra.runtime.rpc.envelopes import CALL, CANCEL, CREDIT, HELLO, ITEM, RESUL
 from umbra.runtime.rpc.wire import Decoder
 from umbra.runtime.weights.exports.exported_image import ExportedImage
 from umbra.runtime.weights.rank_exports import RankExports
-from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.sync_messages import SyncBegin, decode_answer
 
 _NOTHING_TO_OPEN: Final[Any] = SimpleNamespace(device_uuid=bytes)
 # There is no GPU, and nothing is read.
 _FROM_CALLERS: Final = frozenset({CALL, CANCEL, CREDIT, HELLO})
 _ANSWERS: Final[Sequence[Callable[[Any], object]]] = (
-    SyncGrant.from_wire,
-    SyncReport.from_wire,
+    decode_answer,
     DeltaBatch.from_wire,
     Beat.decode,
 )
@@ -58,10 +57,8 @@ class MessageReader:
 
     def _read_values(self, envelope: list[Any]) -> None:
         match envelope:
-            case [kind, _, _, str(method), [argument, *_], *_] if (
-                kind == CALL and method in SYNC_CALLS
-            ):
-                self._try(lambda raw: _read_sync_call(method, raw), argument)
+            case [kind, _, _, "sync", [argument, *_], *_] if kind == CALL:
+                self._try(_read_sync_call, argument)
             case [kind, _, value] if kind in (RESULT, ITEM):
                 for reader in _ANSWERS:
                     self._try(reader, value)
@@ -76,14 +73,14 @@ class MessageReader:
         self.num_read += 1
 
 
-def _read_sync_call(method: str, raw: object) -> None:
+def _read_sync_call(raw: object) -> None:
     """As the supervisor does, and then as an engine does that gets the exports of all ranks."""
-    call, manifest = read_sync_call(method, raw)
+    call, manifest = read_sync_call(raw)
     if manifest is None or not isinstance(call, SyncBegin) or isinstance(call.offer, str):
         return
-    assert isinstance(call.offer, RankExports)
+    exports = RankExports.from_wire(call.offer)
     try:
-        image = ExportedImage(manifest, [call.offer.to_wire()], _NOTHING_TO_OPEN)
+        image = ExportedImage(manifest, [exports.to_wire()], _NOTHING_TO_OPEN)
     except WeightSyncError:  # not the tensors of the manifest
         return
     for idx in range(len(manifest.entries)):

@@ -22,7 +22,6 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Encoder, Frame
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
@@ -94,8 +93,7 @@ def _publish_weights(session: Session) -> None:
         "scale": torch.tensor(0.5),
     }
     weights["head"] = weights["embed"]
-    sync = SessionSync(session)
-    publisher = WeightPublisher(sync, 0, 1, weights)
+    publisher = WeightPublisher(session, weights)
     publisher.publish("policy", 1, _TIMEOUT_S)
     deadline = time.monotonic() + _TIMEOUT_S
     exports = RankExports(
@@ -116,16 +114,16 @@ def _publish_weights(session: Session) -> None:
         rank=0,
         world_size=1,
         manifest=publisher.manifest.to_wire(),
-        offer=exports,
+        offer=exports.to_wire(),
         node_id=session.node_id,
         link_endpoint="127.0.0.1:4000",
         deadline=deadline,
     )
     abort = SyncAbort(sync_id="elsewhere-1", rank=0, reason="it failed", deadline=deadline)
     with pytest.raises(UmbraError):
-        sync.sync_begin(begin)
+        session.sync(begin)
     with pytest.raises(UmbraError):
-        sync.sync_abort(abort)
+        session.sync(abort)
 
 
 def _read_tokens(session: Session) -> None:

@@ -20,6 +20,7 @@ _SYNCS: Final = _pytest(
     "unit/weights/test_sync_failures.py::test_a_rank_that_gives_up_fails_the_others",
     "unit/weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
 )
+_SYNC_STATE: Final = _pytest("unit/weights/test_sync_state.py")
 _DELTAS: Final = _pytest(
     "unit/weights/test_delta_syncs.py::test_a_node_that_missed_a_version_gets_all_weights",
     "unit/weights/test_delta_syncs.py::test_a_lost_image_is_filled_with_all_weights",
@@ -155,20 +156,47 @@ _SYNC_MUTANTS: Final[Sequence[Mutant]] = (
     # An engine whose checksums are wrong serves the version.
     Mutant(
         name="failed verification ignored",
-        path="runtime/pools/sync_transaction.py",
-        old="if event.mismatches and self.phase == Phase.VERIFYING:",
-        new="if event.mismatches and self.phase == Phase.TRANSFERRING:",
+        path="runtime/pools/sync_state.py",
+        old="case (SyncStep.VERIFY, []) | (",
+        new="case (SyncStep.VERIFY, _) | (",
         command=_SYNCS,
         says=r"assert \['broken', 'sound'\] == \['sound'\]",
     ),
     # The version is committed although the last engine failed.
     Mutant(
         name="version on no engine",
-        path="runtime/pools/sync_transaction.py",
+        path="runtime/pools/sync_state.py",
         old="not self._engines and self.phase < Phase.ABORTING:",
         new="not self._engines and self.phase < Phase.VERIFYING:",
         command=_SYNCS,
         says=r"FAILED .*test_corruption_in_every_engine_fails_the_sync",
+    ),
+    # An engine serves a version that it has not read to the end.
+    Mutant(
+        name="short load committed",
+        path="runtime/pools/sync_state.py",
+        old="if nbytes == expected_nbytes:",
+        new="if nbytes <= expected_nbytes:",
+        command=_SYNC_STATE,
+        says=r"FAILED .*test_an_engine_that_has_not_loaded_all_bytes_is_discarded",
+    ),
+    # An engine loads a version whose sync is over.
+    Mutant(
+        name="late answer taken for a new one",
+        path="runtime/pools/sync_state.py",
+        old="elif self._engines.get(engine) != step:",
+        new="elif engine not in self._engines:",
+        command=_SYNC_STATE,
+        says=r"FAILED .*test_a_step_that_ends_after_an_abort_changes_nothing",
+    ),
+    # The engine's KV cache and the memory of a rank do not fit together.
+    Mutant(
+        name="cache before the ranks have gone",
+        path="runtime/pools/sync_state.py",
+        old="if are_done and self._released >= self._joined.keys():",
+        new="if are_done:",
+        command=_SYNC_STATE,
+        says=r"FAILED .*test_no_engine_commits_before_all_ranks_are_released",
     ),
     # The other ranks learn it when the lease ends, and not why.
     Mutant(

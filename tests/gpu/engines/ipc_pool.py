@@ -36,14 +36,7 @@ from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.exports.exported_image import MakeOpener
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, probe_import
 from umbra.runtime.weights.image.fd_server import serve_fds
-from umbra.runtime.weights.sync_messages import (
-    SyncAbort,
-    SyncBegin,
-    SyncCall,
-    SyncEnd,
-    SyncFilled,
-    SyncProgressed,
-)
+from umbra.runtime.weights.sync_messages import SyncCall
 
 _LIMIT_S = 100.0
 
@@ -226,17 +219,7 @@ class RankFailed(Exception):
 
 async def _ask(coordinator: SyncCoordinator, call: SyncCall) -> Any:
     async with asyncio.timeout(_LIMIT_S):
-        match call:
-            case SyncBegin():
-                return await coordinator.sync_begin(call)
-            case SyncFilled():
-                return await coordinator.sync_filled(call)
-            case SyncProgressed():
-                return coordinator.sync_progress(call)
-            case SyncEnd():
-                return await coordinator.sync_end(call)
-            case SyncAbort():
-                return coordinator.sync_abort(call)
+        return await coordinator.answer(call)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.weights.sync_messages import (
-    SyncAbort,
-    SyncBegin,
-    SyncCall,
-    SyncEnd,
-    SyncFilled,
-    SyncGrant,
-    SyncProgressed,
-    SyncReport,
-)
+from umbra.runtime.weights.shards import wire_manifest
+from umbra.runtime.weights.sync_messages import Answer, SyncMessage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -64,40 +57,24 @@ def uniform_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: torch.full(shape, 0.5, device=DEVICE) for name, shape in shapes.items()}
 
 
-class TestSupervisor:
-    """`SyncSupervisor` by way of the test."""
+@dataclass
+class TestSession:
+    """A rank's `SyncSession`, by way of the test."""
 
     __test__ = False
-    node_id = "here"
+    connection: Connection
+    rank: int
+    world_size: int
+    fd_socket: str
+    node_id: str = "here"
+    tcp_host: str = "127.0.0.1"
 
-    def __init__(self, connection: Connection, fd_socket: str) -> None:
-        self.fd_socket = fd_socket
-        self._connection = connection
-
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         pass
 
-    def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        grant: SyncGrant = self._call(call)
-        return grant
-
-    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
-        answer: dict[str, Any] = self._call(call)
-        return answer
-
-    def sync_filled(self, call: SyncFilled) -> None:
-        self._call(call)
-
-    def sync_end(self, call: SyncEnd) -> SyncReport:
-        report: SyncReport = self._call(call)
-        return report
-
-    def sync_abort(self, call: SyncAbort) -> None:
-        self._call(call)
-
-    def _call(self, call: SyncCall) -> Any:
-        self._connection.send(("call", call))
-        kind, value = self._connection.recv()
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        self.connection.send(("call", message))
+        kind, value = self.connection.recv()
         if kind == "failed":
             raise WeightSyncError(value)
         return value
@@ -109,7 +86,7 @@ class Rank:
     def __init__(
         self, connection: Connection, rank: int, world_size: int, store: str, fd_socket: str
     ) -> None:
-        self._supervisor = TestSupervisor(connection, fd_socket)
+        self._session = TestSession(connection, rank, world_size, fd_socket)
         self._rank = rank
         self._world_size = world_size
         self._store = store
@@ -156,14 +133,10 @@ class Rank:
             self._tensors = _to_device(tensors)
         dtype = None if wire is None else getattr(torch, wire)
         self._publisher = WeightPublisher(
-            self._supervisor,
-            self._rank,
-            self._world_size,
+            self._session,
             self._tensors,
-            dtype,
-            lora=lora,
+            wire_manifest(self._tensors, dtype, lora=lora),
             keeps_memory=keeps_memory,
-            link_host="127.0.0.1",
         )
 
     def negate(self) -> None:

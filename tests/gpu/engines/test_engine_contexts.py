@@ -13,7 +13,6 @@ from process_runs import greedy
 from umbra.runtime.cluster.placement import EngineGpus
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.trainer.world.world import usable_gpus
@@ -106,7 +105,7 @@ def test_an_engine_reads_another_gpus_memory_without_a_context_there(
         assert time.monotonic() < deadline, pool.states()
         time.sleep(0.1)
     before = pids_by_gpu()
-    publisher = WeightPublisher(SessionSync(umbra_session), 0, 1, weights)
+    publisher = WeightPublisher(umbra_session, weights)
 
     for version in range(1, 4):  # the first one with checksums
         report = publisher.publish("policy", version, 60.0)

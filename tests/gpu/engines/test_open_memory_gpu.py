@@ -23,9 +23,9 @@ from umbra.runtime.cluster.placement import EngineGpus
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rpc.sync_handle import Pool
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.shards import wire_manifest
 from umbra.trainer.world.world import usable_gpus
 
 GPUS = usable_gpus()[:1]  # here: the driver keeps descriptors of the question
@@ -111,7 +111,7 @@ def test_syncs_and_killed_engines_leave_the_gpus_memory_as_it_was(
             },
         )
     )
-    publisher = WeightPublisher(SessionSync(umbra_session), 0, 1, weights, torch.bfloat16)
+    publisher = WeightPublisher(umbra_session, weights, wire_manifest(weights, torch.bfloat16))
     nvml = Nvml.open(gpus=GPUS)
     assert nvml is not None
     tokens: list[list[int]] = []

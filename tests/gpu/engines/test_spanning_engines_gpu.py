@@ -27,7 +27,6 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
@@ -106,7 +105,7 @@ def wait_ready(session: Session, num_restarts: int) -> Any:
 
 def update(session: Session, version: int) -> None:
     weights = dict(make_model(MODEL, version).named_parameters())
-    publisher = WeightPublisher(SessionSync(session), 0, 1, weights, link_host=session.tcp_host)
+    publisher = WeightPublisher(session, weights)
     with closing(publisher):
         report = publisher.publish("policy", version, 120.0)
     assert not report.failed, report

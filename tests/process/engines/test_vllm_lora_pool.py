@@ -23,9 +23,9 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.shards import wire_manifest
 
 pytestmark = [
     needs_vllm,
@@ -77,8 +77,8 @@ def test_a_restarted_engine_of_a_pool_gets_the_adapter_which_is_exactly_that_of_
     pool = umbra_session.create_pool(pool_spec(model_folder(KIND), lora.rank))
     (request,) = asked_of_each([""], 1)
     found: list[Completion] = []
-    sync = SessionSync(umbra_session)
-    with closing(WeightPublisher(sync, 0, 1, tensors, lora=lora)) as publisher:
+    manifest = wire_manifest(tensors, lora=lora)
+    with closing(WeightPublisher(umbra_session, tensors, manifest)) as publisher:
         for incarnation in (1, 2):
             engine = policy_engine(umbra_session, incarnation)
             publisher.publish("policy", 1, 60.0)
@@ -113,8 +113,8 @@ def test_two_workers_have_their_slices_of_each_version(
     (request,) = asked_of_each([""], 1)
     for version, adapter in enumerate(adapters, start=1):
         tensors, lora = read_adapter(adapter)
-        sync = SessionSync(umbra_session)
-        with closing(WeightPublisher(sync, 0, 1, tensors, lora=lora)) as publisher:
+        manifest = wire_manifest(tensors, lora=lora)
+        with closing(WeightPublisher(umbra_session, tensors, manifest)) as publisher:
             publisher.publish("policy", version, 60.0)
 
         found = completion_of(engine, request)

@@ -21,7 +21,6 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session, SessionConfig
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -89,9 +88,7 @@ def wait_ready(session: Session, num_restarts: int) -> Any:
 def publish(session: Session, version: int) -> str:
     """Sends the version's weights to the engine; returns the transport."""
     weights = dict(make_model("qwen3", version).named_parameters())
-    publisher = WeightPublisher(
-        SessionSync(session), session.rank, 2, weights, link_host=session.tcp_host
-    )
+    publisher = WeightPublisher(session, weights)
     with closing(publisher):
         return publisher.publish("policy", version, 120.0).transport
 

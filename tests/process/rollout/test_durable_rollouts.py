@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from live_rollouts import LiveRollouts, killing, ledger_of, merged
+from session_rank import SessionRank
 from test_live_rollouts import expected_completions, expected_samples, pause_again_and_again
 
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -304,7 +304,7 @@ def test_ranks_that_the_call_for_weights_did_not_reach_are_sent_after_the_others
 
 def publish_as(live: LiveRollouts, rank: int, version: int) -> None:
     """One rank of two publishes."""
-    publisher = WeightPublisher(SessionSync(live.session), rank, 2, {"w": torch.zeros(10)})
+    publisher = WeightPublisher(SessionRank(live.session, rank, 2), {"w": torch.zeros(10)})
     publisher.publish("policy", version, 20.0)
 
 

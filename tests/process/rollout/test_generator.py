@@ -20,7 +20,6 @@ from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -97,7 +96,7 @@ def test_a_pool_with_its_own_weights_generates_at_once_and_takes_no_others(
     assert stopped["tokens"].tolist() == expected(3, 30)[: expected(3, 30).index(stop) + 1]
     assert stopped["finish_reason"] == "stop"
     assert [state["version"] for state in umbra_session.pool("judge").states()] == [0]
-    publisher = WeightPublisher(SessionSync(umbra_session), 0, 1, {"w": torch.zeros(10)})
+    publisher = WeightPublisher(umbra_session, {"w": torch.zeros(10)})
     with pytest.raises(WeightSyncError, match="load their own"):
         publisher.publish("judge", 1, 30.0)
     refuse_what_cannot_be_asked(judge)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from live_rollouts import LiveRollouts
+from session_rank import SessionRank
 
 from umbra.runtime.cluster.run_events import read_events
 from umbra.runtime.errors import JobFailed, WeightSyncError
 from umbra.runtime.reports.job_state import JobState
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.supervisor.live_job import job_state
 from umbra.runtime.testing.factories import SessionFactory
@@ -131,7 +131,7 @@ def test_a_killed_engine_and_a_checkpoint_are_events_of_the_run_directory(
     wait_for(run_dir, lambda s: engine_states(s)["policy-0"] == "PENDING_WEIGHTS")
     live.publish(0)
     live.manager.call("checkpointed", 1, 0, [1])
-    half = WeightPublisher(SessionSync(session), 0, 2, {"w": torch.zeros(10)})
+    half = WeightPublisher(SessionRank(session, 0, 2), {"w": torch.zeros(10)})
     with pytest.raises(WeightSyncError):
         half.publish("policy", 1, 0.5)  # the other rank does not come
     session.supervisor_call("fail_job", "rank 0", "it had enough")

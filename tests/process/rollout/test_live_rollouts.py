@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
+from session_rank import SessionRank
 
 from umbra.engines.echo.echo_engine import EchoTokens
 from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
-from umbra.runtime.session.rollouts import Rollouts, SessionSync
+from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.weights.sync_messages import SyncFilled
+from umbra.runtime.weights.sync_messages import Answer, SyncFilled, SyncMessage
 
 pytestmark = [pytest.mark.process]
 
@@ -146,14 +147,16 @@ def test_a_sync_in_mid_generation_only_changes_versions(
     assert 0 < batches[0]["metrics"]["engine_idle_share"] < 0.9
 
 
-class FailsDuringDrain(SessionSync):
+class FailsDuringDrain(SessionRank):
     """A rank that fails when an engine has begun to drain."""
 
     def __init__(self, live: LiveRollouts) -> None:
         super().__init__(live.session)
         self._live = live
 
-    def sync_filled(self, call: SyncFilled) -> None:
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        if not isinstance(message, SyncFilled):
+            return super().sync(message)
         deadline = time.monotonic() + 10.0
         while states(self._live) == [("SERVING", 1)]:
             assert time.monotonic() < deadline
@@ -179,7 +182,7 @@ def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(
     live.publish(1)
 
     def publish_in_vain() -> None:
-        publisher = WeightPublisher(FailsDuringDrain(live), 0, 1, {"w": torch.zeros(10)})
+        publisher = WeightPublisher(FailsDuringDrain(live), {"w": torch.zeros(10)})
         with pytest.raises(RuntimeError, match="the rank fails"):
             publisher.publish("policy", 2, 20.0)
         begun_at = time.monotonic()
@@ -320,7 +323,7 @@ def test_a_pool_is_left_alone_while_a_sync_is_under_way(
     live.publish(0)
     weights = {"w": torch.zeros(10)}
     first, second = (
-        WeightPublisher(SessionSync(umbra_session), rank, 2, weights) for rank in range(2)
+        WeightPublisher(SessionRank(umbra_session, rank, 2), weights) for rank in range(2)
     )
 
     with ThreadPoolExecutor(1) as side:

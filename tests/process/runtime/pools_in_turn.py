@@ -13,7 +13,6 @@ from pool_log import assert_never_both_awake
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
 
@@ -57,7 +56,7 @@ class Shared:
     def publish(self, version: int) -> None:
         """Publishes a version, like the trainer."""
         weights = {"w": torch.zeros(10)}
-        WeightPublisher(SessionSync(self.session), 0, 1, weights).publish("policy", version, 20.0)
+        WeightPublisher(self.session, weights).publish("policy", version, 20.0)
 
     def versions(self) -> list[int]:
         return [row["version"] for row in self.session.pool("policy").states()]

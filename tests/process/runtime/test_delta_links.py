@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from pools_in_turn import wait_until
+from session_rank import SessionRank
 from torch import Tensor
 from two_nodes import FAR, NEAR, TwoNodes, fingerprint, two_nodes
 
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
 from umbra.runtime.weights.sync_messages import SyncReport
@@ -43,9 +43,8 @@ class Trainer:
         self.kills = 0
         self._num_located = 0
         self._version = 0
-        self.publisher = WeightPublisher(
-            SessionSync(nodes.lead), 0, 1, self.tensors, locate=self._locate, link_host="127.0.0.1"
-        )
+        rank = SessionRank(nodes.lead, tcp_host="127.0.0.1")
+        self.publisher = WeightPublisher(rank, self.tensors, locate=self._locate)
 
     def _locate(self, tensor: Tensor) -> Tensor:
         self._num_located += 1

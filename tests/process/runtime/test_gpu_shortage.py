@@ -25,7 +25,6 @@ from umbra.runtime.cluster.gpu_shortage import (
 from umbra.runtime.errors import JobFailed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import GpuUse
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
@@ -156,7 +155,7 @@ def train_steps(session: Session, num_steps: int) -> None:
 
 def publish(session: Session, version: int) -> None:
     weights = {"w": torch.zeros(10)}
-    with closing(WeightPublisher(SessionSync(session), 0, 1, weights)) as publisher:
+    with closing(WeightPublisher(session, weights)) as publisher:
         publisher.publish("policy", version, 20.0)
 
 

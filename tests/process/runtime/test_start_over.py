@@ -22,13 +22,12 @@ from umbra.runtime.errors import ActorNotFound, MailboxClosed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.testing.factories import SessionFactory
-from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin
+from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin, encode
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -94,7 +93,7 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
             env={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
         )
     )
-    publisher = WeightPublisher(SessionSync(session), 0, 1, {"w": torch.zeros(10)})
+    publisher = WeightPublisher(session, {"w": torch.zeros(10)})
     publisher.publish("policy", 1, 20.0)
     manifest = publisher.manifest.to_wire()
     begin = SyncBegin(
@@ -108,10 +107,10 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
         link_endpoint="",
         deadline=time.monotonic() + 60.0,
     )
-    sync_id = SessionSync(session).sync_begin(begin).sync_id
+    sync_id = session.sync(begin).sync_id
     deadline = time.monotonic() + 60.0
     killed = SyncAbort(sync_id=sync_id, rank=0, reason="it was killed", deadline=deadline)
-    abort = ("sync_abort", killed.to_wire())
+    abort = ("sync", encode(killed))
     states: list[tuple[str, int]] = []
 
     def look() -> None:

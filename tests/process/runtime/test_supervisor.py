@@ -186,7 +186,7 @@ CALLS = {
     "the rollout manager": "note record",
     "actors": "list_actors resolve restart signalled spawn stop",
     "pools": "catch_up create_pool pool_has_work pool_pause pool_resume pool_sleep pool_states "
-    "pool_wake watch_pool sync_abort sync_begin sync_end sync_filled sync_progress",
+    "pool_wake sync watch_pool",
 }
 """All that a supervisor answers, by who calls or what is called."""
 

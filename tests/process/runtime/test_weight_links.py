@@ -16,10 +16,10 @@ import torch
 import weight_ranks
 from pools_in_turn import wait_until
 from process_runs import greedy
+from session_rank import SessionRank
 from torch import Tensor
 from two_nodes import FAR, NEAR, TwoNodes, fingerprint, two_nodes
 
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.distributed_world import DistributedWorld
@@ -51,14 +51,8 @@ class TwoRanks:
         self._located: list[int] = []
 
         def run(rank: int) -> None:
-            publisher = WeightPublisher(
-                SessionSync(self.lead),
-                rank,
-                2,
-                self.tensors,
-                locate=self._locate,
-                link_host="127.0.0.1",
-            )
+            one = SessionRank(self.lead, rank, 2, "127.0.0.1")
+            publisher = WeightPublisher(one, self.tensors, locate=self._locate)
             with closing(publisher):
                 reports.append(publisher.publish("policy", version, timeout_s))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.cluster.socket_dir import FD_SOCKET
+from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import LoopThread
-from umbra.runtime.session.rollouts import SessionSync
-from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
+from umbra.runtime.weights.sync_messages import Answer, SyncMessage, decode_answer, encode
 
 SHAPES = {"uneven": (37, 300), "few_rows": (1, 7), "large": (2050, 515), "vector": (11,)}
 
@@ -30,36 +30,24 @@ def whole_tensors(version: int) -> dict[str, Tensor]:
 
 
 @dataclass
-class RemoteSession:
-    """The part of a session that `SessionSync` needs, from any process of the node."""
+class RemoteRank:
+    """A rank on any node, as its `WeightPublisher` sees its session, in any process of the lead's
+    node. `handle` is the lead."""
 
     loop: LoopThread
-    client: Client
-    socket_dir: Path
+    handle: Handle
+    rank: int
+    world_size: int
     node_id: str
+    fd_socket: str
+    tcp_host: str = "127.0.0.1"
 
     def raise_if_lost(self) -> None:
         pass
 
-    def lead_call(self, method: str, *args: object, timeout_s: float) -> Any:
-        handle = self.client.handle(supervisor_ref(self.node_id, self.socket_dir))
-        return self.loop.run(handle.call(method, *args, timeout_s=timeout_s))
-
-
-class SyncFrom(SessionSync):
-    """The calls of a rank that is on any node, over the lead's session.
-
-    Args:
-        node_id: of the rank's node.
-    """
-
-    def __init__(self, lead: Session, node_id: str) -> None:
-        super().__init__(lead)
-        self._node_id = node_id
-
-    @property
-    def node_id(self) -> str:
-        return self._node_id
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        call = self.handle.call("sync", encode(message), timeout_s=message.left_s)
+        return cast("Answer", decode_answer(self.loop.run(call)))
 
 
 def publish_shards(socket_dir: str, node_ids: list[str], versions: list[int]) -> list[str]:
@@ -77,9 +65,10 @@ def publish_shards(socket_dir: str, node_ids: list[str], versions: list[int]) ->
     with LoopThread("rank") as loop:
         client = Client(node_ids[0])
         loop.run(client.__aenter__())
-        remote = RemoteSession(loop, client, Path(socket_dir), node_ids[0])
-        sync = SyncFrom(cast("Session", remote), node_ids[rank])
-        made = WeightPublisher(sync, rank, mesh.size(), tensors, link_host="127.0.0.1")
+        lead = client.handle(supervisor_ref(node_ids[0], Path(socket_dir)))
+        fd_socket = str(Path(socket_dir) / FD_SOCKET)
+        remote = RemoteRank(loop, lead, rank, mesh.size(), node_ids[rank], fd_socket)
+        made = WeightPublisher(remote, tensors)
         try:
             with closing(made) as publisher:
                 transports: list[str] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from engine_runs import Engine
 from torch import Tensor
@@ -18,14 +18,16 @@ from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.fd_server import serve_fds
 from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.shards import find_aliases, wire_manifest
+from umbra.runtime.weights.shards import wire_manifest
 from umbra.runtime.weights.sync_messages import (
+    Answer,
     SyncAbort,
+    SyncAnswer,
     SyncBegin,
     SyncEnd,
     SyncFilled,
     SyncGrant,
-    SyncProgressed,
+    SyncMessage,
     SyncReport,
 )
 
@@ -40,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class LocalSync:
-    """The supervisor's sync calls of one rank, driving one engine; blocks in the caller's thread.
+    """The session of the only rank, whose syncs drive one engine; blocks in the caller's thread.
 
     Args:
         details: of the image, for an engine.
@@ -71,18 +73,39 @@ class LocalSync:
         self._loading: Future[dict[str, int]]
         self.verified: dict[str, Any] = {}
 
+    rank = 0
+    world_size = 1
     node_id = ""
+    tcp_host = ""
     fd_socket = ""
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         pass
 
-    def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        assert call.manifest is not None
-        self._call(self._engine.prepare_update(call.version, call.manifest, self._buckets))
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        return cast("Answer", self._answer(message))
+
+    def _answer(self, message: SyncMessage[Any]) -> SyncAnswer:
+        match message:
+            case SyncBegin():
+                return self._begin(message)
+            case SyncFilled():
+                self._regions = [list(region) for region in message.regions]
+                self._nbytes = self._loading.result(DEADLINE_S)["nbytes"]
+            case SyncEnd():
+                return self._end()
+            case SyncAbort():
+                self._call(self._engine.abort_update())
+            case _:
+                raise AssertionError("memfd has its progress in shared memory")
+        return None
+
+    def _begin(self, message: SyncBegin) -> SyncGrant:
+        assert message.manifest is not None
+        self._call(self._engine.prepare_update(message.version, message.manifest, self._buckets))
         self._begun()
         self._loading = asyncio.run_coroutine_threadsafe(self._engine.load(), self._loop)
-        nbytes = Manifest.from_wire(call.manifest).nbytes
+        nbytes = Manifest.from_wire(message.manifest).nbytes
         bucket_nbytes: int = self._buckets["bucket_nbytes"]
         return SyncGrant(
             sync_id="sync",
@@ -93,14 +116,7 @@ class LocalSync:
             details=self._buckets,
         )
 
-    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
-        raise AssertionError("memfd has its progress in shared memory")
-
-    def sync_filled(self, call: SyncFilled) -> None:
-        self._regions = [list(region) for region in call.regions]
-        self._nbytes = self._loading.result(DEADLINE_S)["nbytes"]
-
-    def sync_end(self, call: SyncEnd) -> SyncReport:
+    def _end(self) -> SyncReport:
         self._tamper(self._regions)
         mismatches = self._call(self._engine.verify_update(self._regions))
         self.outcome = Outcome(self._nbytes, mismatches)
@@ -121,9 +137,6 @@ class LocalSync:
             resume_s=0.0,
         )
 
-    def sync_abort(self, call: SyncAbort) -> None:
-        self._call(self._engine.abort_update())
-
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
 
@@ -140,7 +153,7 @@ async def publish(
     begun: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Carries `tensors` to a paused (or fresh) engine and resumes it, if the checksums agree."""
-    manifest = wire_manifest(tensors, find_aliases(tensors), None, frozenset(), lora)
+    manifest = wire_manifest(tensors, lora=lora)
     grid = BucketGrid(manifest.nbytes, bucket_nbytes)
     async with serve_fds(str(folder / "fds")) as server:
         memory = ImageMemory("pool", server)
@@ -148,7 +161,7 @@ async def publish(
             async with memory.opened(grid, 1, 1) as (details, _):
                 loop, own = asyncio.get_running_loop(), numbered(details, 1)[0]
                 sync = LocalSync(engine, loop, own, bucket_nbytes, tamper, begun)
-                with closing(WeightPublisher(sync, 0, 1, tensors, lora=lora)) as publisher:
+                with closing(WeightPublisher(sync, tensors, manifest)) as publisher:
                     await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
         finally:
             memory.close()

@@ -31,7 +31,6 @@ from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.rollouts import SessionSync
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
@@ -183,9 +182,7 @@ class LiveRollouts:
     def publish(self, version: int) -> None:
         """Brings the engines that lack it to `version`."""
         self.version = version
-        publisher = WeightPublisher(
-            SessionSync(self.session), 0, 1, self._weights, link_host=self.session.tcp_host
-        )
+        publisher = WeightPublisher(self.session, self._weights)
         publisher.publish("policy", version, 20.0)
 
     def announce(self, version: int, step: int) -> None:

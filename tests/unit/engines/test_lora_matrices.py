@@ -23,11 +23,11 @@ SPEC = LoraSpec(rank=4, alpha=8.0)
 def test_a_manifest_says_that_its_tensors_are_an_adapter() -> None:
     tensors = {name: torch.zeros(shape) for name, shape in PAIR.items()}
 
-    manifest = wire_manifest(tensors, {}, torch.bfloat16, frozenset(), SPEC)
+    manifest = wire_manifest(tensors, torch.bfloat16, lora=SPEC)
 
     assert (manifest.lora, manifest.shapes) == (SPEC, PAIR)
     assert Manifest.from_wire(manifest.to_wire()) == manifest
-    assert wire_manifest(tensors, {}, None, frozenset()).lora is None
+    assert wire_manifest(tensors).lora is None
 
 
 @pytest.mark.parametrize(

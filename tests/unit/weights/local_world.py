@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import tempfile
 import threading
@@ -11,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from local_images import LocalImages
@@ -38,15 +39,7 @@ from umbra.runtime.rpc.sync_handle import LoopThread
 from umbra.runtime.weights.byte_views import flatten
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, Opener
 from umbra.runtime.weights.image.fd_server import serve_fds
-from umbra.runtime.weights.sync_messages import (
-    SyncAbort,
-    SyncBegin,
-    SyncEnd,
-    SyncFilled,
-    SyncGrant,
-    SyncProgressed,
-    SyncReport,
-)
+from umbra.runtime.weights.sync_messages import Answer, SyncCall, SyncMessage
 
 
 class ThreadEngine:
@@ -179,17 +172,18 @@ class ThreadEngine:
 
 
 class LocalSupervisor:
-    """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
+    """The session of one rank thread, straight to a coordinator on a loop thread."""
 
     images: LocalImages  # of syncs between nodes
+    rank = 0
+    world_size = 1
+    node_id = "here"
+    tcp_host = "127.0.0.1"
+    fd_socket = ""  # no GPU exports memory
 
-    def __init__(
-        self, loop: LoopThread, coordinator: SyncCoordinator, node_id: str = "here"
-    ) -> None:
+    def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
         self._loop = loop
         self.coordinator = coordinator
-        self.node_id = node_id
-        self.fd_socket = ""  # no GPU exports memory
 
     def free_images(self) -> None:
         """Frees what is kept from one sync to the next."""
@@ -200,33 +194,17 @@ class LocalSupervisor:
 
         self._loop.run(free())
 
-    def on_node(self, node_id: str) -> LocalSupervisor:
-        """The same for a rank of another node."""
-        return LocalSupervisor(self._loop, self.coordinator, node_id)
+    def as_rank(self, rank: int, world_size: int, node_id: str = "here") -> Self:
+        made = copy.copy(self)
+        made.rank, made.world_size, made.node_id = rank, world_size, node_id
+        return made
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         pass
 
-    def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        return self._loop.run(self.coordinator.sync_begin(call))
-
-    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
-        async def report() -> dict[str, Any]:
-            return self.coordinator.sync_progress(call)
-
-        return self._loop.run(report())
-
-    def sync_filled(self, call: SyncFilled) -> None:
-        self._loop.run(self.coordinator.sync_filled(call))
-
-    def sync_end(self, call: SyncEnd) -> SyncReport:
-        return self._loop.run(self.coordinator.sync_end(call))
-
-    def sync_abort(self, call: SyncAbort) -> None:
-        async def abort() -> None:
-            self.coordinator.sync_abort(call)
-
-        self._loop.run(abort())
+    def sync(self, message: SyncMessage[Answer]) -> Answer:
+        answer = self.coordinator.answer(cast("SyncCall", message))
+        return cast("Answer", self._loop.run(answer))
 
     def lose_rank(self, rank: int, when: asyncio.Event) -> float:
         """After how many seconds the sync that it was in is settled."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, E
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.sync_messages import SyncGrant, SyncReport
 
 NEVER = 1 << 30
 DELTAS = SyncSettings(
@@ -51,9 +52,7 @@ class Trainer:
         self.publisher = self._make_publisher()
 
     def _make_publisher(self) -> WeightPublisher:
-        return WeightPublisher(
-            self.supervisor, 0, 1, self.tensors, locate=self._locate, link_host="127.0.0.1"
-        )
+        return WeightPublisher(self.supervisor, self.tensors, locate=self._locate)
 
     def _locate(self, tensor: Tensor) -> Tensor:
         self._num_located += 1  # first all are located to be exported, which they cannot
@@ -158,15 +157,16 @@ def test_full_versions_come_at_their_cadence_and_the_last_delta_before_has_check
     engine, seen = far_engine(), list[tuple[bool, bool]]()
 
     class Recorder(LocalSupervisor):
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            grant = super().sync_begin(call)
-            self.has_checksums = grant.has_checksums
-            return grant
+        def sync(self, message: Any) -> Any:
+            answer = super().sync(message)
+            if isinstance(answer, SyncGrant):
+                self.has_checksums = answer.has_checksums
+            return answer
 
     with training(engine, settings=replace(DELTAS, full_sync_every=3)) as trainer:
         plain = trainer.supervisor
         recorder = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
-        trainer.publisher._supervisor = recorder  # pyright: ignore[reportPrivateUsage]
+        trainer.publisher._session = recorder  # pyright: ignore[reportPrivateUsage]
         for _ in range(6):
             trainer.step()
             seen.append((is_delta(trainer.publish()), recorder.has_checksums))
@@ -371,11 +371,13 @@ def test_a_delta_to_an_image_with_other_contents_is_refused() -> None:
     class Mistaken(LocalSupervisor):
         contents = ""
 
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            grant = super().sync_begin(call)
-            bases = [self.contents] if self.contents else grant.details["bases"]
-            self.contents = grant.details["contents"]
-            return replace(grant, details={**grant.details, "bases": bases})
+        def sync(self, message: Any) -> Any:
+            answer = super().sync(message)
+            if not isinstance(answer, SyncGrant):
+                return answer
+            bases = [self.contents] if self.contents else answer.details["bases"]
+            self.contents = answer.details["contents"]
+            return replace(answer, details={**answer.details, "bases": bases})
 
     with local_pool([engine], DELTAS) as plain:
         supervisor = Mistaken(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
@@ -394,9 +396,8 @@ def test_each_rank_sends_what_has_changed_in_its_shards() -> None:
     engine = far_engine()
     with local_pool([engine], DELTAS) as supervisor:
         trainer = Trainer(supervisor)
-        other = supervisor.on_node(engine.node_id)
-        second = WeightPublisher(other, 1, 2, trainer.tensors, link_host="127.0.0.1")
-        first = WeightPublisher(supervisor, 0, 2, trainer.tensors, link_host="127.0.0.1")
+        second = WeightPublisher(supervisor.as_rank(1, 2, engine.node_id), trainer.tensors)
+        first = WeightPublisher(supervisor.as_rank(0, 2), trainer.tensors)
         with closing(first), closing(second), closing(trainer.publisher):
             for is_first in (True, False, False):
                 trainer.step()

@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +26,19 @@ from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.sync_messages import (
+    SyncAbort,
+    SyncBegin,
+    SyncReport,
+)
 
 AUTO = SyncSettings(bucket_nbytes=512, verify_every=1)
 TCP = replace(AUTO, transport="tcp")
 TENSORS = {"a": torch.randn(1000)}
 
 
-def publish(supervisor: LocalSupervisor, version: int, link_host: str = "127.0.0.1") -> SyncReport:
-    made = WeightPublisher(supervisor, 0, 1, TENSORS, link_host=link_host)
-    with closing(made) as publisher:
+def publish(supervisor: LocalSupervisor, version: int) -> SyncReport:
+    with closing(WeightPublisher(supervisor, TENSORS)) as publisher:
         return publisher.publish("pool", version, timeout_s=20.0)
 
 
@@ -73,19 +77,21 @@ def test_a_rank_without_an_address_reaches_no_other_node() -> None:
     message = "far on node there; rank 0 has no address at which other nodes reach it"
     with (
         local_pool([engine], AUTO) as supervisor,
-        pytest.raises(WeightSyncError, match=message),
     ):
-        publish(supervisor, 1, link_host="")
+        supervisor.tcp_host = ""
+        with pytest.raises(WeightSyncError, match=message):
+            publish(supervisor, 1)
 
 
 def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
     ready_at_grant: list[list[str]] = []
 
     class Recorder(LocalSupervisor):
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            grant = super().sync_begin(call)
-            ready_at_grant.append([engine.name for engine in engines if engine.log])
-            return grant
+        def sync(self, message: Any) -> Any:
+            answer = super().sync(message)
+            if isinstance(message, SyncBegin):
+                ready_at_grant.append([engine.name for engine in engines if engine.log])
+            return answer
 
     engines = [ThreadEngine(name, empty_like(TENSORS)) for name in ("broken", "sound")]
     broken, sound = engines
@@ -113,15 +119,14 @@ def test_an_engine_outlives_a_rank_that_breaks_their_connection() -> None:
     class Slow(LocalSupervisor):
         """Hears of the rank later than the engine does."""
 
-        def sync_abort(self, call: SyncAbort) -> None:
-            time.sleep(0.5)
-            super().sync_abort(call)
+        def sync(self, message: Any) -> Any:
+            if isinstance(message, SyncAbort):
+                time.sleep(0.5)
+            return super().sync(message)
 
     with local_pool([engine], TCP) as plain:
         supervisor = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
-        made = WeightPublisher(
-            supervisor, 0, 1, TENSORS, locate=fail_in_mid_transfer, link_host="127.0.0.1"
-        )
+        made = WeightPublisher(supervisor, TENSORS, locate=fail_in_mid_transfer)
         with closing(made) as publisher, pytest.raises(RuntimeError, match="the GPU is lost"):
             publisher.publish("pool", 1, timeout_s=20.0)
         report = publish(supervisor, 2)
@@ -154,8 +159,8 @@ def test_ranks_of_a_node_fill_its_image_and_send_to_the_receivers_of_others() ->
         engine.node_id = engine.name
     with local_pool(engines, AUTO) as supervisor:
         made = [
-            WeightPublisher(rank, idx, 2, TENSORS, link_host="127.0.0.1")
-            for idx, rank in enumerate((supervisor, supervisor.on_node("there")))
+            WeightPublisher(supervisor.as_rank(rank, 2, node), TENSORS)
+            for rank, node in enumerate(("here", "there"))
         ]
         reports = in_threads(*(partial(each.publish, "pool", 1, 20.0) for each in made))
         for each in made:
@@ -171,11 +176,12 @@ def test_a_connection_without_the_key_of_a_link_gets_nothing_and_delays_nobody()
     class Visited(LocalSupervisor):
         """Strangers connect before the receiver does: one is silent, the other guesses a key."""
 
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            host, _, port = call.link_endpoint.rpartition(":")
-            strangers.extend(socket.create_connection((host, int(port)), 5.0) for _ in range(2))
-            strangers[1].sendall(bytes([34]) + b"0" * 32 + b"/0")
-            return super().sync_begin(call)
+        def sync(self, message: Any) -> Any:
+            if isinstance(message, SyncBegin):
+                host, _, port = message.link_endpoint.rpartition(":")
+                strangers.extend(socket.create_connection((host, int(port)), 5.0) for _ in range(2))
+                strangers[1].sendall(bytes([34]) + b"0" * 32 + b"/0")
+            return super().sync(message)
 
     engine = ThreadEngine("engine", empty_like(TENSORS))
     begun_at = time.monotonic()

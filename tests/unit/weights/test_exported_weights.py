@@ -29,6 +29,7 @@ from umbra.runtime.pools import engine_sync
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.exports.ipc_memory import MemoryExporter
+from umbra.runtime.weights.shards import wire_manifest
 from umbra.runtime.weights.sync_messages import SyncEnd, SyncReport
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
@@ -50,9 +51,8 @@ def until(condition: Callable[[], bool]) -> None:
 def publish(
     supervisor: LocalSupervisor, tensors: dict[str, Tensor], version: int = 1, **options: Any
 ) -> SyncReport:
-    rank, world_size = options.pop("rank", 0), options.pop("world_size", 1)
-    publisher = WeightPublisher(supervisor, rank, world_size, tensors, **options)
-    with closing(publisher):
+    session = supervisor.as_rank(options.pop("rank", 0), options.pop("world_size", 1))
+    with closing(WeightPublisher(session, tensors, **options)) as publisher:
         return publisher.publish("pool", version, 20.0)
 
 
@@ -78,7 +78,9 @@ def test_tensors_are_cast_on_the_way_and_shared_storages_opened_once(ipc: FakeIp
     engine = make_engine(ipc, expected)
     engine.destinations = engine.destinations | {"transposed": torch.empty(5, 3).bfloat16().t()}
     with local_pool([engine], SMALL) as supervisor:
-        report = publish(supervisor, tensors, wire_dtype=torch.bfloat16, export=ipc.export)
+        report = publish(
+            supervisor, tensors, manifest=wire_manifest(tensors, torch.bfloat16), export=ipc.export
+        )
 
     assert report.transport == "cuda_ipc"
     for name, tensor in expected.items():
@@ -175,9 +177,10 @@ def test_without_checksums_and_work_of_ranks_an_engine_commits_when_it_has_loade
     ipc: FakeIpc,
 ) -> None:
     class EndsAfterCommit(LocalSupervisor):
-        def sync_end(self, call: SyncEnd) -> SyncReport:
-            until(lambda: "commit_update" in engine.log)
-            return super().sync_end(call)
+        def sync(self, message: Any) -> Any:
+            if isinstance(message, SyncEnd):
+                until(lambda: "commit_update" in engine.log)
+            return super().sync(message)
 
     tensors = {"a": torch.randn(7)}
     engine = make_engine(ipc, tensors)

@@ -44,9 +44,7 @@ def test_tensors_are_read_before_the_engine_takes_memory_for_its_cache() -> None
         def publish(rank: int, version: int) -> None:
             mover = movers[rank]
             publisher = WeightPublisher(
-                supervisor,
-                rank,
-                2,
+                supervisor.as_rank(rank, 2),
                 mover.tensors,
                 locate=mover.locate,
                 on_read=mover.send_away,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -13,7 +15,9 @@ from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.rank_exports import Allocation, RankExports, TensorPart
 from umbra.runtime.weights.sync_messages import (
+    LinkState,
     SyncAbort,
+    SyncAnswer,
     SyncBegin,
     SyncCall,
     SyncEnd,
@@ -21,6 +25,9 @@ from umbra.runtime.weights.sync_messages import (
     SyncGrant,
     SyncProgressed,
     SyncReport,
+    decode_answer,
+    decode_call,
+    encode,
 )
 
 EXPORTS = RankExports(
@@ -49,6 +56,17 @@ REPORT = SyncReport(
     resume_s=0.5,
 )
 
+FILLED: dict[str, Any] = {
+    "kind": "SyncFilled",
+    "sync_id": "policy-1",
+    "rank": 0,
+    "deadline": 1.0,
+    "regions": [],
+    "network_nbytes": 0,
+    "is_released": True,
+}
+ANSWERS: Sequence[SyncAnswer] = (GRANT, REPORT, LinkState(is_aborted=True, gone=[1, 4]), None)
+
 
 def calls(deadline: float) -> list[SyncCall]:
     regions = [(0, 60, 7), (256, 4, None)]
@@ -59,7 +77,7 @@ def calls(deadline: float) -> list[SyncCall]:
             rank=0,
             world_size=2,
             manifest=Manifest.layout([]).to_wire(),
-            offer=EXPORTS,
+            offer=EXPORTS.to_wire(),
             node_id="first",
             link_endpoint="10.0.0.1:4000",
             deadline=deadline,
@@ -89,23 +107,23 @@ def calls(deadline: float) -> list[SyncCall]:
     ]
 
 
-def over_the_wire(message: SyncCall | SyncGrant | SyncReport) -> Any:
-    return msgpack.unpackb(msgpack.packb(message.to_wire()))
+def over_the_wire(message: SyncCall | SyncAnswer) -> Any:
+    return msgpack.unpackb(msgpack.packb(encode(message)))
 
 
 def test_a_call_arrives_as_it_was_sent() -> None:
     deadline = time.monotonic() + 20.0
 
     for call in calls(deadline):
-        arrived = type(call).from_wire(over_the_wire(call))
+        arrived = decode_call(over_the_wire(call))
 
         assert arrived.deadline == pytest.approx(deadline, abs=1.0)
-        assert arrived.to_wire() | {"timeout_s": 0} == call.to_wire() | {"timeout_s": 0}
+        assert replace(arrived, deadline=deadline) == call
 
 
 def test_an_answer_arrives_as_it_was_sent() -> None:
-    assert SyncGrant.from_wire(over_the_wire(GRANT)) == GRANT
-    assert SyncReport.from_wire(over_the_wire(REPORT)) == REPORT
+    for answer in ANSWERS:
+        assert decode_answer(over_the_wire(answer)) == answer
 
 
 def test_a_pool_whose_name_has_a_dash_is_found_by_its_sync() -> None:
@@ -118,7 +136,7 @@ def test_a_call_that_lacks_something_or_has_it_wrong_is_refused() -> None:
         for name in sent:
             for raw in ({k: v for k, v in sent.items() if k != name}, sent | {name: object()}):
                 with pytest.raises(ProtocolError):
-                    type(call).from_wire(raw)
+                    decode_call(raw)
 
 
 @pytest.mark.parametrize("answer", [GRANT, REPORT], ids=["grant", "report"])
@@ -126,33 +144,33 @@ def test_an_answer_that_lacks_something_or_has_it_wrong_is_refused(
     answer: SyncGrant | SyncReport,
 ) -> None:
     sent = over_the_wire(answer)
-    wrong: list[Any] = [None, [], "text"]
+    wrong: list[Any] = [[], "text", encode(calls(time.monotonic() + 1.0)[0])]
     wrong += [{k: v for k, v in sent.items() if k != name} for name in sent]
     wrong += [sent | {name: object()} for name in sent]
 
     for raw in wrong:
         with pytest.raises(ProtocolError):
-            type(answer).from_wire(raw)
+            decode_answer(raw)
 
 
 def test_an_answer_with_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="not the supervisor's grant"):
-        SyncGrant.from_wire(over_the_wire(GRANT) | {"transport": "pigeon"})
+    with pytest.raises(ProtocolError, match="pigeon"):
+        decode_answer(over_the_wire(GRANT) | {"transport": "pigeon"})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, 1e300])
 def test_a_call_needs_a_finite_time(timeout_s: float) -> None:
     for call in calls(time.monotonic() + 20.0):
         with pytest.raises(ProtocolError, match="time left for a sync"):
-            type(call).from_wire(over_the_wire(call) | {"timeout_s": timeout_s})
+            decode_call(over_the_wire(call) | {"deadline": timeout_s})
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, 2**40)])
 def test_a_rank_must_be_one_of_the_job(rank: int, world_size: int) -> None:
     sent = over_the_wire(calls(time.monotonic() + 20.0)[0])
 
-    with pytest.raises(ProtocolError, match="not a rank's sync_begin"):
-        SyncBegin.from_wire(sent | {"rank": rank, "world_size": world_size})
+    with pytest.raises(ProtocolError, match="is not one of"):
+        decode_call(sent | {"rank": rank, "world_size": world_size})
 
 
 def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
@@ -164,22 +182,19 @@ def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
         sent = over_the_wire(call)
         for name in sent:
             with pytest.raises(ProtocolError):
-                type(call).from_wire(sent | {name: deep})
+                decode_call(sent | {name: deep})
     with pytest.raises(ProtocolError):
-        SyncFilled.from_wire({"sync_id": "a-1", "rank": 0, "timeout_s": 1.0, "regions": [deep]})
+        decode_call(FILLED | {"regions": [deep]})
     with pytest.raises(ProtocolError):
         Manifest.from_wire(deep)
 
 
 @pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])
 def test_a_malformed_region_is_refused(region: object) -> None:
-    call = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "network_nbytes": 0}
-    raw = {**call, "is_released": True, "regions": [region]}
-
     with pytest.raises(ProtocolError, match=r"\[offset, nbytes, checksum\]"):
-        SyncFilled.from_wire(raw)
+        decode_call(FILLED | {"regions": [region]})
 
 
 def test_a_call_whose_time_is_used_up_is_not_sent() -> None:
     with pytest.raises(DeadlineExceeded, match="used up"):
-        SyncEnd(sync_id="policy-1", rank=0, deadline=time.monotonic() - 1.0).to_wire()
+        encode(SyncEnd(sync_id="policy-1", rank=0, deadline=time.monotonic() - 1.0))

@@ -34,7 +34,11 @@ from umbra.runtime.pools import engine_sync
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.links.link_sender import LinkListener
-from umbra.runtime.weights.sync_messages import SyncBegin, SyncFilled, SyncGrant, SyncReport
+from umbra.runtime.weights.sync_messages import (
+    SyncBegin,
+    SyncFilled,
+    SyncReport,
+)
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 TCP = replace(SMALL, transport="tcp")
@@ -54,9 +58,8 @@ def sources() -> dict[str, Tensor]:
 
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
     arguments: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 20.0} | options
-    rank, world_size = arguments["rank"], arguments["world_size"]
-    made = WeightPublisher(supervisor, rank, world_size, tensors, link_host="127.0.0.1")
-    with closing(made) as publisher:
+    session = supervisor.as_rank(arguments["rank"], arguments["world_size"])
+    with closing(WeightPublisher(session, tensors)) as publisher:
         return publisher.publish("pool", arguments.get("version", 1), arguments["timeout_s"])
 
 
@@ -91,7 +94,7 @@ class SecondRank:
             link_endpoint=self.listener.endpoint,
             deadline=time.monotonic() + 20.0,
         )
-        self.supervisor.sync_begin(call)
+        self.supervisor.sync(call)
 
     def die(self) -> None:
         async def lose() -> None:
@@ -222,10 +225,11 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     class Slow(LocalSupervisor):
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            grant = super().sync_begin(call)
-            time.sleep(4.5)
-            return grant
+        def sync(self, message: Any) -> Any:
+            answer = super().sync(message)
+            if isinstance(message, SyncBegin):
+                time.sleep(4.5)
+            return answer
 
     engine = ThreadEngine("engine", empty_like(sources))
     with local_pool([engine], small) as plain:
@@ -240,8 +244,10 @@ def test_a_rank_that_gives_up_fails_the_others(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     class GivesUp(LocalSupervisor):
-        def sync_filled(self, call: SyncFilled) -> None:
-            raise RuntimeError("no memory on the host")
+        def sync(self, message: Any) -> Any:
+            if isinstance(message, SyncFilled):
+                raise RuntimeError("no memory on the host")
+            return super().sync(message)
 
     engine = ThreadEngine("engine", empty_like(sources))
     with local_pool([engine], small) as plain:
@@ -298,7 +304,7 @@ def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
     lost = threading.Event()
 
     class Losable(LocalSupervisor):
-        def check(self) -> None:
+        def raise_if_lost(self) -> None:
             if lost.is_set():
                 raise JobFailed("the supervisor is gone")
 
@@ -439,9 +445,10 @@ def test_a_rank_cannot_report_twice_that_it_is_done(
     sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     class Twice(LocalSupervisor):
-        def sync_filled(self, call: SyncFilled) -> None:
-            super().sync_filled(call)
-            super().sync_filled(call)
+        def sync(self, message: Any) -> Any:
+            if isinstance(message, SyncFilled):
+                super().sync(message)
+            return super().sync(message)
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "verify_update"
@@ -458,8 +465,10 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait_for_links(
     class Unbounded(LocalSupervisor):
         """Asks for a lease that outlives the rank's own patience."""
 
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            return super().sync_begin(replace(call, deadline=time.monotonic() + 60.0))
+        def sync(self, message: Any) -> Any:
+            if isinstance(message, SyncBegin):
+                message = replace(message, deadline=time.monotonic() + 60.0)
+            return super().sync(message)
 
     engine = Deaf("engine", empty_like(sources))
     engine.hang_at = "load"

@@ -31,7 +31,8 @@ from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.manifest import ITEMSIZES
-from umbra.runtime.weights.sync_messages import SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.shards import wire_manifest
+from umbra.runtime.weights.sync_messages import SyncGrant, SyncReport
 
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 strides = st.sampled_from(["contiguous", "transposed", "every second", "expanded"])
@@ -95,8 +96,8 @@ def freed(engine: ThreadEngine, supervisor: LocalSupervisor) -> Iterator[None]:
 
 
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
-    made = WeightPublisher(supervisor, 0, 1, tensors, link_host="127.0.0.1", **options)
-    with closing(made) as publisher:
+    manifest = wire_manifest(tensors, **options)
+    with closing(WeightPublisher(supervisor, tensors, manifest)) as publisher:
         return publisher.publish("pool", next_version(), timeout_s=20.0)
 
 
@@ -228,10 +229,11 @@ def test_checksums_come_first_then_every_kth_time_and_for_new_engines() -> None:
     have_checksums: list[bool] = []
 
     class Recorder(LocalSupervisor):
-        def sync_begin(self, call: SyncBegin) -> SyncGrant:
-            grant = super().sync_begin(call)
-            have_checksums.append(grant.has_checksums)
-            return grant
+        def sync(self, message: Any) -> Any:
+            answer = super().sync(message)
+            if isinstance(answer, SyncGrant):
+                have_checksums.append(answer.has_checksums)
+            return answer
 
     every_third = SyncSettings(bucket_nbytes=512, verify_every=3)
     with local_pool([engine], every_third) as plain:
@@ -249,9 +251,8 @@ def test_ranks_that_publish_different_models_are_found_out(
     engine = ThreadEngine("engine", {"a": torch.zeros(1000)})
     with local_pool([engine], settings_of_pool) as supervisor:
         tensors = {"a": torch.randn(1000)}
-        first = WeightPublisher(supervisor, 0, 2, tensors, link_host="127.0.0.1")
-        larger = {"a": torch.randn(5000)}
-        second = WeightPublisher(supervisor, 1, 2, larger, link_host="127.0.0.1")
+        first = WeightPublisher(supervisor.as_rank(0, 2), tensors)
+        second = WeightPublisher(supervisor.as_rank(1, 2), {"a": torch.randn(5000)})
         version = next_version()
         outcomes = in_threads(
             lambda: first.publish("pool", version, 10.0),

@@ -1,4 +1,4 @@
-"""The sync transaction: brings a version to the engines of a pool that take part, or aborts.
+"""The state of a sync, which brings a version to the engines of a pool that take part, or aborts.
 
 Pure: no clock, task or socket. `sync_run` feeds it events and carries out its actions. Events and
 actions are below the class.
@@ -28,11 +28,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import assert_never
+from typing import assert_never, cast
 
+from umbra.runtime.errors import ProtocolError, brief
 from umbra.runtime.weights.manifest import Manifest, find_gap
-from umbra.runtime.weights.sync_messages import Region
-from umbra.runtime.weights.transport import RankOffer
+from umbra.runtime.weights.sync_messages import Region, SyncBegin, SyncEnd, SyncFilled
 
 
 class Phase(IntEnum):
@@ -45,16 +45,26 @@ class Phase(IntEnum):
     CLOSED = 6
 
 
-class Stage(StrEnum):
-    PREPARING = "preparing"
-    LOADING = "loading"
-    LOADED = "loaded"
-    VERIFYING = "verifying"
-    VERIFIED = "verified"
-    DONE = "done"
+class SyncStep(StrEnum):
+    """A step of one engine.
+
+    PREPARE: take the layout, then pause, unless the transport connects ranks with engines.
+    LOAD: pause, if the engine still generates and once its node has everything; wake the weights,
+        and load all buckets. The answer is {"nbytes": int}.
+    VERIFY: compare the checksums of the parameters with the ranks'. The answer is a list of
+        differences.
+    COMMIT: serve the version.
+    REVERT: undo the update. An engine that has not loaded continues serving.
+    """
+
+    PREPARE = "prepare"
+    LOAD = "load"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    REVERT = "revert"
 
 
-class SyncTransaction:
+class SyncState:
     """One sync of one version. `require_engine` fails it when no engine is left; else the version
     is committed for later engines."""
 
@@ -62,16 +72,16 @@ class SyncTransaction:
         self.version = version
         self.phase = Phase.GATHERING
         self.manifest: Manifest | None = None
-        self._checksums: dict[tuple[int, int], int | None] = {}  # by region: offset and nbytes
         self.network_nbytes = 0
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
+        self._checksums: dict[tuple[int, int], int | None] = {}  # by region: offset and nbytes
         self._world_size = 0
-        self._joined: dict[int, RankOffer] = {}
+        self._joined: dict[int, SyncBegin] = {}
         self._filled: set[int] = set()
         self._released: set[int] = set()
         self._is_granted = False
-        self._engines: dict[str, Stage] = {}
+        self._engines: dict[str, SyncStep | None] = {}  # the step that each is taking
         self._leaving: set[str] = set()  # cut off, and not reverted yet
 
     @property
@@ -90,13 +100,13 @@ class SyncTransaction:
         if self.phase == Phase.CLOSED:
             return []
         match event:
-            case RankJoined():
+            case SyncBegin():
                 return self._on_joined(event)
             case Opened():
                 return self._on_opened(event)
-            case RankFilled():
+            case SyncFilled():
                 return self._on_filled(event)
-            case RankReleased():
+            case SyncEnd():
                 self._released.add(event.rank)
                 return self._advance()
             case Aborted():
@@ -104,25 +114,16 @@ class SyncTransaction:
             case LeaseExpired():
                 laggards = self._laggards(event.progress)
                 return self._abort(f"not done within {event.lease_s:.3g} s: {laggards}")
+            case EngineDone():
+                return self._on_done(event)
             case EngineFailed():
-                return self._on_failed(event)
+                return self._on_failed(event.engine, event.reason)
             case EngineCutOff():
                 return self._on_cut_off(event)
-            case EngineReverted() if event.engine in self._leaving:
-                self._leaving.remove(event.engine)
-                return self._advance()
-            case (
-                EnginePrepared()
-                | EngineLoaded()
-                | EngineVerified()
-                | EngineCommitted()
-                | EngineReverted()
-            ):
-                return self._on_progress(event) if event.engine in self._engines else []
             case _:
                 assert_never(event)
 
-    def _on_joined(self, event: RankJoined) -> list[Action]:
+    def _on_joined(self, event: SyncBegin) -> list[Action]:
         if self.phase != Phase.GATHERING:
             return self._abort(f"rank {event.rank} joined a sync that is already in progress")
         expected_size = self._world_size or event.world_size
@@ -132,13 +133,15 @@ class SyncTransaction:
                 f"{event.world_size} ranks, the others publish version {self.version} "
                 f"as {expected_size}"
             )
-        if event.rank in self._joined or not 0 <= event.rank < expected_size:
-            return self._abort(
-                f"rank {event.rank} of {expected_size} joined twice or is not one of them"
-            )
+        if event.rank in self._joined:
+            return self._abort(f"rank {event.rank} joined twice")
+        if event.manifest is not None:
+            try:
+                self.manifest = Manifest.from_wire(event.manifest)
+            except ProtocolError as error:
+                return self._abort(f"rank {event.rank}: {error}")
         self._world_size = expected_size
-        self._joined[event.rank] = event.offer
-        self.manifest = event.manifest or self.manifest
+        self._joined[event.rank] = event
         if len(self._joined) < expected_size:
             return []
         if self.manifest is None:
@@ -150,12 +153,12 @@ class SyncTransaction:
         if self.phase != Phase.OPENING:
             return []
         self.phase = Phase.TRANSFERRING
-        self._engines = dict.fromkeys(event.engines, Stage.PREPARING)
+        self._engines = dict.fromkeys(event.engines)
         self._is_granted = not event.connects
-        grant = [GrantBegin()] if self._is_granted else []
-        return [*(Prepare(name) for name in event.engines), *grant, *self._advance()]
+        grant = [Grant(SyncBegin)] if self._is_granted else []
+        return [*self._ask_all(SyncStep.PREPARE), *grant, *self._advance()]
 
-    def _on_filled(self, event: RankFilled) -> list[Action]:
+    def _on_filled(self, event: SyncFilled) -> list[Action]:
         if self.phase != Phase.TRANSFERRING:
             return self._abort(f"rank {event.rank} filled its buckets in phase {self.phase.name}")
         if event.rank not in self._joined or event.rank in self._filled:
@@ -183,91 +186,81 @@ class SyncTransaction:
         has_all = self._filled == self._joined.keys()
         return find_gap(self.manifest, self.regions) if has_all else ""
 
-    def _on_progress(
-        self,
-        event: EnginePrepared | EngineLoaded | EngineVerified | EngineCommitted | EngineReverted,
-    ) -> list[Action]:
-        engine = event.engine
-        match event:
-            case EngineLoaded():
-                assert self.manifest is not None
-                expected_nbytes = self.manifest.payload_nbytes
-                if event.nbytes != expected_nbytes and self.phase == Phase.TRANSFERRING:
-                    wrong = f"load: it has {event.nbytes} bytes of {expected_nbytes}"
-                    return self._on_failed(EngineFailed(engine, wrong))
-                self._engines[engine] = Stage.LOADED
-            case EngineVerified():
-                if event.mismatches and self.phase == Phase.VERIFYING:
-                    wrong = f"corrupted on arrival: {'; '.join(event.mismatches)}"
-                    return self._on_failed(EngineFailed(engine, wrong))
-                self._engines[engine] = Stage.VERIFIED
-            case EnginePrepared():
-                if self.phase == Phase.TRANSFERRING:
-                    self._engines[engine] = Stage.LOADING
-                    return [Load(engine), *self._advance()]
-            case EngineCommitted() | EngineReverted():
-                self._engines[engine] = Stage.DONE
-            case _:
-                assert_never(event)
+    def _on_done(self, event: EngineDone) -> list[Action]:
+        engine, step = event.engine, event.step
+        if engine in self._leaving and step == SyncStep.REVERT:
+            self._leaving.remove(engine)
+        elif self._engines.get(engine) != step:
+            return []  # it left, or the sync was aborted meanwhile
+        elif wrong := self._find_fault(step, event.answer):
+            return self._on_failed(engine, wrong)
+        elif step == SyncStep.PREPARE:
+            self._engines[engine] = SyncStep.LOAD
+            return [Ask(engine, SyncStep.LOAD), *self._advance()]
+        else:
+            self._engines[engine] = None
         return self._advance()
 
+    def _find_fault(self, step: SyncStep, answer: object) -> str:
+        """Why an engine cannot serve the version after this step, or ""."""
+        assert self.manifest is not None
+        expected_nbytes = self.manifest.payload_nbytes
+        match step, answer:
+            case SyncStep.LOAD, {"nbytes": int(nbytes)} if nbytes == expected_nbytes:
+                return ""
+            case SyncStep.LOAD, _:
+                return f"load: it answered {brief(answer)}, expected {expected_nbytes} bytes"
+            case (SyncStep.VERIFY, []) | (SyncStep.PREPARE | SyncStep.COMMIT | SyncStep.REVERT, _):
+                return ""
+            case SyncStep.VERIFY, _:
+                found = cast("list[str]", answer) if isinstance(answer, list) else [brief(answer)]
+                return f"corrupted on arrival: {'; '.join(map(str, found))}"
+
     def _on_cut_off(self, event: EngineCutOff) -> list[Action]:
-        if self._engines.pop(event.engine, None) is None:
+        if event.engine not in self._engines:
             return []
+        del self._engines[event.engine]
         self.failed[event.engine] = event.reason
         self._leaving.add(event.engine)
-        return [Revert(event.engine), *self._advance()]
+        return [Ask(event.engine, SyncStep.REVERT), *self._advance()]
 
-    def _on_failed(self, event: EngineFailed) -> list[Action]:
-        is_leaving = event.engine in self._leaving
-        self._leaving.discard(event.engine)
-        if self._engines.pop(event.engine, None) is None and not is_leaving:
+    def _on_failed(self, engine: str, reason: str) -> list[Action]:
+        if engine not in self._engines and engine not in self._leaving:
             return []
-        self.failed[event.engine] = event.reason
-        return [Discard(event.engine, event.reason), *self._advance()]
+        self._engines.pop(engine, None)
+        self._leaving.discard(engine)
+        self.failed[engine] = reason
+        return [Discard(engine, reason), *self._advance()]
 
     def _advance(self) -> list[Action]:
         """Moves to the next phases as far as known progress allows."""
         if self._require_engine and not self._engines and self.phase < Phase.ABORTING:
             return self._abort_without_engines()
-        if self.phase == Phase.TRANSFERRING and not self._is_granted and self._all_prepared():
-            self._is_granted = True
-            return [GrantBegin()]
-        if self.phase == Phase.TRANSFERRING and self._is_transferred():
-            return self._finish_transfer()
-        if self.phase == Phase.VERIFYING and self._is_verified():
-            self.phase = Phase.COMMITTING
-            commits: list[Action] = [Commit(name) for name in self._engines]
-            return [CommitVersion(), *commits, *([] if commits else self._advance())]
-        if self._leaving:
-            return []
-        if self.phase == Phase.COMMITTING and self._all_at(Stage.DONE):
-            self.phase = Phase.CLOSED
-            return [Report(), Close()]
-        if self.phase == Phase.ABORTING and self._all_at(Stage.DONE):
-            self.phase = Phase.CLOSED
-            return [Close()]
-        return []
+        are_done = not any(self._engines.values())
+        match self.phase:
+            case Phase.TRANSFERRING if not self._is_granted:
+                self._is_granted = SyncStep.PREPARE not in self._engines.values()
+                return [Grant(SyncBegin)] if self._is_granted else []
+            case Phase.TRANSFERRING if are_done and self._filled == self._joined.keys():
+                self.phase = Phase.VERIFYING
+                has_checksums = any(sent is not None for sent in self._checksums.values())
+                asks = self._ask_all(SyncStep.VERIFY) if has_checksums else []
+                return [Grant(SyncFilled), *asks, *self._advance()]
+            case Phase.VERIFYING if are_done and self._released >= self._joined.keys():
+                self.phase = Phase.COMMITTING
+                return [CommitVersion(), *self._ask_all(SyncStep.COMMIT), *self._advance()]
+            case Phase.COMMITTING if are_done and not self._leaving:
+                self.phase = Phase.CLOSED
+                return [Grant(SyncEnd), Close()]
+            case Phase.ABORTING if are_done and not self._leaving:
+                self.phase = Phase.CLOSED
+                return [Close()]
+            case _:
+                return []
 
-    def _all_prepared(self) -> bool:
-        return all(stage != Stage.PREPARING for stage in self._engines.values())
-
-    def _is_transferred(self) -> bool:
-        return self._filled == self._joined.keys() and self._all_at(Stage.LOADED)
-
-    def _is_verified(self) -> bool:
-        return self._released >= self._joined.keys() and self._all_at(Stage.VERIFIED)
-
-    def _finish_transfer(self) -> list[Action]:
-        self.phase = Phase.VERIFYING
-        has_checksums = any(checksum is not None for checksum in self._checksums.values())
-        stage = Stage.VERIFYING if has_checksums else Stage.VERIFIED
-        self._engines = dict.fromkeys(self._engines, stage)
-        verifications = [Verify(name) for name in self._engines] if has_checksums else []
-        return [GrantFilled(), *verifications, *self._advance()]
-
-    def _all_at(self, stage: Stage) -> bool:
-        return all(reached == stage for reached in self._engines.values())
+    def _ask_all(self, step: SyncStep) -> list[Action]:
+        self._engines = dict.fromkeys(self._engines, step)
+        return [Ask(engine, step) for engine in self._engines]
 
     def _abort_without_engines(self) -> list[Action]:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
@@ -281,14 +274,13 @@ class SyncTransaction:
         if self.phase >= Phase.COMMITTING:
             return []  # too late: the engines hold the version, and will report it
         self.phase = Phase.ABORTING
-        reverts = [Revert(name) for name in self._engines]
-        return [FailRanks(reason), *reverts, *self._advance()]
+        return [FailRanks(reason), *self._ask_all(SyncStep.REVERT), *self._advance()]
 
     def _laggards(self, progress: str) -> str:
         if self.phase == Phase.GATHERING:
             missing = sorted(set(range(self._world_size)) - self._joined.keys())
             return f"ranks {missing} of {self._world_size} did not publish version {self.version}"
-        engines = [f"{name}: {stage}" for name, stage in self._engines.items()]
+        engines = [f"{name}: {step or 'done'}" for name, step in self._engines.items()]
         slow = f"engines: {', '.join(engines) or 'none'}"
         if self.phase == Phase.TRANSFERRING:
             laggards = sorted(self._joined.keys() - self._filled)
@@ -299,18 +291,7 @@ class SyncTransaction:
         return f"{self.phase.name.lower()}; {slow}"
 
 
-# Events.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankJoined:
-    """A rank called sync_begin. Rank 0 sends the layout; each makes its offer to transports."""
-
-    rank: int
-    world_size: int
-    version: int
-    manifest: Manifest | None
-    offer: RankOffer
+# Events. A rank's messages are events, too: `SyncEnd` releases its engines' KV cache.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,54 +303,13 @@ class Opened:
     connects: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFilled:
-    """A rank has written its part of all buckets. Unless `is_released`, `RankReleased` follows."""
-
-    rank: int
-    regions: Sequence[Region]
-    network_nbytes: int
-    is_released: bool
-
-
 @dataclass(frozen=True, slots=True)
-class RankReleased:
-    """This rank holds nothing that prevents engines from allocating their KV cache."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePrepared:
-    """The engine has the layout."""
+class EngineDone:
+    """The engine has taken the step; for the answer see `SyncStep`."""
 
     engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoaded:
-    """The engine has read its tensors from all buckets."""
-
-    engine: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineVerified:
-    """The engine has compared the checksums of its parameters with the ranks'."""
-
-    engine: str
-    mismatches: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCommitted:
-    engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReverted:
-    engine: str
+    step: SyncStep
+    answer: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,21 +341,8 @@ class LeaseExpired:
     progress: str
 
 
-Event = (
-    RankJoined
-    | Opened
-    | RankFilled
-    | RankReleased
-    | EnginePrepared
-    | EngineLoaded
-    | EngineVerified
-    | EngineCommitted
-    | EngineReverted
-    | EngineFailed
-    | EngineCutOff
-    | Aborted
-    | LeaseExpired
-)
+RankEvent = SyncBegin | SyncFilled | SyncEnd
+Event = RankEvent | Opened | EngineDone | EngineFailed | EngineCutOff | Aborted | LeaseExpired
 
 # Actions.
 
@@ -425,54 +352,27 @@ class Open:
     """Choose transport and engines, make the control block; answer with `Opened` or `Aborted`."""
 
     manifest: Manifest
-    offers: Sequence[RankOffer]  # of each rank
+    ranks: Sequence[SyncBegin]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Take the layout, then pause, unless the transport connects ranks with engines."""
+class Ask:
+    """Take the step; answer with `EngineDone`, `EngineFailed` or `EngineCutOff`."""
 
     engine: str
+    step: SyncStep
 
 
 @dataclass(frozen=True, slots=True)
-class GrantBegin:
-    """Every rank may fill buckets: sync_begin returns."""
+class Grant:
+    """Answer this message of every rank."""
 
-
-@dataclass(frozen=True, slots=True)
-class GrantFilled:
-    """Every rank has filled and every engine has loaded everything: sync_filled returns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Pause, if the engine still generates and once its node has everything; wake the weights, and
-    load all buckets."""
-
-    engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    engine: str
+    message: type[RankEvent]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitVersion:
     """The point of no return: the pool's version is the new one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class Revert:
-    """Undo the update. Untouched engines continue serving."""
-
-    engine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,14 +385,9 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class FailRanks:
-    """Every call of every rank, pending or later, raises `WeightSyncError(reason)`."""
+    """Every message of every rank, pending or later, raises `WeightSyncError(reason)`."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,18 +395,4 @@ class Close:
     pass
 
 
-Action = (
-    Open
-    | Prepare
-    | GrantBegin
-    | GrantFilled
-    | Load
-    | Verify
-    | CommitVersion
-    | Commit
-    | Revert
-    | Discard
-    | FailRanks
-    | Report
-    | Close
-)
+Action = Open | Ask | Grant | CommitVersion | Discard | FailRanks | Close

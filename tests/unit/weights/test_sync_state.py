@@ -1,0 +1,183 @@
+"""The decisions of a sync, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from umbra.runtime.pools.sync_state import (
+    Aborted,
+    Action,
+    Ask,
+    Close,
+    CommitVersion,
+    Discard,
+    EngineCutOff,
+    EngineDone,
+    FailRanks,
+    Grant,
+    Opened,
+    Phase,
+    SyncState,
+    SyncStep,
+)
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncEnd, SyncFilled
+
+MANIFEST = Manifest.layout([("a", "float32", (4,))])
+LOADED = {"nbytes": MANIFEST.payload_nbytes}
+
+
+def begin(rank: int, world_size: int = 1) -> SyncBegin:
+    return SyncBegin(
+        pool="pool",
+        version=3,
+        rank=rank,
+        world_size=world_size,
+        manifest=MANIFEST.to_wire() if rank == 0 else None,
+        offer="it has no GPU",
+        node_id="here",
+        link_endpoint="",
+        deadline=0.0,
+    )
+
+
+def filled(checksum: int | None = 7, is_released: bool = True) -> SyncFilled:
+    return SyncFilled(
+        rank=0,
+        sync_id="pool-1",
+        regions=[(0, 16, checksum)],
+        network_nbytes=0,
+        is_released=is_released,
+        deadline=0.0,
+    )
+
+
+def opened(engines: Sequence[str], *, connects: bool = False) -> SyncState:
+    """A sync of one rank whose engines have been asked to prepare."""
+    state = SyncState(3)
+    state.observe(begin(0))
+    state.observe(Opened(engines=engines, connects=connects))
+    return state
+
+
+def loaded(engines: Sequence[str], is_released: bool = True) -> SyncState:
+    """All engines have loaded, and are asked to verify."""
+    state = opened(engines)
+    for engine in engines:
+        state.observe(EngineDone(engine, SyncStep.PREPARE))
+        state.observe(EngineDone(engine, SyncStep.LOAD, LOADED))
+    state.observe(filled(is_released=is_released))
+    assert state.phase == Phase.VERIFYING
+    return state
+
+
+def test_a_version_is_committed_when_every_engine_has_loaded_and_verified_it() -> None:
+    state = opened(["a"])
+
+    actions = [
+        state.observe(event)
+        for event in (
+            EngineDone("a", SyncStep.PREPARE),
+            filled(),
+            EngineDone("a", SyncStep.LOAD, LOADED),
+            EngineDone("a", SyncStep.VERIFY, []),
+            EngineDone("a", SyncStep.COMMIT),
+        )
+    ]
+
+    assert actions == [
+        [Ask("a", SyncStep.LOAD)],
+        [],
+        [Grant(SyncFilled), Ask("a", SyncStep.VERIFY)],
+        [CommitVersion(), Ask("a", SyncStep.COMMIT)],
+        [Grant(SyncEnd), Close()],
+    ]
+
+
+def test_ranks_that_are_connected_with_engines_begin_when_all_are_prepared() -> None:
+    state = opened(["a", "b"], connects=True)
+
+    assert state.observe(EngineDone("a", SyncStep.PREPARE)) == [Ask("a", SyncStep.LOAD)]
+    asked = state.observe(EngineDone("b", SyncStep.PREPARE))
+    assert asked == [Ask("b", SyncStep.LOAD), Grant(SyncBegin)]
+
+
+def test_no_engine_commits_before_all_ranks_are_released() -> None:
+    state = loaded(["a"], is_released=False)
+
+    assert state.observe(EngineDone("a", SyncStep.VERIFY, [])) == []
+    released = state.observe(SyncEnd(rank=0, sync_id="pool-1", deadline=0.0))
+    assert released == [CommitVersion(), Ask("a", SyncStep.COMMIT)]
+
+
+@pytest.mark.parametrize("answer", [None, {}, {"nbytes": 12}, {"nbytes": 17}, {"nbytes": "16"}])
+def test_an_engine_that_has_not_loaded_all_bytes_is_discarded(answer: object) -> None:
+    state = opened(["a", "b"])
+    for engine in ("a", "b"):
+        state.observe(EngineDone(engine, SyncStep.PREPARE))
+
+    (discarded,) = state.observe(EngineDone("a", SyncStep.LOAD, answer))
+
+    assert isinstance(discarded, Discard)
+    assert state.live_engines == ["b"]
+
+
+@pytest.mark.parametrize("answer", [["a: sent 0x1, arrived 0x2"], None, "wrong"])
+def test_an_engine_whose_checksums_differ_does_not_commit(answer: object) -> None:
+    state = loaded(["a", "b"])
+    state.observe(EngineDone("b", SyncStep.VERIFY, []))
+
+    actions = state.observe(EngineDone("a", SyncStep.VERIFY, answer))
+
+    assert isinstance(actions[0], Discard)
+    assert actions[1:] == [CommitVersion(), Ask("b", SyncStep.COMMIT)]
+
+
+@pytest.mark.parametrize(
+    "late", [EngineDone("a", SyncStep.PREPARE), EngineDone("a", SyncStep.LOAD, None)]
+)
+def test_a_step_that_ends_after_an_abort_changes_nothing(late: EngineDone) -> None:
+    state = opened(["a"])
+    assert state.observe(Aborted("rank 0 is lost")) == [
+        FailRanks("rank 0 is lost"),
+        Ask("a", SyncStep.REVERT),
+    ]
+
+    assert state.observe(late) == []
+    assert state.observe(EngineDone("a", SyncStep.REVERT)) == [Close()]
+
+
+def test_an_abort_after_the_commit_is_too_late() -> None:
+    state = loaded(["a"])
+    state.observe(EngineDone("a", SyncStep.VERIFY, []))
+
+    assert state.observe(Aborted("rank 0 is lost")) == []
+    assert state.observe(EngineDone("a", SyncStep.COMMIT)) == [Grant(SyncEnd), Close()]
+
+
+def test_the_sync_ends_when_an_engine_that_was_cut_off_has_been_reverted() -> None:
+    state = opened(["a", "b"])
+    state.observe(EngineDone("b", SyncStep.PREPARE))
+
+    assert state.observe(EngineCutOff("a", "its receiver is lost")) == [Ask("a", SyncStep.REVERT)]
+    state.observe(EngineDone("b", SyncStep.LOAD, LOADED))
+    state.observe(filled(checksum=None))
+    ends: list[list[Action]] = [
+        state.observe(EngineDone("b", SyncStep.COMMIT)),
+        state.observe(EngineDone("a", SyncStep.REVERT)),
+    ]
+
+    assert ends == [[], [Grant(SyncEnd), Close()]]
+    assert state.live_engines == ["b"]
+
+
+def test_ranks_of_different_jobs_do_not_join_one_sync() -> None:
+    state = SyncState(3)
+    state.observe(begin(0, world_size=2))
+
+    (failed, closed) = state.observe(begin(1, world_size=3))
+
+    assert isinstance(failed, FailRanks)
+    assert closed == Close()
