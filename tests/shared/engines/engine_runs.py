@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 DEADLINE_S = 60.0
+P = ParamSpec("P")
 
 
 @dataclass
@@ -201,6 +203,18 @@ def run_async(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with ThreadPoolExecutor() as threads:  # the loop's own would be left behind
         runner.get_loop().set_default_executor(threads)
         runner.run(limited())
+
+
+def on_the_engines_loop(
+    test: Callable[P, Coroutine[Any, Any, None]],
+) -> Callable[P, None]:
+    """Makes a test of a coroutine, by `run_async`."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_async(lambda: test(*args, **kwargs))
+
+    return run
 
 
 async def collect(engine: Engine, collector: Collector, num_finished: int) -> None:

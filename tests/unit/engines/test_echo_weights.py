@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_runs import Collector, collect, run_async, running, wire_request
+from engine_runs import Collector, collect, on_the_engines_loop, running, wire_request
 from local_sync import publish
 from torch import Tensor
 
@@ -46,84 +46,74 @@ async def completion_of(engine: EchoEngine, request_id: int) -> tuple[list[int],
     return collector[request_id].tokens, collector[request_id].logprobs
 
 
-def test_logprobs_follow_the_weights_and_tokens_do_not(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await publish(engine, weights(1), 4, tmp_path)
-            tokens, first = await completion_of(engine, 5)
-            await engine.pause("abort")
-            await publish(engine, weights(2), 6, tmp_path)
-            same_tokens, second = await completion_of(engine, 5)
+@on_the_engines_loop
+async def test_logprobs_follow_the_weights_and_tokens_do_not(tmp_path: Path) -> None:
+    engine = make_engine()
+    async with running(engine):
+        await publish(engine, weights(1), 4, tmp_path)
+        tokens, first = await completion_of(engine, 5)
+        await engine.pause("abort")
+        await publish(engine, weights(2), 6, tmp_path)
+        same_tokens, second = await completion_of(engine, 5)
 
-        assert tokens == same_tokens == drawn(1005).tokens.tolist()
-        assert first == expected_logprobs(weights(1), 1005)
-        assert second == expected_logprobs(weights(2), 1005)
-        assert not set(first) & set(second)
-        assert max(first + second) < 0
-
-    run_async(body)
+    assert tokens == same_tokens == drawn(1005).tokens.tolist()
+    assert first == expected_logprobs(weights(1), 1005)
+    assert second == expected_logprobs(weights(2), 1005)
+    assert not set(first) & set(second)
+    assert max(first + second) < 0
 
 
-def test_a_single_wrong_byte_shows_in_every_logprob(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        changed = weights(1)
-        changed["b"][6] += 1.0
-        async with running(engine):
-            await publish(engine, changed, 4, tmp_path)
-            _, logprobs = await completion_of(engine, 5)
+@on_the_engines_loop
+async def test_a_single_wrong_byte_shows_in_every_logprob(tmp_path: Path) -> None:
+    engine = make_engine()
+    changed = weights(1)
+    changed["b"][6] += 1.0
+    async with running(engine):
+        await publish(engine, changed, 4, tmp_path)
+        _, logprobs = await completion_of(engine, 5)
 
-        assert logprobs == expected_logprobs(changed, 1005)
-        assert not set(logprobs) & set(expected_logprobs(weights(1), 1005))
-
-    run_async(body)
+    assert logprobs == expected_logprobs(changed, 1005)
+    assert not set(logprobs) & set(expected_logprobs(weights(1), 1005))
 
 
-def test_an_aborted_update_leaves_weights_of_no_version(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = make_engine(verify_checksums=True)
+@on_the_engines_loop
+async def test_an_aborted_update_leaves_weights_of_no_version(tmp_path: Path) -> None:
+    engine = make_engine(verify_checksums=True)
 
-        def spoil(regions: list[list[int | None]]) -> None:
-            regions[0][2] = 0
+    def spoil(regions: list[list[int | None]]) -> None:
+        regions[0][2] = 0
 
-        async with running(engine):
-            await publish(engine, weights(1), 4, tmp_path)
-            await engine.pause("abort")
-            outcome = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
-            held = engine.weights_fingerprint()
+    async with running(engine):
+        await publish(engine, weights(1), 4, tmp_path)
+        await engine.pause("abort")
+        outcome = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
+        held = engine.weights_fingerprint()
 
-        assert len(outcome.mismatches) == 1
-        kept = weights_fingerprint([tensor.numpy().tobytes() for tensor in weights(1).values()])
-        assert held != kept, "they were overwritten in place"
-
-    run_async(body)
+    assert len(outcome.mismatches) == 1
+    kept = weights_fingerprint([tensor.numpy().tobytes() for tensor in weights(1).values()])
+    assert held != kept, "they were overwritten in place"
 
 
-def test_weights_that_sleep_drops_are_gone(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = make_engine()
-        async with running(engine):
-            await publish(engine, weights(1), 4, tmp_path)
-            await engine.pause("abort")
-            await engine.sleep(1)
-            kept = engine.weights_fingerprint()
-            await engine.wake(["weights", "kv_cache"])
-            await engine.sleep(2)
+@on_the_engines_loop
+async def test_weights_that_sleep_drops_are_gone(tmp_path: Path) -> None:
+    engine = make_engine()
+    async with running(engine):
+        await publish(engine, weights(1), 4, tmp_path)
+        await engine.pause("abort")
+        await engine.sleep(1)
+        kept = engine.weights_fingerprint()
+        await engine.wake(["weights", "kv_cache"])
+        await engine.sleep(2)
 
-        assert kept != engine.weights_fingerprint() == weights_fingerprint([])
-
-    run_async(body)
+    assert kept != engine.weights_fingerprint() == weights_fingerprint([])
 
 
-def test_without_the_option_logprobs_are_zero_and_nothing_is_kept(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = EchoEngine(vocab_size=VOCAB_SIZE)
-        async with running(engine):
-            await publish(engine, weights(1), 4, tmp_path)
-            _, logprobs = await completion_of(engine, 5)
+@on_the_engines_loop
+async def test_without_the_option_logprobs_are_zero_and_nothing_is_kept(tmp_path: Path) -> None:
+    engine = EchoEngine(vocab_size=VOCAB_SIZE)
+    async with running(engine):
+        await publish(engine, weights(1), 4, tmp_path)
+        _, logprobs = await completion_of(engine, 5)
 
-        assert set(logprobs) == {0.0}
-        assert engine.weights_fingerprint() == weights_fingerprint([])
-
-    run_async(body)
+    assert set(logprobs) == {0.0}
+    assert engine.weights_fingerprint() == weights_fingerprint([])

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from engine_runs import Collector, run_async, running, wire_request
+from engine_runs import Collector, on_the_engines_loop, run_async, running, wire_request
 
 from umbra.engines.echo.echo_engine import EchoEngine, EchoTokens
 from umbra.engines.faulty.fault import CALLS
@@ -128,28 +128,26 @@ def test_several_faults_at_one_point_come_in_the_order_of_the_settings() -> None
     assert starts(batches, 0) == [BURST, 2 * BURST], "the run is gone from both"
 
 
-def test_a_stall_is_of_the_engine_not_of_one_stream() -> None:
-    async def body() -> None:
-        stall = {"kind": "stall", "for_s": 0.4, "after_tokens": 1}
-        engine = make_faulty(stall, tokens_per_s=100.0)
-        clock = asyncio.get_running_loop().time
-        async with running(engine):
-            await engine.submit(requests(2))
-            async with aclosing(engine.deltas()) as batches:
-                await anext(batches)
-                then = clock()
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.1):
-                        await anext(batches)
-            assert (await engine.stats())["running"] == 0, "the consumer's requests go with it"
+@on_the_engines_loop
+async def test_a_stall_is_of_the_engine_not_of_one_stream() -> None:
+    stall = {"kind": "stall", "for_s": 0.4, "after_tokens": 1}
+    engine = make_faulty(stall, tokens_per_s=100.0)
+    clock = asyncio.get_running_loop().time
+    async with running(engine):
+        await engine.submit(requests(2))
+        async with aclosing(engine.deltas()) as batches:
+            await anext(batches)
+            then = clock()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await anext(batches)
+        assert (await engine.stats())["running"] == 0, "the consumer's requests go with it"
 
-            async with aclosing(engine.deltas()) as batches:
-                greeting = await anext(batches)
+        async with aclosing(engine.deltas()) as batches:
+            greeting = await anext(batches)
 
-            assert len(greeting["ids"]) == 0
-            assert clock() - then >= 0.4
-
-    run_async(body)
+        assert len(greeting["ids"]) == 0
+        assert clock() - then >= 0.4
 
 
 def test_a_slow_engine_holds_back_every_batch_from_its_point_on() -> None:
@@ -184,30 +182,26 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "deltas"])
-def test_a_call_that_fails_does_not_reach_the_engine(call: str) -> None:
-    async def body() -> None:
-        engine = make_faulty({"kind": "error", "call": call, "after_tokens": 0})
-        method: Callable[..., Any] = getattr(engine, call)
-        async with running(engine):
-            with pytest.raises(EngineError, match=rf"a fault was injected: error \({call}\)"):
-                await method(*ARGUMENTS.get(call, ()))
+@on_the_engines_loop
+async def test_a_call_that_fails_does_not_reach_the_engine(call: str) -> None:
+    engine = make_faulty({"kind": "error", "call": call, "after_tokens": 0})
+    method: Callable[..., Any] = getattr(engine, call)
+    async with running(engine):
+        with pytest.raises(EngineError, match=rf"a fault was injected: error \({call}\)"):
+            await method(*ARGUMENTS.get(call, ()))
 
-            assert num_tokens(await read_all(engine, 1)) == LENGTH, "it serves as before"
-            assert (await engine.stats())["version"] == 0
-
-    run_async(body)
+        assert num_tokens(await read_all(engine, 1)) == LENGTH, "it serves as before"
+        assert (await engine.stats())["version"] == 0
 
 
-def test_a_stream_can_fail_and_begin_again() -> None:
-    async def body() -> None:
-        engine = make_faulty({"kind": "error", "call": "deltas", "after_tokens": 1})
-        async with running(engine):
-            with pytest.raises(EngineError, match=r"error \(deltas\), due at token 1"):
-                await read_all(engine, 1)
+@on_the_engines_loop
+async def test_a_stream_can_fail_and_begin_again() -> None:
+    engine = make_faulty({"kind": "error", "call": "deltas", "after_tokens": 1})
+    async with running(engine):
+        with pytest.raises(EngineError, match=r"error \(deltas\), due at token 1"):
+            await read_all(engine, 1)
 
-            assert num_tokens(await read_all(engine, 1)) == LENGTH
-
-    run_async(body)
+        assert num_tokens(await read_all(engine, 1)) == LENGTH
 
 
 def test_the_inner_engine_is_named_where_it_cannot_be_made() -> None:
@@ -219,14 +213,12 @@ def test_the_inner_engine_is_named_where_it_cannot_be_made() -> None:
         make_faulty(seed="seven")
 
 
-def test_an_engine_with_nothing_but_the_protocol_can_be_wrapped() -> None:
-    async def body() -> None:
-        engine = FaultyEngine(inner=f"{__name__}:BareEngine", vocab_size=VOCAB_SIZE)
-        async with engine, asyncio.TaskGroup() as tasks:
-            await tasks.create_task(engine.run())
-            assert (await engine.stats())["version"] == -1
-
-    run_async(body)
+@on_the_engines_loop
+async def test_an_engine_with_nothing_but_the_protocol_can_be_wrapped() -> None:
+    engine = FaultyEngine(inner=f"{__name__}:BareEngine", vocab_size=VOCAB_SIZE)
+    async with engine, asyncio.TaskGroup() as tasks:
+        await tasks.create_task(engine.run())
+        assert (await engine.stats())["version"] == -1
 
 
 class BareEngine:

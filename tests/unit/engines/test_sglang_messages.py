@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
-from engine_runs import Collector, Engine, run_async, running
+from engine_runs import Collector, Engine, on_the_engines_loop, run_async, running
 from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
@@ -80,70 +80,64 @@ def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
     run_async(body)
 
 
-def test_what_sglang_has_ended_is_delivered_before_the_next_tick(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with running(engine := make_engine(tick_ms=1e6)):
-            results = await results_of(engine, requests(COUNT, max_new_tokens=NUM_NEW_TOKENS))
-        assert {len(c.tokens) for c in results.completions.values()} == {NUM_NEW_TOKENS}
-
-    run_async(body)
-
-
-def test_a_pause_of_sglang_delivers_the_tokens_that_were_not_yet_sent(
-    make_engine: MakeEngine, core: SglangCore
-) -> None:
-    async def body() -> None:
-        collector = Collector()
-        async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
-            num_made = await begin(engine, core, collector, batches)
-            await engine.pause("abort")
-            while collector.num_finished() < COUNT:
-                collector.apply(await anext(batches))
-        assert {c.reason for c in collector.completions.values()} == {"abort"}
-        assert all(len(collector[idx].tokens) >= made for idx, made in enumerate(num_made)), (
-            "a token was lost"
-        )
-
-    run_async(body)
-
-
-def test_sglangs_frozen_tokens_that_may_be_older_count_as_made_by_the_older_weights(
-    make_engine: MakeEngine, core: SglangCore, tmp_path: Path
-) -> None:
-    async def body() -> None:
-        collector = Collector()
-        async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
-            num_made = await begin(engine, core, collector, batches)
-            await engine.pause("keep")
-            await publish(engine, weights("qwen3", 1), 1, tmp_path)
-            while collector.num_finished() < COUNT:
-                collector.apply(await anext(batches))
-        for idx, made in enumerate(num_made):
-            versions = collector[idx].versions
-            assert versions == sorted(versions)
-            # Those made and one on its way at least; at most to the next message.
-            assert made < versions.count(0) <= made + stream_interval(COUNT)
-            assert len(versions) == NUM_FOR_LONG
-
-    run_async(body)
-
-
-def test_sglang_goes_on_with_what_was_frozen_where_no_weights_came(
+@on_the_engines_loop
+async def test_what_sglang_has_ended_is_delivered_before_the_next_tick(
     make_engine: MakeEngine,
 ) -> None:
-    async def body() -> None:
-        collector = Collector()
-        async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(COUNT, max_new_tokens=NUM_NEW_TOKENS))
-            collector.apply(await anext(batches))
-            await engine.pause("keep")
-            await engine.resume()
-            while collector.num_finished() < COUNT:
-                collector.apply(await anext(batches))
-        lens = {len(c.tokens) for c in collector.completions.values()}
-        assert lens == {NUM_NEW_TOKENS}
+    async with running(engine := make_engine(tick_ms=1e6)):
+        results = await results_of(engine, requests(COUNT, max_new_tokens=NUM_NEW_TOKENS))
+    assert {len(c.tokens) for c in results.completions.values()} == {NUM_NEW_TOKENS}
 
-    run_async(body)
+
+@on_the_engines_loop
+async def test_a_pause_of_sglang_delivers_the_tokens_that_were_not_yet_sent(
+    make_engine: MakeEngine, core: SglangCore
+) -> None:
+    collector = Collector()
+    async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
+        num_made = await begin(engine, core, collector, batches)
+        await engine.pause("abort")
+        while collector.num_finished() < COUNT:
+            collector.apply(await anext(batches))
+    assert {c.reason for c in collector.completions.values()} == {"abort"}
+    assert all(len(collector[idx].tokens) >= made for idx, made in enumerate(num_made)), (
+        "a token was lost"
+    )
+
+
+@on_the_engines_loop
+async def test_sglangs_frozen_tokens_that_may_be_older_count_as_made_by_the_older_weights(
+    make_engine: MakeEngine, core: SglangCore, tmp_path: Path
+) -> None:
+    collector = Collector()
+    async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
+        num_made = await begin(engine, core, collector, batches)
+        await engine.pause("keep")
+        await publish(engine, weights("qwen3", 1), 1, tmp_path)
+        while collector.num_finished() < COUNT:
+            collector.apply(await anext(batches))
+    for idx, made in enumerate(num_made):
+        versions = collector[idx].versions
+        assert versions == sorted(versions)
+        # Those made and one on its way at least; at most to the next message.
+        assert made < versions.count(0) <= made + stream_interval(COUNT)
+        assert len(versions) == NUM_FOR_LONG
+
+
+@on_the_engines_loop
+async def test_sglang_goes_on_with_what_was_frozen_where_no_weights_came(
+    make_engine: MakeEngine,
+) -> None:
+    collector = Collector()
+    async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
+        await engine.submit(requests(COUNT, max_new_tokens=NUM_NEW_TOKENS))
+        collector.apply(await anext(batches))
+        await engine.pause("keep")
+        await engine.resume()
+        while collector.num_finished() < COUNT:
+            collector.apply(await anext(batches))
+    lens = {len(c.tokens) for c in collector.completions.values()}
+    assert lens == {NUM_NEW_TOKENS}
 
 
 def test_sglang_leaves_no_name_in_shared_memory(core: SglangCore) -> None:

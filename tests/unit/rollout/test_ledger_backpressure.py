@@ -23,7 +23,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger import recorder
-from umbra.runtime.rollout.ledger.ledger_events import Restored, Tokens
+from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 from umbra.runtime.rollout.ledger.recorder import Recorder
@@ -168,23 +168,6 @@ def test_under_the_bound_admission_does_not_wait(tmp_path: Path, disk: Disk) -> 
     asyncio.run(body())
 
 
-@pytest.mark.slow
-def test_a_disk_that_never_answers_fails_the_job(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_bound(monkeypatch, MAX_QUEUED_NBYTES, stall_timeout_s=1.0)
-
-    async def body() -> None:
-        async with living(tmp_path, disk) as (life, _):
-            life.flow.advance(0)
-            disk.hold()
-            fill(life, MAX_QUEUED_NBYTES)
-            await until(lambda: bool(life.failures))
-            assert "bytes wait to be written, and none was for 1 s" in str(life.failures)
-
-    asyncio.run(body())
-
-
 def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,31 +248,3 @@ def test_whatever_happens_meanwhile_nothing_is_lost(
                 print(f"seed {seed}, {story.config}", *story.moves, sep="\n")
                 raise
     assert num_held > 10
-
-
-def test_what_a_manager_finds_at_once_after_it_was_held_up_is_recorded(tmp_path: Path) -> None:
-    """The runs of many ticks do not fit into one batch of events."""
-    num_ticks, num_runs, run_len = 24, 500, 100
-    uids = np.arange(num_runs, dtype=np.int64)
-    offsets = np.arange(num_runs + 1, dtype=np.int64) * run_len
-    failures: list[UmbraError] = []
-
-    async def main() -> None:
-        async with Recorder(tmp_path, failures.append) as written:
-            for tick in range(num_ticks):
-                written.on_tokens(
-                    uids,
-                    np.full(num_runs, tick * run_len, np.int64),
-                    offsets,
-                    np.zeros(num_runs, np.int64),
-                    np.full(num_runs * run_len, tick, np.int32),
-                    np.zeros(num_runs * run_len, np.float32),
-                )
-            await written.durable()
-
-    asyncio.run(main())
-
-    assert failures == []
-    events = [event for entry in read_history(tmp_path).entries() for event in entry.batch.events]
-    found = [int(event.tokens[0]) for event in events if isinstance(event, Tokens)]
-    assert found == list(range(num_ticks))

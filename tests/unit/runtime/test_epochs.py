@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from async_tests import on_a_loop
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.job_links import JobLinks
@@ -95,67 +96,61 @@ def test_the_next_epoch_is_new_to_every_node() -> None:
     assert next_epoch(nodes) == next_epoch(nodes[::-1]) == 4
 
 
-def test_calls_of_an_earlier_epoch_are_refused() -> None:
-    async def run() -> None:
-        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client)
-            me = JobNode(node_id="node-0", num_ranks=1)
-            links.begin([me], 0, 2, Unexpected(), tasks)
-            assert await links.connect(2, (), 1.0, tasks)
-            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
-                await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
-            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
-                await anext(links.join(1, 1, ()))
-            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
-                await links.check_epoch(1)
-            await links.check_epoch(2)
-            links.start_over()
-
-    asyncio.run(run())
+@on_a_loop
+async def test_calls_of_an_earlier_epoch_are_refused() -> None:
+    async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+        links = JobLinks(client)
+        me = JobNode(node_id="node-0", num_ranks=1)
+        links.begin([me], 0, 2, Unexpected(), tasks)
+        assert await links.connect(2, (), 1.0, tasks)
+        with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+            await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
+        with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+            await anext(links.join(1, 1, ()))
+        with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+            await links.check_epoch(1)
+        await links.check_epoch(2)
+        links.start_over()
 
 
-def test_what_comes_late_from_the_last_epoch_is_not_taken_for_the_next() -> None:
+@on_a_loop
+async def test_what_comes_late_from_the_last_epoch_is_not_taken_for_the_next() -> None:
     """A rank that has ended, and a call of another supervisor while the nodes have yet to meet."""
 
-    async def run() -> None:
-        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client)
-            me = JobNode(node_id="node-0", num_ranks=1)
-            links.begin([me], 0, 1, Unexpected(), tasks)
-            links.start_over()
-            assert not await links.connect(1, (), 1.0, tasks)
-            assert not links.has_met
+    async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+        links = JobLinks(client)
+        me = JobNode(node_id="node-0", num_ranks=1)
+        links.begin([me], 0, 1, Unexpected(), tasks)
+        links.start_over()
+        assert not await links.connect(1, (), 1.0, tasks)
+        assert not links.has_met
 
-            async def meet() -> None:
-                links.begin([me], 0, 2, Unexpected(), tasks)
+        async def meet() -> None:
+            links.begin([me], 0, 2, Unexpected(), tasks)
 
-            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
-                await asyncio.gather(links.check_epoch(1), meet())
-            assert not await links.connect(1, (), 1.0, tasks)
-            assert await links.connect(2, (), 1.0, tasks)
-            assert links.has_met
-            links.start_over()
-
-    asyncio.run(run())
+        with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+            await asyncio.gather(links.check_epoch(1), meet())
+        assert not await links.connect(1, (), 1.0, tasks)
+        assert await links.connect(2, (), 1.0, tasks)
+        assert links.has_met
+        links.start_over()
 
 
-def test_a_member_may_join_while_the_lead_brings_its_engines_to_rest() -> None:
+@on_a_loop
+async def test_a_member_may_join_while_the_lead_brings_its_engines_to_rest() -> None:
     """It would take a lead that answers later than it by 8 s for lost."""
 
-    async def run() -> None:
-        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
-            links = JobLinks(client)
-            nodes = [JobNode(node_id=f"node-{idx}", num_ranks=1) for idx in range(2)]
-            links.begin(nodes, 0, 2, Unexpected(), tasks)
-            joined = links.join(2, 1, ({"name": "policy-1"},))
-            async with asyncio.timeout(1.0):
-                assert await anext(joined) == {"kind": "beat"}
-            assert await links.connect(2, (), 1.0, tasks)
-            assert links.warm_elsewhere() == {1: ({"name": "policy-1"},)}
-            await joined.aclose()
-            links.start_over()
-
-    asyncio.run(run())
+    async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+        links = JobLinks(client)
+        nodes = [JobNode(node_id=f"node-{idx}", num_ranks=1) for idx in range(2)]
+        links.begin(nodes, 0, 2, Unexpected(), tasks)
+        joined = links.join(2, 1, ({"name": "policy-1"},))
+        async with asyncio.timeout(1.0):
+            assert await anext(joined) == {"kind": "beat"}
+        assert await links.connect(2, (), 1.0, tasks)
+        assert links.warm_elsewhere() == {1: ({"name": "policy-1"},)}
+        await joined.aclose()
+        links.start_over()
 
 
 def test_a_machine_that_was_lost_may_come_back_under_the_same_name() -> None:

@@ -297,12 +297,12 @@ def test_a_reader_that_stops_early_leaves_nothing_to_the_next_message() -> None:
     ],
 )  # fmt: skip
 def test_bombs_are_refused_at_once(header: bytes) -> None:
-    before = time.perf_counter()
+    before = time.process_time()
 
     with pytest.raises(ProtocolError):
         list(Decoder().decode(header))
 
-    assert time.perf_counter() - before < 2.0
+    assert time.process_time() - before < 2.0
 
 
 def test_an_array_cannot_refer_to_a_frame_that_is_not_there() -> None:

@@ -309,52 +309,46 @@ def test_neither_notes_nor_errors_control_the_terminal(
     assert shown == "rank 0: DataError: row \\x9b1m7"
 
 
-def test_a_step_without_tokens_is_reported_once(tmp_path: Path) -> None:
-    config, stream = make_config(tmp_path), io.StringIO()
-
-    with ProgressDisplay(stream) as display:
-        display.begin_steps("run", 0, 4)
-        journal = RunReporter(config, display, None)
-        for step, num_tokens in enumerate([96, 0, 96, 0], 1):
-            journal.step_done(step, ROW | {"rollout/tokens": num_tokens})
-
-    told = [line for line in stream.getvalue().splitlines() if "trained on nothing" in line]
-    assert told == [
-        "  step 2 trained on nothing: the policy generated no token in any of its 256 completions; "
-        f"see the engines' logs in {tmp_path / 'logs'}"
-    ]
+ZERO = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
 
 
-def test_a_step_whose_completions_never_end_is_warned_about_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "odd", "said"),
+    [
+        (
+            {},
+            {"rollout/tokens": 0},
+            "  step 2 trained on nothing: the policy generated no token in any of its 256 "
+            "completions; see the engines' logs in {logs}",
+        ),
+        (
+            {"rollout/truncated_share": 0.96},
+            {"rollout/truncated_share": 1.0},
+            "  warning: no completion of step 2 ended with an end token, all 256 were truncated: "
+            "raise rollout.max_new_tokens = 1024; if the model ends its turns with another token, "
+            "add it to rollout.stop_token_ids",
+        ),
+        (
+            ZERO | {"rollout/reward_max": 1.0},
+            ZERO,
+            "  warning: every reward of step 2 is 0; if `umbra samples",
+        ),
+    ],
+    ids=["no tokens", "no ends", "no rewards"],
+)
+def test_a_step_that_teaches_nothing_is_reported_once(
+    tmp_path: Path, before: dict[str, float], odd: dict[str, float], said: str
+) -> None:
     stream = io.StringIO()
 
     with ProgressDisplay(stream) as display:
         display.begin_steps("run", 0, 4)
         journal = RunReporter(make_config(tmp_path), display, None)
-        for step, share in enumerate([0.96, 1.0, 1.0], 1):
-            journal.step_done(step, ROW | {"rollout/truncated_share": share})
-
-    told = [line for line in stream.getvalue().splitlines() if "warning" in line]
-    assert told == [
-        "  warning: no completion of step 2 ended with an end token, all 256 were truncated: raise "
-        "rollout.max_new_tokens = 1024; if the model ends its turns with another token, add it to "
-        "rollout.stop_token_ids"
-    ]
-
-
-def test_a_step_whose_rewards_are_all_zero_is_reported_once(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    zero = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
-
-    with ProgressDisplay(stream) as display:
-        display.begin_steps("run", 0, 4)
-        journal = RunReporter(make_config(tmp_path), display, None)
-        for step, row in enumerate([zero | {"rollout/reward_max": 1.0}, zero, zero], 1):
+        for step, row in enumerate([before, odd, before, odd], 1):
             journal.step_done(step, ROW | row)
 
-    told = [line for line in stream.getvalue().splitlines() if "every reward" in line]
-    assert len(told) == 1
-    assert told[0].startswith("  warning: every reward of step 2 is 0; if `umbra samples")
+    (told,) = [line for line in stream.getvalue().splitlines() if not line.startswith("step ")]
+    assert told.startswith(said.format(logs=tmp_path / "logs"))
 
 
 # -- the end -----------------------------------------------------------------------------
