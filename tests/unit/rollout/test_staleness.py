@@ -356,6 +356,14 @@ def test_a_token_that_breaks_the_bound_is_never_delivered() -> None:
             bound.check([5, step], 5, "group g")
 
 
+@pytest.mark.parametrize(
+    "change", [{"max_staleness": -1}, {"groups_per_step": 0}, {"over_sampling": 0.9}]
+)
+def test_a_bound_that_no_batch_could_keep_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="impossible bound"):
+        StalenessBound(**({"max_staleness": 0, "groups_per_step": 1} | change))
+
+
 def test_versions_keep_their_step_and_newer_ones_are_of_now() -> None:
     versions = VersionSteps()
     versions.learn(7, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,17 @@ def test_advantages_and_lengths_follow_their_samples_into_packing_order() -> Non
     in_order = list(dict.fromkeys(owners.tolist()))
     assert listed(micro_batch.sample_lens) == [[2, 5, 1, 5][owner] for owner in in_order]
     assert float(micro_batch.weights.sum()) == pytest.approx(1.0)
+
+
+def test_samples_without_an_advantage_are_left_out_if_the_loss_allows_it() -> None:
+    batch = make_batch([([5], [6, 7]), ([5], [8, 9])])  # the advantage of the first is 0
+    every = builder(packed=False)
+
+    ((whole,),) = every.build(batch)
+    ((kept,),) = replace(every, skips_neutral=True).build(batch)
+
+    assert sorted(listed(whole.targets)) == [6, 7, 8, 9]
+    assert listed(kept.targets) == [8, 9]
 
 
 def test_a_groups_prompt_is_packed_once() -> None:
