@@ -19,15 +19,23 @@ class ModelText:
     """Tokenizes a served model's prompts and decodes tokens exactly as in training.
 
     An async context manager; owns two threads that tokenize. Long texts share one of them, so that
-    a short text never waits for a long one. `extra_stop_ids` end a completion like the model's own
-    end-of-text tokens. The constructor raises DataError for an unusable tokenizer.
+    a short text never waits for a long one. `extra_stop_ids` and `stops` end a completion like the
+    model's own end-of-text tokens. The constructor raises DataError for an unusable tokenizer.
     """
 
     def __init__(
-        self, model_path: Path, extra_stop_ids: Sequence[int] = (), *, trust_remote_code: bool
+        self,
+        model_path: Path,
+        extra_stop_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        *,
+        trust_remote_code: bool,
     ) -> None:
         self._tokenizer = ModelTokenizer.open(model_path, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = self._tokenizer.stop_token_ids(extra_stop_ids)
+        # By its token, because the text of a special token may not be shown.
+        alone = [ids[0] for ids in map(self._tokenizer.encode, stops) if len(ids) == 1]
+        self.stop_token_ids = self._tokenizer.stop_token_ids([*extra_stop_ids, *alone])
+        self.stops = stops
         self.max_token_nbytes = self._tokenizer.max_token_nbytes
         self.decode = self._tokenizer.decode
         self.decode_completion = self._tokenizer.decode_completion

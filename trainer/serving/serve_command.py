@@ -123,10 +123,13 @@ def generate(arguments: argparse.Namespace) -> int:
 
     def work(session: Session, _: ProgressDisplay) -> None:
         generator = session.actor(_GENERATOR)
-        writer = StepWriter(text.decode, ())
+        writer = StepWriter(text.decode, text.stops)
         asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)
         for piece in generator.stream("stream", *asked, arguments.seed, timeout_s=None):
-            print(writer.write(GeneratedPiece(**piece)).text, end="", flush=True)
+            step = writer.write(GeneratedPiece(**piece))
+            print(step.text, end="", flush=True)
+            if step.finish_reason:
+                break
         print()
 
     def engine_pools() -> list[PoolSpec]:

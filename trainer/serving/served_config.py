@@ -140,6 +140,7 @@ def _policy(config: ServeConfig) -> ServedPoolConfig:
         dispatch=dispatch,
         adapters=list(config.pool.lora_adapters),
         extra_stop_ids=config.rollout.stop_token_ids,
+        stops=config.rollout.stop,
         template_variables=config.data.chat_template_kwargs if config.data else {},
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -40,6 +40,7 @@ class ServedPoolConfig:
     dispatch: DispatchConfig
     adapters: Sequence[str] = ()  # names of LoRA adapters, by which clients call the model with one
     extra_stop_ids: Sequence[int] = ()  # end a completion, like the model's own end-of-text tokens
+    stops: Sequence[str] = ()  # texts that do
     # Variables of the chat template, if a request has no others.
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trust_remote_code: bool = False
@@ -63,7 +64,9 @@ class ServedPoolConfig:
         """Raises DataError, see `ModelText`."""
         path = Path(self.model_path)
         try:
-            return ModelText(path, self.extra_stop_ids, trust_remote_code=self.trust_remote_code)
+            return ModelText(
+                path, self.extra_stop_ids, self.stops, trust_remote_code=self.trust_remote_code
+            )
         except DataError as error:
             raise DataError(str(error).replace("model.path", self.path_setting)) from error
 
@@ -206,7 +209,7 @@ class ServedPool:
         sampling = Sampling(
             max_new_tokens=budget,
             temperature=request.temperature,
-            stops=request.stops,
+            stops=[*request.stops, *self.text.stops],
             stop_token_ids=sorted({*self.text.stop_token_ids, *stop_token_ids}),
             seed=request.seed,
             lora=model if model in self._adapters else "",
