@@ -39,7 +39,8 @@ class RolloutSettings(Settings):
             them. Evaluations have their own, `eval.top_k`. Default: 0, all tokens.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
         stop: Texts that end a completion, special tokens included. It ends with the token that
-            completes one. In an agent loop, they end a turn. Evaluations and `umbra serve` use them, too.
+            completes one. In an agent loop, they end a turn. Evaluations and `umbra serve` use
+            them, too.
         skip_special_tokens: Whether the text of a completion, for rewards, `ctx.decode` and answers
             of auxiliary pools, leaves out all special tokens, such as those around thoughts and
             calls of tools may be. By default it leaves out end-of-text and padding tokens only.

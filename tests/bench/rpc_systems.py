@@ -113,7 +113,7 @@ def first_call(exec_at: float, began: float) -> dict[str, float]:
 async def measure_umbra(exec_at: float, duration_s: float) -> dict[str, Any]:
     """Calls go straight to the actor, over a socket of this process."""
     from umbra.runtime.actor.actor_spec import ActorSpec
-    from umbra.runtime.cli.umbra_command import umbra_version
+    from umbra.runtime.cli.command_parsers import umbra_version
     from umbra.runtime.rpc.rpc_client import Client
     from umbra.runtime.session.session import Session, SessionConfig
 
