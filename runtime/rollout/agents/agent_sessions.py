@@ -29,8 +29,7 @@ _SEED_BITS: Final = 63
 
 class _Session:
     __slots__ = (
-        "answer", "group", "history", "num_returned",
-        "sampling", "side_generations", "trajectory", "turn",
+        "answers", "group", "history", "num_returned", "sampling", "trajectory", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -39,16 +38,15 @@ class _Session:
         group: Group,
         sampling: SamplingOptions,
         history: LoopHistory,
-        side_generations: SideGenerations,
     ) -> None:
         self.trajectory = trajectory
-        self.side_generations = side_generations
         self.group = group
         self.sampling = sampling
         self.history = history
         self.num_returned = 0  # turns that this run of the loop has received
-        self.turn: Turn | None = None
-        self.answer: asyncio.Future[dict[str, Any]] | None = None
+        self.turn: Turn | None = None  # of the trajectory, in progress
+        # By turns in progress: that of the trajectory and those with an adapter.
+        self.answers: dict[Turn, asyncio.Future[dict[str, Any]]] = {}
 
 
 class AgentSessions:
@@ -84,10 +82,7 @@ class AgentSessions:
         self._recorder.cut(trajectory)
         history = self._histories.setdefault(trajectory, LoopHistory())
         session_id = next(self._ids)
-        side_generations = SideGenerations(self._dispatcher, trajectory, sampling)
-        self._sessions[session_id] = _Session(
-            trajectory, group, sampling, history, side_generations
-        )
+        self._sessions[session_id] = _Session(trajectory, group, sampling, history)
         self._by_trajectory[trajectory] = session_id
         return session_id
 
@@ -101,11 +96,9 @@ class AgentSessions:
         session = self._sessions.get(self._by_trajectory.get(trajectory, 0))
         if session is None:
             return
-        session.side_generations.close()
+        self._end_turns(session)
         history = session.history
         seen = history.turns[session.num_returned - 1].stop if session.num_returned else 0
-        if session.turn is not None:
-            self._dispatcher.cancel([session.turn])
         if trajectory.completion_len > seen:
             self._forget_turns(trajectory, history, session.num_returned)
             self._truncate(trajectory, seen)
@@ -135,7 +128,7 @@ class AgentSessions:
                 "or more, or None for all that the budget leaves"
             )
         if lora:
-            return await session.side_generations.generate(context, max_new_tokens, lora)
+            return await self._generate_aside(session, context, max_new_tokens, lora)
         if session.turn is not None:
             raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
         if len(context) > trajectory.max_context_len:
@@ -176,14 +169,14 @@ class AgentSessions:
 
     def _end_run(self, trajectory: Trajectory) -> None:
         session = self._sessions.pop(self._by_trajectory.pop(trajectory, 0), None)
-        if session is None:
-            return
-        session.side_generations.close()
-        if session.turn is None:
-            return
-        self._dispatcher.cancel([session.turn])
-        if session.answer is not None and not session.answer.done():
-            session.answer.set_exception(RolloutError("this run of the agent loop has ended"))
+        if session is not None:
+            self._end_turns(session)
+
+    def _end_turns(self, session: _Session) -> None:
+        self._dispatcher.cancel(session.answers)
+        for answer in session.answers.values():
+            if not answer.done():
+                answer.set_exception(RolloutError("this run of the agent loop has ended"))
 
     def _replay(self, session: _Session, context: NDArray[np.int32]) -> TurnRecord | None:
         """The record of this very turn; None after the last record, or if the context differs."""
@@ -262,7 +255,7 @@ class AgentSessions:
         self, session: _Session, start: int, max_new_tokens: int | None
     ) -> dict[str, Any]:
         trajectory, history = session.trajectory, session.history
-        answer = session.answer = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
 
         def on_end(_turn: Turn, reason: str) -> None:
             # Here and not after the wait, because the trajectory may have been reset by then.
@@ -275,7 +268,7 @@ class AgentSessions:
                 answer.set_result({"tokens": tokens, "finish_reason": reason})
 
         budget = trajectory.num_tokens_left() + trajectory.completion_len - start
-        turn = session.turn = Turn(
+        session.turn = Turn(
             trajectory=trajectory,
             group=session.group,
             start=start,
@@ -284,84 +277,53 @@ class AgentSessions:
             on_end=on_end,
         )
         try:
-            self._dispatcher.submit(turn)
-            outcome: dict[str, Any] = await answer
-            session.num_returned = len(history.turns)
-            return outcome
-        except asyncio.CancelledError:  # the caller is gone: its tokens must not arrive later
-            self._dispatcher.cancel([turn])
-            raise
+            outcome = await self._answer(session, session.turn, answer)
         finally:
-            session.turn = session.answer = None
+            session.turn = None
+        session.num_returned = len(history.turns)
+        return outcome
 
-
-class SideGenerations:
-    """Generations with an adapter, of one run of an agent loop; `close` ends those in progress.
-    They are not trained on. Tokens of theirs that the loop appends to its own count as given, like
-    a tool's output."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, trajectory: Trajectory, sampling: SamplingOptions
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._parent = trajectory
-        self._sampling = sampling
-        self._open: dict[Turn, asyncio.Future[dict[str, Any]]] = {}
-
-    async def generate(
-        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
+    async def _generate_aside(
+        self, session: _Session, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
     ) -> dict[str, Any]:
-        """Raises RolloutError if the run ends before the generation, or no engine can serve it."""
+        """Generates with an adapter. These tokens are not trained on; if the loop appends them to
+        its own, they count as given, like a tool's output."""
+        limit = session.trajectory.max_context_len
+        name = f"{session.trajectory.sample_id} with {lora}"
+        budget = max(0, limit - len(context))
+        seed = secrets.randbits(_SEED_BITS)
+        prompt = Prompt(name, "", context, {})
+        aside = Trajectory(name, prompt, seed, budget=budget, max_context_len=limit)
         answer = asyncio.get_running_loop().create_future()
-        turn = self._turn(context, max_new_tokens, lora, answer)
-        self._open[turn] = answer
-        try:
-            self._dispatcher.submit(turn)
-            outcome: dict[str, Any] = await answer
-            return outcome
-        finally:
-            del self._open[turn]
-            self._dispatcher.cancel([turn])
-
-    def close(self) -> None:
-        for answer in self._open.values():
-            if not answer.done():
-                answer.set_exception(RolloutError("this run of the agent loop has ended"))
-        self._dispatcher.cancel(self._open)
-
-    def _turn(
-        self,
-        context: NDArray[np.int32],
-        max_new_tokens: int | None,
-        lora: str,
-        answer: asyncio.Future[dict[str, Any]],
-    ) -> Turn:
-        parent = self._parent
-        name = f"{parent.sample_id} with {lora}"
-        budget = max(0, parent.max_context_len - len(context))
-        trajectory = Trajectory(
-            name,
-            Prompt(name, "", context, {}),
-            secrets.randbits(_SEED_BITS),
-            budget=budget,
-            max_context_len=parent.max_context_len,
-        )
 
         def on_end(_turn: Turn, reason: str) -> None:
             if not answer.done():
-                answer.set_result({"tokens": trajectory.tokens.copy(), "finish_reason": reason})
+                answer.set_result({"tokens": aside.tokens.copy(), "finish_reason": reason})
 
         def on_error(error: UmbraError) -> None:
             if not answer.done():
                 answer.set_exception(RolloutError(str(error)))
 
-        return Turn(
-            trajectory=trajectory,
+        turn = Turn(
+            trajectory=aside,
             group=None,
             start=0,
             limit=budget if max_new_tokens is None else max_new_tokens,
-            sampling=self._sampling,
+            sampling=session.sampling,
             on_end=on_end,
             on_error=on_error,
             lora=lora,
         )
+        return await self._answer(session, turn, answer)
+
+    async def _answer(
+        self, session: _Session, turn: Turn, answer: asyncio.Future[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Raises RolloutError if the run ends before the turn does."""
+        session.answers[turn] = answer
+        try:
+            self._dispatcher.submit(turn)
+            return await answer
+        finally:
+            del session.answers[turn]
+            self._dispatcher.cancel([turn])  # of a caller that is gone, no tokens may arrive later
