@@ -22,8 +22,9 @@ from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 from umbra.trainer.services.services import MANAGER, POOL
+from umbra.trainer.world.mesh import Mesh, from_lead
 from umbra.trainer.world.signals import StopRequested, StopSignals
-from umbra.trainer.world.world import World, any_rank, from_lead
+from umbra.trainer.world.world import any_rank
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class PolicyEngines:
         self,
         config: TrainerConfig,
         session: Session,
-        world: World,
+        mesh: Mesh,
         policy: TrainModel,
         offload: HostOffload,
         gpu_memory: GpuMemorySeen,
@@ -45,7 +46,7 @@ class PolicyEngines:
         self.rollouts = Rollouts(session, MANAGER)
         self._config = config
         self._is_hybrid = config.pool.mode == "hybrid"
-        self._world = world
+        self._mesh = mesh
         self._offload = offload
         self._gpu_memory = gpu_memory
         self._stop = stop
@@ -62,8 +63,8 @@ class PolicyEngines:
     def begin(self, state: TrainerState, resumed_from: Path | None) -> None:
         """Takes the ledger back to the checkpoint, which may be another run's."""
         versions = RunDir(self._config.run.dir).versions
-        newest = from_lead(self._world, lambda: self._begin(state, resumed_from, versions))
-        self.versions = VersionCounter(versions, newest, writes=self._world.is_lead)
+        newest = from_lead(self._mesh, lambda: self._begin(state, resumed_from, versions))
+        self.versions = VersionCounter(versions, newest, writes=self._mesh.is_lead)
 
     def _begin(self, state: TrainerState, resumed_from: Path | None, versions: Path) -> int:
         """The newest version that was ever used, because numbers are not reused."""
@@ -78,7 +79,7 @@ class PolicyEngines:
         signal ended it: nothing would be generated with these weights."""
         version = self.versions.next(step)
         with span("sync", version=version) as sync:
-            if self._world.is_lead:
+            if self._mesh.is_lead:
                 self.rollouts.announce(version, step)
             report = self._wait(lambda: self._sync(version))
         if any_rank(report is None) or report is None:
@@ -116,7 +117,7 @@ class PolicyEngines:
     def sleep(self) -> None:
         """Gives the memory that hybrid engines share with the ranks to the ranks."""
         if self._is_hybrid:
-            if self._world.is_lead:
+            if self._mesh.is_lead:
                 self._pool.sleep(2)
             any_rank(False)  # a barrier: no rank takes memory before the engines have released it
         self._offload.bring_back()

@@ -43,9 +43,10 @@ from umbra.trainer.services.job_plan import JobPlan
 from umbra.trainer.services.rollout_start import start_rollouts
 from umbra.trainer.services.services import POOL, ServiceStarter, user_folders
 from umbra.trainer.step import TrainStep
+from umbra.trainer.world.mesh import Mesh, from_lead
 from umbra.trainer.world.signals import StopSignals
 from umbra.trainer.world.stop_forecast import StopForecast
-from umbra.trainer.world.world import World, agree_on_signal, any_rank, from_lead
+from umbra.trainer.world.world import agree_on_signal, any_rank
 
 T = TypeVar("T")
 
@@ -136,10 +137,10 @@ class TrainingRun:
         gpu_memory = GpuMemorySeen.open(plan.placement.nodes[0].gpus, planned)
         self._gpu_memory = stack.enter_context(gpu_memory)
         with self._display.activity("connecting the ranks"):
-            world = World.join(self._environment, self.config.train.device, limit_s)
-            self._world = stack.enter_context(world)
+            mesh = Mesh.join(self._environment, self.config.train.device, limit_s)
+            self._mesh = stack.enter_context(mesh)
         stack.push(self._announce_failure)
-        self._memory = MemoryAccount(self._world.device)
+        self._memory = MemoryAccount(self._mesh.device)
 
     def _by_starter(self, act: Callable[[ServiceStarter], T]) -> T:
         """The result on rank 0, which has the starter, on every rank."""
@@ -148,17 +149,17 @@ class TrainingRun:
             assert self._starter is not None
             return act(self._starter)
 
-        return from_lead(self._world, start)
+        return from_lead(self._mesh, start)
 
     def _begin_run_dir(self) -> Path | None:
         """Prepares the run directory; returns the newest checkpoint whose files are intact."""
         config, display, damaged = self.config, self._display, list[Path]()
         self._checkpoints = CheckpointStore(
-            self._run_dir.checkpoints, self._world, config.train.keep_checkpoints
+            self._run_dir.checkpoints, self._mesh, config.train.keep_checkpoints
         )
         incarnation = self._environment.incarnation
         while True:
-            path = from_lead(self._world, lambda: begin_run(config.run, incarnation, damaged))
+            path = from_lead(self._mesh, lambda: begin_run(config.run, incarnation, damaged))
             if path is None:
                 return None
             with display.activity(f"checking {path.name}"):
@@ -171,37 +172,37 @@ class TrainingRun:
             damaged.append(path)
 
     def _start_rollouts(self) -> None:
-        config, world = self.config, self._world
+        config, mesh = self.config, self._mesh
         num_prompts = self._by_starter(
             lambda starter: start_rollouts(
-                config, starter, self._display, world.world_size, world.device.type
+                config, starter, self._display, mesh.world_size, mesh.device.type
             )
         )
         self.config = config.with_steps(num_prompts)
 
     def _load_models(self) -> None:
         """The policy, and the frozen starting model if a KL term needs it."""
-        config, world = self.config, self._world
+        config, mesh = self.config, self._mesh
         with self._display.activity("loading the model"):
-            self._models = {POLICY: load_model(config, world.mesh, trains=True)}
+            self._models = {POLICY: load_model(config, mesh.fsdp, trains=True)}
         num_parameters = self._models[POLICY].num_parameters
         self._display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
         if config.train.kl_coef:
             with self._display.activity("loading the reference model"):
-                self._models[REFERENCE] = load_model(config, world.mesh, trains=False)
+                self._models[REFERENCE] = load_model(config, mesh.fsdp, trains=False)
         self._offload = HostOffload(
             config.train.offload,
             self._models.values(),
-            world.device,
+            mesh.device,
             on_release=self._session.report_gpu_memory,
         )
         self._engines = PolicyEngines(
-            *(config, self._session, world, self._models[POLICY]),
+            *(config, self._session, mesh, self._models[POLICY]),
             *(self._offload, self._gpu_memory, self._stop),
         )
 
     def _resume(self, resumed_from: Path | None) -> TrainerState:
-        state = TrainerState(step=0, version=0, world_size=self._world.world_size, seed=0)
+        state = TrainerState(step=0, version=0, world_size=self._mesh.world_size, seed=0)
         if resumed_from is not None:
             with self._display.activity("loading the checkpoint"):
                 state = self._checkpoints.load(resumed_from, self._models)
@@ -210,7 +211,7 @@ class TrainingRun:
         return state
 
     def _open_reports(self, stack: ExitStack) -> None:
-        train, is_lead = self.config.train, self._world.is_lead
+        train, is_lead = self.config.train, self._mesh.is_lead
         reporter = RunReporter.open(self.config, self._display, self.step, is_lead=is_lead)
         self._reporter = stack.enter_context(reporter)
         stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
@@ -227,7 +228,7 @@ class TrainingRun:
         builder = MicroBatchBuilder(
             packed=self._models[POLICY].is_packed,
             dtype=self._dtype,
-            device=self._world.device,
+            device=self._mesh.device,
             aggregation=train.loss_aggregation,
             max_new_tokens=self.config.rollout.max_new_tokens,
             skips_neutral=train.kl_coef == 0.0 and train.loss in LOSSES,
@@ -238,7 +239,7 @@ class TrainingRun:
             self._engines.versions,
             partial(_decode_token, self.config.run.dir),
             self._display.note,
-            from_lead(self._world, lambda: last_steps(self._run_dir.path)),
+            from_lead(self._mesh, lambda: last_steps(self._run_dir.path)),
         )
         self._train_step = TrainStep(self._models, builder, train, loss, check)
 
@@ -324,11 +325,11 @@ class TrainingRun:
         if self.step == self._saved_step:
             return
         self._engines.sleep_if_awake()
-        rollouts, is_lead = self._engines.rollouts, self._world.is_lead
+        rollouts, is_lead = self._engines.rollouts, self._mesh.is_lead
         state = TrainerState(
             step=self.step,
             version=self._engines.versions.current,
-            world_size=self._world.world_size,
+            world_size=self._mesh.world_size,
             seed=self.config.train.seed,
             ledger=rollouts.position() if is_lead else "",
         )
@@ -382,11 +383,11 @@ class TrainingRun:
         if config.train.export and not stopped_by:
             with self._display.activity("exporting the model"):
                 export_policy(
-                    *(self._models[POLICY], run_dir.export, self._world),
+                    *(self._models[POLICY], run_dir.export, self._mesh),
                     source=config.model.path,
                     dtype=self._dtype,
                 )
-        from_lead(self._world, lambda: self._report(config, stopped_by))
+        from_lead(self._mesh, lambda: self._report(config, stopped_by))
 
     def _report(self, config: TrainerConfig, stopped_by: str) -> None:
         pools = [self._session.pool(name) for name in (POOL, *config.pools)]

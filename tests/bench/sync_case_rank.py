@@ -33,7 +33,8 @@ from umbra.runtime.session.session import Session, SessionConfig
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
 from umbra.runtime.weights.shards import wire_manifest
-from umbra.trainer.world.world import World, barrier, from_lead, usable_gpus
+from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.world import barrier, usable_gpus
 
 _TIMEOUT_S: Final = 400.0
 # The other ranks wait for the engine's start, which takes up to 300 s.
@@ -48,7 +49,7 @@ def main() -> None:
     config = SessionConfig(run_dir=folder / "run", trace=True)
     with (
         Session.from_torchrun(config) as session,
-        World.join(environment, case.device, _TIMEOUT_S) as world,
+        Mesh.join(environment, case.device, _TIMEOUT_S) as world,
     ):
         rank = _Rank(case, folder, session, world)
         nbytes = rank.measure()
@@ -67,7 +68,7 @@ class _Rank:
             time before it.
     """
 
-    def __init__(self, case: SyncCase, folder: Path, session: Session, world: World) -> None:
+    def __init__(self, case: SyncCase, folder: Path, session: Session, world: Mesh) -> None:
         self._case = case
         self._folder = folder
         self._session = session
@@ -138,7 +139,7 @@ class _Rank:
         )
 
 
-def sharded_tensors(case: SyncCase, world: World) -> dict[str, DTensor]:
+def sharded_tensors(case: SyncCase, world: Mesh) -> dict[str, DTensor]:
     """Parameters, sharded over the ranks as by FSDP2. Norms are 1, all others random."""
     tensors: dict[str, DTensor] = {}
     for name, (num_rows, *sizes) in parameter_shapes(SHAPES[case.shape]).items():
@@ -149,7 +150,7 @@ def sharded_tensors(case: SyncCase, world: World) -> dict[str, DTensor]:
         )
         if sizes:
             local.normal_(std=0.02)
-        tensors[name] = DTensor.from_local(local, world.mesh, [Shard(0)], run_check=False)
+        tensors[name] = DTensor.from_local(local, world.fsdp, [Shard(0)], run_check=False)
     return tensors
 
 

@@ -18,10 +18,10 @@ from recorded_trainer import RecordedRollouts
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.trainer import policy_engines, run_parts
 from umbra.trainer.command_line import run_program
-from umbra.trainer.world.world import World
+from umbra.trainer.world.mesh import Mesh
 
 
-class TimedWorld(World):
+class TimedMesh(Mesh):
     """Prints the line."""
 
     @classmethod
@@ -31,8 +31,8 @@ class TimedWorld(World):
         environment: TorchrunEnvironment,
         device: Literal["auto", "cpu", "cuda"],
         timeout_s: float,
-    ) -> Generator[World]:
-        with World.join(environment, device, timeout_s) as world:
+    ) -> Generator[Mesh]:
+        with Mesh.join(environment, device, timeout_s) as world:
             line = {
                 "event": "process group",
                 "rank": world.rank,
@@ -47,5 +47,5 @@ class TimedWorld(World):
 
 if __name__ == "__main__":
     policy_engines.__dict__["Rollouts"] = RecordedRollouts
-    run_parts.__dict__["World"] = TimedWorld
+    run_parts.__dict__["Mesh"] = TimedMesh
     run_program()

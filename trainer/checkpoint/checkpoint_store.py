@@ -53,6 +53,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     reading_checkpoint,
 )
 from umbra.trainer.model.train_model import POLICY, TrainModel
+from umbra.trainer.world.mesh import Mesh, from_lead
 from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
@@ -60,14 +61,7 @@ from umbra.trainer.world.run_files import (
     write_json,
     writing,
 )
-from umbra.trainer.world.world import (
-    World,
-    any_rank,
-    barrier,
-    first_text,
-    from_each_rank,
-    from_lead,
-)
+from umbra.trainer.world.world import any_rank, barrier, first_text, from_each_rank
 
 _METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."
@@ -80,12 +74,12 @@ class CheckpointStore:
     """The checkpoints of a run directory. Every rank has one; save and load are collective.
     `folder`, where the last one was saved, follows a run directory that is moved."""
 
-    def __init__(self, folder: Path, world: World, keep: int) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, keep: int) -> None:
         self.folder = folder
         self._run_dir: HeldFolder | None = None
-        if world.is_lead and folder.parent.is_dir():  # else saving reports the reason
+        if mesh.is_lead and folder.parent.is_dir():  # else saving reports the reason
             self._run_dir = HeldFolder(folder.parent)
-        self._world = world
+        self._mesh = mesh
         self._keep = keep
 
     def path(self, step: int) -> Path:
@@ -95,19 +89,19 @@ class CheckpointStore:
         """Writes a checkpoint of the models that are trained, and removes the oldest beyond `keep`,
         except the best. Raises RunDirectoryError on every rank if the disk is full or the directory
         was removed; earlier checkpoints stay unchanged."""
-        self.folder = from_lead(self._world, self._locate)
+        self.folder = from_lead(self._mesh, self._locate)
         target = self.path(state.step)
         tensors = _tensors(models)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        from_lead(self._world, lambda: self._prepare(target, nbytes))
+        from_lead(self._mesh, lambda: self._prepare(target, nbytes))
         writer = _Writer(target, nbytes)
         try:
             with _disk_trouble(_WRITE, target, needed_nbytes=nbytes):
-                _dcp.save(tensors | _random_state(self._world.rank), storage_writer=writer)
+                _dcp.save(tensors | _random_state(self._mesh.rank), storage_writer=writer)
             digests = from_each_rank(writer.files.digests)
-            from_lead(self._world, lambda: self._complete(target, state, digests))
+            from_lead(self._mesh, lambda: self._complete(target, state, digests))
         except RunDirectoryError:  # raised on every rank, when none of them writes any more
-            if self._world.is_lead and not is_complete(target):
+            if self._mesh.is_lead and not is_complete(target):
                 shutil.rmtree(target, ignore_errors=True)
             raise
         return target
@@ -116,7 +110,7 @@ class CheckpointStore:
         """Loads a checkpoint in place. Raises ConfigError if it is incomplete or of another model,
         RunDirectoryError if one of its files cannot be read."""
         state = read_trainer_state(path)
-        random_state = _random_state(self._world.rank)
+        random_state = _random_state(self._mesh.rank)
         _read(path, _tensors(models), random_state)
         for value in random_state.values():
             torch.set_rng_state(value)
@@ -132,7 +126,7 @@ class CheckpointStore:
 
     def find_damage(self, path: Path) -> str:
         """The damage of a checkpoint's files, or "". Collective: each rank reads a part of them."""
-        found = find_damage(path, self._world.rank, self._world.world_size)
+        found = find_damage(path, self._mesh.rank, self._mesh.world_size)
         return first_text(found) if any_rank(bool(found)) else ""
 
     def _prepare(self, target: Path, nbytes: int) -> None:

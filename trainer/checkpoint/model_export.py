@@ -29,8 +29,9 @@ from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
 from umbra.trainer.model.train_model import TrainModel
+from umbra.trainer.world.mesh import Mesh, from_lead
 from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, writing
-from umbra.trainer.world.world import World, barrier, from_lead
+from umbra.trainer.world.world import barrier
 
 MAX_SHARD_NBYTES: Final = 5 * 10**9
 """Size of a file of weights. Larger files take more memory in an export of a checkpoint; with
@@ -138,7 +139,7 @@ class _Tensors:
 
 
 def export_policy(
-    policy: TrainModel, target: Path, world: World, *, source: Path, dtype: torch.dtype
+    policy: TrainModel, target: Path, mesh: Mesh, *, source: Path, dtype: torch.dtype
 ) -> Path:
     """Writes config, safetensors in `dtype` and the tokenizer of `source`, where training started,
     to `target`. Collective.
@@ -146,8 +147,8 @@ def export_policy(
     An existing `target` is replaced once the new one is complete. Until then rank 0 holds a full
     copy of the weights. Raises RunDirectoryError on every rank if the disk is full or the like.
     """
-    full = _gather(policy, world, dtype)
-    from_lead(world, lambda: write_whole_model(policy.model, full, target, source, dtype))
+    full = _gather(policy, mesh, dtype)
+    from_lead(mesh, lambda: write_whole_model(policy.model, full, target, source, dtype))
     return target
 
 
@@ -169,7 +170,7 @@ def write_whole_model(
         correct_config(folder / "config.json", dtype)
 
 
-def _gather(policy: TrainModel, world: World, dtype: torch.dtype) -> dict[str, Tensor]:
+def _gather(policy: TrainModel, mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
@@ -177,11 +178,11 @@ def _gather(policy: TrainModel, world: World, dtype: torch.dtype) -> dict[str, T
         data = tensor.detach()
         if id(tensor) not in wholes:
             whole = data.full_tensor() if isinstance(data, DTensor) else data
-            if world.is_lead:
+            if mesh.is_lead:
                 kept = whole.dtype if not whole.is_floating_point() else dtype
                 whole = whole.to("cpu", kept, copy=True)
-            wholes[id(tensor)] = whole if world.is_lead else torch.empty(0)
-        if world.is_lead:
+            wholes[id(tensor)] = whole if mesh.is_lead else torch.empty(0)
+        if mesh.is_lead:
             full[name] = wholes[id(tensor)]
     barrier()
     return full

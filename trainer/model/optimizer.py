@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, assert_never, cast
+from typing import Any, Final, Literal, assert_never, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from umbra.trainer.config.trainer_config import TrainSection
-from umbra.trainer.world.world import sum_over_ranks
 
+_dist: Final[Any] = torch.distributed
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -64,7 +66,7 @@ def optimizer_step(
     Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters
     are unchanged, and the caller must act on it."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    norm = global_norm(gradients)
+    norm = global_norm(parameters)
     rate = train.learning_rate * learning_rate_factor(
         step,
         schedule=train.schedule,
@@ -84,13 +86,32 @@ def optimizer_step(
     return {"grad_norm": norm, "learning_rate": rate}
 
 
-def global_norm(local_gradients: list[Tensor]) -> float:
-    """L2 norm over all parameters and ranks, from each rank's shards."""
-    total = get_total_norm(local_gradients, foreach=True).double().square()
-    return math.sqrt(float(sum_over_ranks(total)))
+def global_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """L2 norm of all gradients, from each rank's shards. Collective. A gradient's square is summed
+    over the axes that it is sharded on: ranks on others have the same."""
+    shards = defaultdict[tuple[ProcessGroup, ...], list[Tensor]](list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shards[_sharding_groups(parameter.grad)].append(_local(parameter.grad))
+    square = 0.0
+    for groups, gradients in shards.items():
+        total = get_total_norm(gradients, foreach=True).double().square()
+        for group in groups:
+            _dist.all_reduce(total, group=group)
+        square += float(total)
+    return math.sqrt(square)
+
+
+def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
+    if not isinstance(tensor, DTensor):
+        return ()
+    placements = enumerate(tensor.placements)
+    return tuple(
+        tensor.device_mesh.get_group(axis)
+        for axis, placement in placements
+        if isinstance(placement, Shard)
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

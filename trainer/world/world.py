@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
-from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
+from umbra.runtime.cluster.environment import visible_gpus
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.cpu_affinity import (
     allowed_threads,
     confine,
@@ -28,60 +24,6 @@ from umbra.runtime.process.nvml import count_gpus
 
 T = TypeVar("T")
 _dist: Final[Any] = torch.distributed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """The ranks of a run. `mesh` has one axis, over all of them."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    mesh: DeviceMesh
-
-    @property
-    def is_lead(self) -> bool:
-        """Rank 0 writes files and reports."""
-        return self.rank == 0
-
-    @classmethod
-    @contextmanager
-    def join(
-        cls,
-        environment: TorchrunEnvironment,
-        device: Literal["auto", "cpu", "cuda"],
-        timeout_s: float,
-    ) -> Generator[World]:
-        """Connects this rank to the others; collective. Leaves the process group on exit.
-        `timeout_s` limits a rank's wait for the others in a collective.
-
-        On GPUs, open the session first: a supervisor that starts later inherits this rank's cores.
-        """
-        torch_device = pick_device(device, environment.local_rank)
-        gpus = usable_gpus() if torch_device.type == "cuda" else ()
-        share_cores(environment.local_rank, environment.local_world_size, gpus)
-        backend = "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo"
-        arguments: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-        if torch_device.type == "cuda":
-            torch.cuda.set_device(torch_device)
-            # cuDNN's attention makes a plan for every shape, and packed shapes differ every step.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            arguments["device_id"] = torch_device
-        if environment.under_torchrun:
-            # torchrun's store outlives elastic restarts: without a prefix, a rank could read an
-            # address from the previous incarnation.
-            store, rank, world_size = next(_dist.rendezvous("env://"))
-            store = _dist.PrefixStore(f"umbra-{environment.incarnation}", store)
-            arguments |= {"store": store, "rank": rank, "world_size": world_size}
-        else:
-            arguments |= {"store": _dist.HashStore(), "rank": 0, "world_size": 1}
-        _dist.init_process_group(backend, **arguments)
-        try:
-            world_size = environment.world_size
-            mesh = init_device_mesh(torch_device.type, (world_size,))
-            yield cls(rank=environment.rank, world_size=world_size, device=torch_device, mesh=mesh)
-        finally:
-            _dist.destroy_process_group()
 
 
 def usable_gpus() -> tuple[str, ...]:
@@ -172,23 +114,3 @@ def first_text(text: str) -> str:
     found = [text]
     _dist.broadcast_object_list(found, src=source)
     return found[0]
-
-
-def from_lead(world: World, make: Callable[[], T]) -> T:
-    """Returns rank 0's `make()` on every rank. Collective. If it raises, every rank raises: the
-    same UmbraError, or JobFailed for any other error. The value travels by torch.distributed's own
-    object broadcast between the ranks of this job."""
-    outcome: list[Any] = [None, None]
-    if world.is_lead:
-        try:
-            outcome[0] = make()
-        except UmbraError as error:
-            outcome[1] = error
-        except Exception as error:
-            outcome[1] = JobFailed(f"rank 0 failed: {type(error).__name__}: {error}")
-            _dist.broadcast_object_list(outcome, src=0)
-            raise
-    _dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise cast("UmbraError", outcome[1])
-    return cast("T", outcome[0])

@@ -18,7 +18,7 @@ from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_model, prepare_causal_lm
 from umbra.trainer.model.packing import Sample, pack, packing_order
 from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
-from umbra.trainer.world.world import World
+from umbra.trainer.world.mesh import Mesh
 
 
 def compare_loading(cases: list[list[str]], device_type: str = "cpu") -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def compare_loading(cases: list[list[str]], device_type: str = "cpu") -> list[di
     return [_compare(world, *case) for case in cases]
 
 
-def _compare(world: World, folder: str, dtype_name: str, wrap: Any) -> dict[str, Any]:
+def _compare(world: Mesh, folder: str, dtype_name: str, wrap: Any) -> dict[str, Any]:
     dtype: torch.dtype = getattr(torch, dtype_name)
     section = ModelSection(path=Path(folder))
     prepared = prepare_causal_lm(section, dtype)
@@ -35,8 +35,8 @@ def _compare(world: World, folder: str, dtype_name: str, wrap: Any) -> dict[str,
     assert prepared.is_packed == is_packed
     held = [p.is_meta for p in prepared.model.parameters()]
     passes = PassSettings(compute_dtype=dtype, wrap=wrap)
-    ours = TrainModel(prepared, world.mesh, passes)
-    theirs = TrainModel(PreparedModel(model, is_packed), world.mesh, passes)
+    ours = TrainModel(prepared, world.fsdp, passes)
+    theirs = TrainModel(PreparedModel(model, is_packed), world.fsdp, passes)
     assert list(ours.published) == list(theirs.published)
     assert find_aliases(ours.published) == find_aliases(theirs.published)
     return {
@@ -68,7 +68,7 @@ def score_beside(
 
 
 def _score_beside(
-    world: World, folder: str, wrap: str, max_context_len: int, lens: list[int]
+    world: Mesh, folder: str, wrap: str, max_context_len: int, lens: list[int]
 ) -> list[float]:
     config = check_config(
         TrainerConfig,
@@ -81,7 +81,7 @@ def _score_beside(
         },
         "config",
     )
-    policy = load_model(config, world.mesh, trains=False)
+    policy = load_model(config, world.fsdp, trains=False)
     draw = np.random.default_rng(0)
     samples = [
         Sample(
@@ -115,7 +115,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 @torch.no_grad()
-def _logprobs(policy: TrainModel, world: World, dtype: torch.dtype) -> torch.Tensor:
+def _logprobs(policy: TrainModel, world: Mesh, dtype: torch.dtype) -> torch.Tensor:
     builder = MicroBatchBuilder(
         packed=policy.is_packed,
         dtype=dtype,

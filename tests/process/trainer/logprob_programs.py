@@ -23,7 +23,7 @@ from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world.world import World
+from umbra.trainer.world.mesh import Mesh
 
 
 def run_all(calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run_all(calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_step(
-    world: World,
+    world: Mesh,
     engine: str,
     trainer: str = "",
     dtype: Dtype = "float32",
@@ -76,7 +76,7 @@ def check_step(
         temperature=temperature,
         truncation=Truncation(*truncation),
     )
-    policy = TrainModel(PreparedModel(model, is_packed), world.mesh, passes, settings)
+    policy = TrainModel(PreparedModel(model, is_packed), world.fsdp, passes, settings)
     builder = MicroBatchBuilder(
         packed=is_packed,
         dtype=getattr(torch, dtype),
@@ -110,7 +110,7 @@ def check_step(
     return {"error": error, "warnings": warnings, "metrics": metrics, "changed": changed}
 
 
-def _share(batch: TrainBatch, world: World) -> TrainBatch:
+def _share(batch: TrainBatch, world: Mesh) -> TrainBatch:
     """All micro-batches for the last rank, and padding for the others."""
     if world.rank == world.world_size - 1:
         return batch

@@ -40,7 +40,7 @@ from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.data.train_batch import ADVANTAGES, ROLLOUT_LOGPROBS, MiniBatch, TrainBatch
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
-from umbra.trainer.world.world import World
+from umbra.trainer.world.mesh import Mesh
 
 PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]
 SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, MAX_CONTEXT_LEN = 4, 40, 128
@@ -57,7 +57,7 @@ def changed(changes: dict[str, Any]) -> TrainSection:
 
 
 def split_batch(
-    world: World, seed: int, num_micro_batches: int, num_mini_batches: int
+    world: Mesh, seed: int, num_micro_batches: int, num_mini_batches: int
 ) -> TrainBatch:
     """A random batch of one rank, whose micro-batches are dealt to mini-batches."""
     batch = rank_batch(world, seed, num_micro_batches)
@@ -72,7 +72,7 @@ def split_batch(
 
 
 def train_steps(
-    world: World, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
+    world: Mesh, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
 ) -> list[Any]:
     """Three steps on tokens of another policy: parameters, metrics, and the model's passes."""
     train = changed(changes)
@@ -97,7 +97,7 @@ def train_steps(
 
 
 def train_by_hand(
-    world: World, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
+    world: Mesh, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
 ) -> Arrays:
     """`train_steps` as the papers have it: the proximal policy has a pass of its own."""
     train = changed(changes)
@@ -124,7 +124,7 @@ def train_by_hand(
     return full_parameters(policy)
 
 
-def train_on_policy(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
+def train_on_policy(world: Mesh, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
     """Three steps, each on tokens of the policy as it is; [parameters, metrics of each step]."""
     train = changed(changes)
     policy = make_policy(world, train)
@@ -149,7 +149,7 @@ def recomputed(
     return found
 
 
-def resume_after_two_steps(world: World, changes: dict[str, Any], folder: str) -> list[Arrays]:
+def resume_after_two_steps(world: Mesh, changes: dict[str, Any], folder: str) -> list[Arrays]:
     """Parameters after three steps at a stretch, and with a checkpoint between."""
     train = changed(changes)
     policy = make_policy(world, train)
@@ -177,7 +177,7 @@ class _Generated:
 
 
 def generate_and_recompute(
-    world: World, folders: list[str], temperature: float, attention: Literal["packed", "padded"]
+    world: Mesh, folders: list[str], temperature: float, attention: Literal["packed", "padded"]
 ) -> Arrays:
     """An engine's logprobs of what it generated, and the trainer's of the same tokens.
 
@@ -196,7 +196,7 @@ def generate_and_recompute(
         section = ModelSection(path=Path(folder), attention=attention)
         model, is_packed = load_whole_model(section, torch.float32)
         passes = PassSettings(compute_dtype=torch.float32, temperature=temperature)
-        policy = TrainModel(PreparedModel(model, is_packed), world.mesh, passes)
+        policy = TrainModel(PreparedModel(model, is_packed), world.fsdp, passes)
         builder = make_builder(world, policy, TRAIN)
         arrays[str(version)] = recomputed(policy, builder, batch)[batch.mask == 1]
     return arrays

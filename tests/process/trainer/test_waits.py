@@ -57,10 +57,10 @@ def test_the_group_of_the_ranks_and_that_of_their_mesh_have_it() -> None:
     code = """
         import torch
         from umbra.runtime.cluster.environment import TorchrunEnvironment
-        from umbra.trainer.world.world import World
+        from umbra.trainer.world.mesh import Mesh
 
-        with World.join(TorchrunEnvironment.read(), "cpu", 7777.0) as world:
-            for group in (torch.distributed.group.WORLD, world.mesh.get_group()):
+        with Mesh.join(TorchrunEnvironment.read(), "cpu", 7777.0) as world:
+            for group in (torch.distributed.group.WORLD, world.fsdp.get_group()):
                 print(group._get_backend(world.device).options._timeout.total_seconds())
     """
     environ = {name: value for name, value in os.environ.items() if name != "RANK"}

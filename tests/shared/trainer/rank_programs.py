@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from training_models import make_model
 from whole_model import load_whole_model
@@ -54,7 +53,8 @@ from umbra.trainer.model.train_model import (
     Wrap,
 )
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world.world import World, agree_on_signal, barrier, from_lead, share_cores
+from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.world import agree_on_signal, barrier, share_cores
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # Of batches that have their advantages.
@@ -67,7 +67,7 @@ TRAIN = TrainSection(
 
 
 def make_policy(
-    world: World,
+    world: Mesh,
     train: TrainSection | None = TRAIN,
     *,
     packed: bool = True,
@@ -87,10 +87,10 @@ def make_policy(
         recomputes=recomputes,
         compiles=compiles,
     )
-    return TrainModel(PreparedModel(model, packed), world.mesh, passes, train)
+    return TrainModel(PreparedModel(model, packed), world.fsdp, passes, train)
 
 
-def rank_batch(world: World, seed: int, micro_batches: int) -> TrainBatch:
+def rank_batch(world: Mesh, seed: int, micro_batches: int) -> TrainBatch:
     """This rank's share of a random global batch, dealt as the rollout manager does."""
     generator = np.random.default_rng(seed)
     lens = generator.integers(1, MAX_NEW_TOKENS + 1, (GROUPS, GROUP_SIZE))
@@ -128,7 +128,7 @@ def rank_batch(world: World, seed: int, micro_batches: int) -> TrainBatch:
 
 
 def make_train_step(
-    world: World, policy: TrainModel, train: TrainSection, reference: TrainModel | None = None
+    world: Mesh, policy: TrainModel, train: TrainSection, reference: TrainModel | None = None
 ) -> TrainStep:
     models = {POLICY: policy} if reference is None else {POLICY: policy, REFERENCE: reference}
     return TrainStep(models, make_builder(world, policy, train), train, load_loss(train.loss))
@@ -146,7 +146,7 @@ def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection)
     return LossOutput(-(inputs.weights * inputs.advantages * logprobs).sum(), metrics)
 
 
-def make_builder(world: World, policy: TrainModel, train: TrainSection) -> MicroBatchBuilder:
+def make_builder(world: Mesh, policy: TrainModel, train: TrainSection) -> MicroBatchBuilder:
     return MicroBatchBuilder(
         packed=policy.is_packed,
         dtype=torch.float32,
@@ -168,19 +168,14 @@ def run_all(calls: dict[str, list[Any]], device_type: str = "cpu") -> dict[str, 
     return {key: globals()[name](world, *args) for key, (name, *args) in calls.items()}
 
 
-def make_world(device_type: str = "cpu") -> World:
+def make_world(device_type: str = "cpu") -> Mesh:
     """This process's world, on one thread."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
     share_cores(0, 64, ())
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=device,
-        mesh=init_device_mesh(device_type, (dist.get_world_size(),)),
-    )
+    return Mesh.of_group(device)
 
 
 def whole(tensor: Any) -> NDArray[Any]:
@@ -194,7 +189,7 @@ def full_parameters(policy: TrainModel) -> Arrays:
 
 
 def train_and_return_parameters(
-    world: World,
+    world: Mesh,
     train: TrainSection,
     num_steps: int,
     *,
@@ -205,8 +200,11 @@ def train_and_return_parameters(
     recomputes: bool = False,
     compiles: bool = False,
     offload: Offload = "none",
+    num_replicas: int = 1,
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
+    if num_replicas > 1:
+        world = Mesh.of_group(world.device, num_replicas)
     policy = make_policy(
         world, train, packed=packed, wrap=wrap, recomputes=recomputes, compiles=compiles
     )
@@ -261,12 +259,12 @@ def scored_in_chunks() -> Generator[None]:
         yield
 
 
-def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+def train_variant(world: Mesh, changes: dict[str, Any], options: dict[str, Any]) -> Any:
     """Three steps with changes to `TRAIN`; [parameters, metrics of each step]."""
     return train_and_return_parameters(world, replace(TRAIN, **changes), 3, **options)
 
 
-def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+def half_precision_scores(world: Mesh, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:
     """Results for a fixed batch on one rank, in bfloat16: [M] logprobs, in the order of the batch,
     and the gradient of their sum for the first layer's keys."""
     model = make_model(head_dim=16, hidden_size=64)
@@ -274,7 +272,7 @@ def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDA
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
     passes = PassSettings(compute_dtype=torch.bfloat16)
-    policy = TrainModel(PreparedModel(model, packed), world.mesh, passes, TRAIN)
+    policy = TrainModel(PreparedModel(model, packed), world.fsdp, passes, TRAIN)
     builder = MicroBatchBuilder(
         packed=packed,
         dtype=torch.bfloat16,
@@ -290,7 +288,7 @@ def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDA
     return whole(scores.logprobs), whole(of_keys.grad)
 
 
-def save_after_two_steps(world: World, folder: str) -> Arrays:
+def save_after_two_steps(world: Mesh, folder: str) -> Arrays:
     """Trains two steps and saves; returns what was saved."""
     policy = make_policy(world)
     train_step = make_train_step(world, policy, TRAIN)
@@ -301,14 +299,14 @@ def save_after_two_steps(world: World, folder: str) -> Arrays:
     return full_parameters(policy) | full_moments(policy)
 
 
-def save_and_load_with_an_unused_parameter(world: World, folder: str) -> list[bool]:
+def save_and_load_with_an_unused_parameter(world: Mesh, folder: str) -> list[bool]:
     """Whether each tensor loaded after a step equals the saved one."""
     kept: list[Arrays] = []
     for is_first in (True, False):
         model = make_model()
         model.model.unused = torch.nn.Parameter(torch.ones(4))
         passes = PassSettings(compute_dtype=torch.float32)
-        policy = TrainModel(PreparedModel(model, False), world.mesh, passes, TRAIN)
+        policy = TrainModel(PreparedModel(model, False), world.fsdp, passes, TRAIN)
         train_step = make_train_step(world, policy, TRAIN)
         store = CheckpointStore(Path(folder), world, keep=2)
         if is_first:
@@ -331,7 +329,7 @@ def full_moments(policy: TrainModel) -> Arrays:
     }
 
 
-def load_checkpoint(world: World, path: str) -> list[Any]:
+def load_checkpoint(world: Mesh, path: str) -> list[Any]:
     """Loads into a policy with other weights; returns what was loaded."""
     policy = make_policy(world)
     for parameter in policy.parameters.values():
@@ -341,14 +339,14 @@ def load_checkpoint(world: World, path: str) -> list[Any]:
     return [asdict(state), full_parameters(policy) | full_moments(policy)]
 
 
-def load_into_another_model(world: World, path: str) -> str:
+def load_into_another_model(world: Mesh, path: str) -> str:
     """The error when a checkpoint does not fit."""
     policy = make_policy(world, packed=False, kind="llama")
     store = CheckpointStore(Path(path).parent, world, keep=2)
     return said_by(lambda: store.load(Path(path), {POLICY: policy}))
 
 
-def load_half_a_file(world: World, folder: str) -> str:
+def load_half_a_file(world: Mesh, folder: str) -> str:
     """The error when a checkpoint's data were cut off."""
     save_many(world, folder, [1], keep=1)
     path = Path(folder) / "step-000001"
@@ -359,7 +357,7 @@ def load_half_a_file(world: World, folder: str) -> str:
     return said_by(lambda: store.load(path, {POLICY: policy}))
 
 
-def load_damaged(world: World, checkpoint: str, folder: str) -> dict[str, str]:
+def load_damaged(world: Mesh, checkpoint: str, folder: str) -> dict[str, str]:
     """The errors when a file of a checkpoint is damaged, by file and damage."""
     policy = make_policy(world)
     store = CheckpointStore(Path(folder), world, keep=1)
@@ -386,7 +384,7 @@ def _copy_damaged(checkpoint: Path, copy: Path, name: str, kept: float | None) -
         os.truncate(copy / name, int((copy / name).stat().st_size * kept))
 
 
-def find_flipped_bits(world: World, checkpoint: str, folder: str) -> dict[str, str]:
+def find_flipped_bits(world: Mesh, checkpoint: str, folder: str) -> dict[str, str]:
     """The damage that is found in copies with a flipped bit, by file; "intact" has none."""
     store = CheckpointStore(Path(folder), world, keep=1)
 
@@ -416,7 +414,7 @@ def said_by(action: Callable[[], object]) -> str:
     return ""
 
 
-def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
+def save_many(world: Mesh, folder: str, steps: list[int], keep: int) -> None:
     policy = make_policy(world)
     store = CheckpointStore(Path(folder), world, keep)
     for step in steps:
@@ -424,18 +422,18 @@ def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
         store.save(state, {POLICY: policy})
 
 
-def save_anew_cut_short(world: World, folder: str, step: int) -> str:
+def save_anew_cut_short(world: Mesh, folder: str, step: int) -> str:
     """Saves a step that has a checkpoint, and fails while that is removed; returns the error."""
     with patch.object(shutil, "rmtree", side_effect=OSError("cut short")):
         return said_by(lambda: save_many(world, folder, [step], keep=2))
 
 
-def fail_to_save(world: World, folder: str) -> str:
+def fail_to_save(world: Mesh, folder: str) -> str:
     """The error when a checkpoint cannot be written."""
     return said_by(lambda: save_many(world, folder, [1], keep=1))
 
 
-def fail_to_save_on_full_disk(world: World, folder: str) -> str:
+def fail_to_save_on_full_disk(world: Mesh, folder: str) -> str:
     """Like `fail_to_save`, but rank 0's shards go to /dev/full, which is always full."""
     original = Path.mkdir
 
@@ -451,7 +449,7 @@ def fail_to_save_on_full_disk(world: World, folder: str) -> str:
         Path.mkdir = original
 
 
-def save_as_the_disk_fills_up(world: World, disk: str) -> list[tuple[str, list[str]]]:
+def save_as_the_disk_fills_up(world: Mesh, disk: str) -> list[tuple[str, list[str]]]:
     """Saves three times onto a small disk that is as good as full then, and once it is not.
 
     Returns, for each: what is said, and the files that are there.
@@ -479,7 +477,7 @@ def leave_room(junk: Path, left_nbytes: int) -> None:
     junk.write_bytes(bytes(max(0, stats.f_frsize * stats.f_bavail - left_nbytes)))
 
 
-def export_onto(world: World, source: str, disk: str, left: list[int]) -> list[str]:
+def export_onto(world: Mesh, source: str, disk: str, left: list[int]) -> list[str]:
     """Exports a model to disks with so much space left; returns the errors."""
     said: list[str] = []
     for left_nbytes in left:
@@ -489,15 +487,15 @@ def export_onto(world: World, source: str, disk: str, left: list[int]) -> list[s
     return said
 
 
-def export_model(world: World, source: str, target: str, dtype: str) -> None:
+def export_model(world: Mesh, source: str, target: str, dtype: str) -> None:
     """Loads the model directory, and exports it again."""
     model, is_packed = load_whole_model(ModelSection(path=Path(source)), torch.float32)
     passes = PassSettings(compute_dtype=torch.float32)
-    policy = TrainModel(PreparedModel(model, is_packed), world.mesh, passes)
+    policy = TrainModel(PreparedModel(model, is_packed), world.fsdp, passes)
     export_policy(policy, Path(target), world, source=Path(source), dtype=getattr(torch, dtype))
 
 
-def export_beside_leftovers(world: World, source: str, target: str) -> list[str]:
+def export_beside_leftovers(world: Mesh, source: str, target: str) -> list[str]:
     """Exports where killed exports left folders, one of a process with the same id as this one.
 
     Returns the hidden names that are there afterwards, without that one.
@@ -512,21 +510,21 @@ def export_beside_leftovers(world: World, source: str, target: str) -> list[str]
     return sorted(path.name for path in place.parent.glob(f".{place.name}*"))
 
 
-def raise_on_lead(world: World) -> str:
+def raise_on_lead(world: Mesh) -> str:
     def fail() -> None:
         raise UmbraError("only rank 0 knows")
 
     return said_by(lambda: from_lead(world, fail))
 
 
-def metrics_that_differ(world: World) -> str:
+def metrics_that_differ(world: Mesh) -> str:
     """The error for a loss that returns another metric on each rank."""
     totals = MetricTotals()
     totals.add({f"of_rank_{world.rank}": LossMetric(torch.ones(1))}, torch.ones(1))
     return said_by(totals.reduce)
 
 
-def signals_agreed_on(world: World) -> list[str]:
+def signals_agreed_on(world: Mesh) -> list[str]:
     """The agreed signal when only rank 1 received one, and when none did."""
     only_here = signal.SIGINT if world.rank == 1 else None
     return [agree_on_signal(received) for received in (only_here, None)]
