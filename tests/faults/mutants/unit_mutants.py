@@ -416,6 +416,15 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
         command=_PACKING,
         says=r"assert \[7, 8, 9, 10\] == \[7, 10\]",
     ),
+    # Right where a rank has all samples of its groups.
+    Mutant(
+        name="advantages of other samples",
+        path="trainer/data/train_batch.py",
+        old="of_groups[self.groups.indices]",
+        new="of_groups[: len(self.groups.indices)]",
+        command=_pytest("unit/trainer/test_advantage_estimators.py"),
+        says=r"FAILED .*test_samples_of_a_group_that_ranks_share",
+    ),
     # Right where a rank has whole groups only.
     Mutant(
         name="rewards of another sample",
