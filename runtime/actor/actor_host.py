@@ -111,7 +111,7 @@ class _Host:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
-            server = ActorServer(target, incarnation, describing_calls(client, lambda: server))
+            server = ActorServer([target], incarnation, describing_calls(client, lambda: server))
             tcp_endpoint = self._bind(server, context, stack)
             ticker = LoopTicker(self._progress_of(target))
             stack.enter_context(

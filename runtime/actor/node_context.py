@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
@@ -24,14 +24,16 @@ class NodeContext:
 
     node: NodeSettings
     client: Client
-    sockets: zmq.Context[zmq.Socket[bytes]]  # of the actors' mailboxes
     rules: JobRules
-    job_stop: JobStop
     links: JobLinks
     ranks: AttachedRanks
     note: Notify  # shows a line to the operator, and records it
     record: Notify
-    over: asyncio.Event
+    job_stop: JobStop = field(default_factory=JobStop)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # until the job is over
+    # of the actors' mailboxes
+    sockets: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context[zmq.Socket[bytes]])
 
 
 class ActorWatcher(Protocol):

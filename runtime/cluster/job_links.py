@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from umbra.runtime.cluster.job_nodes import JobNode, check_nodes
+from umbra.runtime.cluster.job_nodes import JobNode, check_nodes, request_name
 from umbra.runtime.cluster.node_link import LOST_AFTER_S, Event, LeadLink, MemberLinks, Specs
 from umbra.runtime.errors import (
     ActorNotFound,
@@ -36,6 +37,8 @@ class JobLinks:
     another lead. A job that listens on no address has no links.
 
     Attributes:
+        job: a random name, the same on all nodes that have met; see `SupervisorAddress`.
+        tcp_endpoint: where other nodes reach this one; "" for nowhere.
         epoch: the last one that this node took part in; 0 for none.
         nodes: of this epoch, past ones too: nodes with ranks by rank, then nodes that only
             generate. Empty before `begin`; only the lead on a node that only generates.
@@ -43,6 +46,8 @@ class JobLinks:
     """
 
     def __init__(self, client: Client) -> None:
+        self.job = secrets.token_hex(8)
+        self.tcp_endpoint = ""
         self.epoch = 0
         self._client = client
         self._has_begun = asyncio.Event()
@@ -70,6 +75,7 @@ class JobLinks:
     ) -> None:
         """Begins an epoch, which must reach the lead within `LOST_AFTER_S` of a member's join."""
         self.nodes, self.epoch, self._node = list(nodes), epoch, node
+        self.job = request_name(nodes)
         self._events = events
         if node > 0:
             self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.node_actors import NodeActors
@@ -15,7 +15,7 @@ from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.warm_engines import WarmEngines
-from umbra.runtime.settings import from_wire
+from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.weights.image.fd_server import FdServer, serve_fds
 
 if TYPE_CHECKING:
@@ -86,6 +86,19 @@ class JobPools:
 
     def all(self) -> list[EnginePool]:
         return [] if self._loaded is None else self._loaded.all()
+
+    def rank_lost(self, rank: int) -> None:
+        """Ends the syncs that a rank takes part in, on the lead too."""
+        for pool in self.all():
+            pool.sync.rank_lost(rank)
+        self._links.tell_lead({"kind": "rank_lost", "rank": rank})
+
+    async def keep_warm(self) -> list[dict[str, Any]]:
+        """Brings engines of the last epoch to rest, for the next one's pools; returns their
+        `ActorSpec`s."""
+        if self._context.rules.has_epochs:
+            await self._warm.keep(self._actors.own())
+        return [to_wire(spec) for spec in self._warm.specs()]
 
     def check_may_stop(self, actor: str) -> None:
         for pool in self.all():

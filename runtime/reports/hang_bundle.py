@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.actor.node_actors import NodeActors
-from umbra.runtime.actor.supervised_actor import NodeSettings
-from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.disk import replacing
 from umbra.runtime.errors import UmbraError
@@ -31,7 +30,7 @@ from umbra.runtime.reports.hang_verdicts import SeenNode, verdicts
 from umbra.runtime.reports.job_state import EngineStatus, JobState
 from umbra.runtime.reports.process_report import SeenProcess, is_of_user, report_processes
 from umbra.runtime.rpc.envelopes import ActorRef
-from umbra.runtime.rpc.rpc_client import DESCRIBE, Client
+from umbra.runtime.rpc.rpc_client import DESCRIBE
 from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)
@@ -62,13 +61,11 @@ Files = Mapping[str, str]
 class NodeReport:
     """The state of one node's processes. Owned by its supervisor."""
 
-    def __init__(
-        self, node: NodeSettings, client: Client, actors: NodeActors, ranks: AttachedRanks
-    ) -> None:
-        self._node = node
-        self._client = client
+    def __init__(self, context: NodeContext, actors: NodeActors) -> None:
+        self._node = context.node
+        self._client = context.client
+        self._ranks = context.ranks
         self._actors = actors
-        self._ranks = ranks
 
     async def make(self) -> Files:
         roots = {f"rank {rank.rank}": rank.pid for rank in self._ranks.all()}
@@ -111,14 +108,14 @@ class JobBundles:
     def __init__(
         self,
         run_dir: Path | None,
-        report: NodeReport,
-        *,
-        links: JobLinks,
+        context: NodeContext,
+        actors: NodeActors,
         state: Callable[[], Awaitable[JobState]],
     ) -> None:
         self._run_dir = run_dir
-        self._report = report
-        self._links = links
+        self._report = NodeReport(context, actors)
+        self._links = context.links
+        self._tasks = context.tasks
         self._state = state
         self._writing: asyncio.Task[str] | None = None  # the last one about a missed deadline
         self._begun_at = 0.0
@@ -126,13 +123,13 @@ class JobBundles:
     async def report_node(self) -> Files:
         return await self._report.make()
 
-    async def late(self, why: str, tasks: asyncio.TaskGroup) -> str:
-        """Writes a bundle, once for all that miss a deadline together, in `tasks`, which may
-        outlive the caller. Returns lines for the error's end, with findings and path; "" if
-        there is no bundle."""
+    async def late(self, why: str) -> str:
+        """Writes a bundle, once for all that miss a deadline together, also if the caller is gone
+        by then. Returns lines for the error's end, with findings and path; "" if there is no
+        bundle."""
         now = time.monotonic()
         if self._writing is None or now - self._begun_at > _SAME_HANG_S:
-            self._writing = tasks.create_task(self._write_late(why), name="bundle")
+            self._writing = self._tasks.create_task(self._write_late(why), name="bundle")
             self._begun_at = now
         await asyncio.wait({self._writing}, timeout=_BUNDLE_LIMIT_S)
         return self._writing.result() if self._writing.done() else ""

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Final, TypeVar, cast
 
@@ -113,28 +113,20 @@ class _Peer:
 
 
 class ActorServer:
-    """Dispatches calls to `target`. Owns its tasks and sockets; lives as long as `run()`.
-
-    Args:
-        built_in: methods besides the target's, whose names begin with an underscore.
-        calls: names of the target's methods that are served. None: all public ones but `run`.
-        parts: of the target, whose public methods are served, too.
-    """
+    """Dispatches calls to `targets`: to their public methods, except `run`. Owns its tasks and
+    sockets; lives as long as `run()`. `built_in` are further methods, whose names begin with an
+    underscore."""
 
     def __init__(
         self,
-        target: object,
+        targets: Sequence[object],
         incarnation: int,
         built_in: Mapping[str, Callable[..., Any]] = {},
-        calls: Collection[str] | None = None,
-        parts: Sequence[object] = (),
     ) -> None:
         self._incarnation = incarnation
         self._methods = dict(built_in)
-        own = _public_methods(target)
-        self._methods |= own if calls is None else {name: own[name] for name in calls}
-        for part in parts:
-            self._methods |= _public_methods(part)
+        for target in targets:
+            self._methods |= _public_methods(target)
         self._idempotent = sorted(
             name for name, m in self._methods.items() if hasattr(m, "__umbra_idempotent__")
         )

@@ -80,7 +80,7 @@ class StateCollector:
             ),
         )
 
-    async def job(self, job: str) -> JobState:
+    async def job(self) -> JobState:
         """All nodes; called on rank 0's."""
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self._nodes())
@@ -94,7 +94,7 @@ class StateCollector:
         )
         ranks = [rank.rank for node in nodes for rank in node.ranks]
         return JobState(
-            job=job,
+            job=self._links.job,
             time=time.time(),
             phase=describe_phase(ranks, pools, rollouts),
             failure=self._ranks.failure,
@@ -218,18 +218,20 @@ class ReportCalls:
         states: StateCollector,
         bundles: JobBundles,
         metrics: MetricsHost,
-        read_state: ReadState,
     ) -> None:
         self._ranks = ranks
         self._states = states
         self._bundles = bundles
         self._metrics = metrics
-        self._read_state = read_state
 
     def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
         """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
         memory = RankMemory(allocated_nbytes=allocated_nbytes, reserved_nbytes=reserved_nbytes)
         self._ranks.note_gpu_memory(rank, memory)
+
+    async def bundle_late(self, why: str) -> str:
+        """Called by the supervisor of another node; see `JobBundles.late`."""
+        return await self._bundles.late(why)
 
     async def report_node(self) -> dict[str, str]:
         """Called by the supervisor of rank 0's node, for a bundle."""
@@ -243,7 +245,7 @@ class ReportCalls:
     @idempotent
     async def job_state(self) -> dict[str, Any]:
         """A `JobState`. Called on rank 0's node."""
-        found: dict[str, Any] = to_wire(await self._read_state())
+        found: dict[str, Any] = to_wire(await self._states.job())
         return found
 
     async def serve_metrics(self, address: str) -> str:

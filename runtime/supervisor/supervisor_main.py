@@ -83,13 +83,8 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
             )
 
-        server = ActorServer(
-            supervisor,
-            ref.incarnation,
-            describing_calls(client, lambda: server),
-            calls=supervisor.CALLS,
-            parts=supervisor.call_parts,
-        )
+        built_in = describing_calls(client, lambda: server)
+        server = ActorServer(supervisor.calls, ref.incarnation, built_in)
         with contextlib.ExitStack() as stack:
             if config.secret_file:
                 stack.enter_context(holding_keys(Path(config.secret_file)))
@@ -134,7 +129,7 @@ async def _look_around(supervisor: Supervisor, socket_dir: Path) -> None:
                 "but an actor that ends cannot be replaced; end the job with a checkpoint, and "
                 "resume it with UMBRA_SOCKET_ROOT set to a folder that nothing cleans"
             )
-            supervisor.note(text, "fault", "supervisor")
+            supervisor.notes.note(text, "fault", "supervisor")
 
 
 def _allow_many_files() -> None:

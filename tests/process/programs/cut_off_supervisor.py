@@ -22,7 +22,7 @@ from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
-from umbra.runtime.supervisor import supervisor
+from umbra.runtime.supervisor import rank_calls
 from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
@@ -61,7 +61,7 @@ async def run(run_dir: Path, socket_dir: Path, rank_pid: int) -> None:
         cut_off = Supervisor(node, config, client)
         running = tasks.create_task(cut_off.run())
         await asyncio.to_thread(_await_file, socket_dir / "fds")
-        events = cut_off.attach(0, 1, rank_pid, 1, True, "a round")
+        events = cut_off.rank_calls.attach(0, 1, rank_pid, 1, True, "a round")
         assert (await anext(events))["kind"] == "attached"
         await cut_off.actor_calls.spawn(to_wire(_ENGINE))
         os.kill(rank_pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def _await_file(path: Path) -> None:
 def main() -> None:
     run_dir, socket_dir, rank_pid = sys.argv[1:]
     become_subreaper()
-    supervisor._WARM_LIMIT_S = 0.2  # pyright: ignore
+    rank_calls._WARM_LIMIT_S = 0.2  # pyright: ignore
     asyncio.run(run(Path(run_dir), Path(socket_dir), int(rank_pid)))
 
 

@@ -239,7 +239,7 @@ class Recorder:
 
 def test_a_call_that_arrives_before_the_server_runs_is_answered(folder: Path) -> None:
     async def main() -> None:
-        server = ActorServer(Recorder(), 1)
+        server = ActorServer([Recorder()], 1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ref = make_ref(folder)
         server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
@@ -264,7 +264,7 @@ def test_a_call_that_ends_before_its_peer_listens_never_runs(folder: Path) -> No
             handle = client.handle(ref, awaits_start=True)
             with pytest.raises(DeadlineExceeded):
                 await handle.call("note", "too late", timeout_s=0.2)
-            server = ActorServer(recorder, 1)
+            server = ActorServer([recorder], 1)
             server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
             serving = tasks.create_task(server.run())
             assert await handle.call("note", "in time", timeout_s=30.0) == "in time"

@@ -73,7 +73,7 @@ def run_with_link(
         engine, failures = PausingEngine(), list[UmbraError]()
         dispatcher = Dispatcher(Router(9), failures.append, Recorder(None, failures.append))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = ActorServer(engine, 1)
+        server = ActorServer([engine], 1)
         endpoint = server.bind(context.socket(zmq.ROUTER), f"ipc://{folder}/e")
         ref = ActorRef(name="e", incarnation=1, node_id="n", ipc_endpoint=endpoint)
         async with asyncio.timeout(20), Client("n") as client, asyncio.TaskGroup() as tasks:
