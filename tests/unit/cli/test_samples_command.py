@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,72 +40,78 @@ from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 BOTH = uids_of(0, 1)
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> ModelTokenizer:
-    return byte_tokenizer(tmp_path / "run")
+@dataclass(frozen=True)
+class Run:
+    """A run directory with a ledger, and what commands print about it."""
+
+    folder: Path
+    tokenizer: ModelTokenizer
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def ledger(self) -> Path:
+        return ledger_folder(self.folder, "rollouts")
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Each event gets a frame of its own."""
+        with LedgerLog.open(self.ledger, "job") as log:
+            for event in events:
+                log.write(encode_batches(0.0, [event]))
+
+    def text(self, uid: int, start: int, version: int, text: str) -> Tokens:
+        return runs_of((uid, start, version, self.tokenizer.encode(text)))
+
+    def show(self, command: str, *argv: str) -> str:
+        assert main([command, str(self.folder), *argv]) == 0
+        return self.capsys.readouterr().out
+
+    def shown_ids(self, *argv: str) -> list[str]:
+        found = json.loads(self.show("samples", *argv, "--json"))
+        return [sample["sample_id"] for sample in found["samples"]]
+
+    def error(self, command: str, *argv: str) -> str:
+        assert main([command, str(self.folder), *argv]) == 2
+        output = self.capsys.readouterr()
+        assert output.out == ""
+        return output.err
 
 
 @pytest.fixture
-def run_of(tmp_path: Path, tokenizer: ModelTokenizer) -> Callable[[Sequence[Event]], str]:
-    """Writes a run directory whose ledger has these events, each in a frame of its own."""
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    folder = tmp_path / "run"
+    tokenizer = byte_tokenizer(folder)
     prompts: list[dict[str, Any]] = [
         {"id": name, "prompt": text, "tokens": np.asarray(tokenizer.encode(text), "<i4").tobytes(),
          "row": {}}
         for name, text in (("a", "2+2="), ("b", "3+3="))
     ]  # fmt: skip
-    run_dir = tmp_path / "run"
-    write_prompts(run_dir / "prompts.msgpack", prompts)
-
-    def write(events: Sequence[Event]) -> str:
-        with LedgerLog.open(ledger_folder(run_dir, "rollouts"), "job") as log:
-            for event in events:
-                log.write(encode_batches(0.0, [event]))
-        return str(run_dir)
-
-    return write
+    write_prompts(folder / "prompts.msgpack", prompts)
+    return Run(folder, tokenizer, capsys)
 
 
-def show(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(argv) == 0
-    return capsys.readouterr().out
-
-
-def shown_ids(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    found = json.loads(show(capsys, "samples", *argv, "--json"))
-    return [sample["sample_id"] for sample in found["samples"]]
-
-
-def text_run(tokenizer: ModelTokenizer, uid: int, start: int, version: int, text: str) -> Tokens:
-    return runs_of((uid, start, version, tokenizer.encode(text)))
-
-
-def test_an_agent_loops_turns_answers_and_values_are_shown(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_dir = run_of([
+def test_an_agent_loops_turns_answers_and_values_are_shown(run: Run) -> None:
+    run.write([
         Version(0, 0),
         admitted(0, "a"),
         Started(BOTH),
-        PromptGiven(0, np.asarray(tokenizer.encode("Q: 2+2="), np.int32)),
-        text_run(tokenizer, 0, 0, 0, "thr"),
+        PromptGiven(0, np.asarray(run.tokenizer.encode("Q: 2+2="), np.int32)),
+        run.text(0, 0, 0, "thr"),
         Cut(uids_of(0), "sync"),
         Version(1, 1),
         Started(uids_of(0)),
-        text_run(tokenizer, 0, 3, 1, f"ee{END}"),
-        text_run(tokenizer, 0, 6, -1, "\nno: \x1b[2J"),
-        text_run(tokenizer, 0, 15, 1, "4"),
+        run.text(0, 3, 1, f"ee{END}"),
+        run.text(0, 6, -1, "\nno: \x1b[2J"),
+        run.text(0, 15, 1, "4"),
         Recorded(0, "turn/1", [0, 6, "stop"]),
         Recorded(0, "turn/2", [15, 16, "length"]),
-        text_run(tokenizer, 0, 16, 1, f"{END}"),
+        run.text(0, 16, 1, f"{END}"),
         Recorded(0, "turn/3", [16, 17, "stop"]),
         Recorded(0, "once/judge", {"verdict": "right\né", "score": 1, "raw": b"\xff"}),
         Finished(uids_of(0), ["stop"]),
         Scored(uids_of(0), np.asarray([0.5])),
     ])  # fmt: skip
 
-    text = show(capsys, "samples", run_dir, "e0/a/0")
+    text = run.show("samples", "e0/a/0")
 
     assert text.splitlines() == [
         "e0/a/0: waits for its step, stop",
@@ -123,39 +130,35 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
         "recorded judge",
         r'  | {"verdict": "right\né", "score": 1, "raw": "b' r"'\\xff'" '"}',
     ]
-    assert show(capsys, "ledger", run_dir, "--sample", "e0/a/0", "--text") == text
-    (sample,) = json.loads(show(capsys, "samples", run_dir, "e0/a/0", "--json"))["samples"]
+    assert run.show("ledger", "--sample", "e0/a/0", "--text") == text
+    (sample,) = json.loads(run.show("samples", "e0/a/0", "--json"))["samples"]
     assert [turn["versions"] for turn in sample["turns"]] == [[0, 1], [], [1], [1]]
     assert sample["turns"][1]["text"] == "\nno: \x1b[2J"
     assert sample["recorded"]["judge"]["score"] == 1
 
 
-def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_dir = run_of([
+def test_what_was_dropped_rolled_back_or_interrupted_is_shown(run: Run) -> None:
+    run.write([
         Version(0, 0),
         admitted(0, "a"),
         admitted(2, "b"),
         admitted(4, "gone"),
         Started(uids_of(0, 1, 2, 3, 4)),
-        runs_of(*[(uid, 0, 0, tokenizer.encode(f"of {uid}")) for uid in range(4)]),
+        runs_of(*[(uid, 0, 0, run.tokenizer.encode(f"of {uid}")) for uid in range(4)]),
         Dropped(BOTH, "too old", "of step 0"),
         Cut(uids_of(2), "sync"),
         Version(1, 1),
         Started(uids_of(2)),
-        text_run(tokenizer, 2, 4, 1, " and more"),
-        text_run(tokenizer, 3, 4, 1, " and more"),
+        run.text(2, 4, 1, " and more"),
+        run.text(3, 4, 1, " and more"),
         Cut(uids_of(2, 3, 4), "the rollout manager restarted"),
         Restored(0, 0, False),
         Started(uids_of(2)),
-        text_run(tokenizer, 2, 4, 0, "!"),
+        run.text(2, 4, 0, "!"),
         Reset(4, "its process died"),
     ])  # fmt: skip
 
-    text = show(capsys, "samples", run_dir, "e0/a/1", "e0/b/0", "e0/b/1", "e0/gone/0")
+    text = run.show("samples", "e0/a/1", "e0/b/0", "e0/b/1", "e0/gone/0")
 
     assert text.split("\n\n") == [
         "e0/a/1: dropped, too old\n  reward none, 4 tokens\nprompt\n  | 2+2=\n"
@@ -206,36 +209,24 @@ def scored_groups(
     ],
 )
 def test_samples_are_chosen_by_reward_step_and_id(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-    choice: list[str],
-    ids: list[str],
+    run: Run, choice: list[str], ids: list[str]
 ) -> None:
-    run_dir = run_of(scored_groups(tokenizer))
+    run.write(scored_groups(run.tokenizer))
 
-    assert shown_ids(capsys, run_dir, *choice) == ids
-
-
-def test_of_equal_rewards_different_prompts_come_first(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_dir = run_of(scored_groups(tokenizer, (0.0, 0.0), (0.0, 0.0)))
-
-    assert shown_ids(capsys, run_dir, "--worst", "2") == ["e0/b/1", "e0/a/1"]
+    assert run.shown_ids(*choice) == ids
 
 
-def test_the_last_line_tells_what_was_chosen_of_how_many(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_dir = run_of(scored_groups(tokenizer))
+def test_of_equal_rewards_different_prompts_come_first(run: Run) -> None:
+    run.write(scored_groups(run.tokenizer, (0.0, 0.0), (0.0, 0.0)))
+
+    assert run.shown_ids("--worst", "2") == ["e0/b/1", "e0/a/1"]
+
+
+def test_the_last_line_tells_what_was_chosen_of_how_many(run: Run) -> None:
+    run.write(scored_groups(run.tokenizer))
 
     def last_line(*choice: str) -> str:
-        return show(capsys, "samples", run_dir, *choice).splitlines()[-1]
+        return run.show("samples", *choice).splitlines()[-1]
 
     assert last_line("--worst", "1") == "the worst 1, of 4 samples with a reward"
     assert last_line("--best", "1", "--step", "2").startswith("the best 1 of step 2, of 2 samples")
@@ -245,49 +236,36 @@ def test_the_last_line_tells_what_was_chosen_of_how_many(
     assert last_line("--step", "7") == "no samples of step 7: there are steps 1 to 2"
 
 
-def test_the_tokenizer_may_be_elsewhere_than_recorded(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    run_dir = run_of(scored_groups(tokenizer))
-    tokenizer_path(Path(run_dir)).rename(tmp_path / "moved")
+def test_the_tokenizer_may_be_elsewhere_than_recorded(run: Run, tmp_path: Path) -> None:
+    run.write(scored_groups(run.tokenizer))
+    tokenizer_path(run.folder).rename(tmp_path / "moved")
 
-    assert main(["samples", run_dir]) == 2
-    assert "policy.json does not exist, so the tokenizer is unknown: give the directory" in (
-        capsys.readouterr().err
-    )
-    assert shown_ids(capsys, run_dir, "--best", "1", "--model", f"{tmp_path}/moved") == ["e0/b/0"]
+    assert "policy.json does not exist, so the tokenizer is unknown: give" in run.error("samples")
+    assert run.shown_ids("--best", "1", "--model", f"{tmp_path}/moved") == ["e0/b/0"]
 
 
-def test_texts_that_left_the_ledger_are_said_to_be_no_longer_kept(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_texts_that_left_the_ledger_are_said_to_be_no_longer_kept(run: Run) -> None:
     uids = uids_of(0, 1, 2)
-    run_dir = run_of(
+    run.write(
         [
             Version(0, 0),
             admitted(0, "a", 3),
             Started(uids),
-            runs_of(*[(uid, 0, 0, tokenizer.encode("x")) for uid in uids.tolist()]),
+            runs_of(*[(uid, 0, 0, run.tokenizer.encode("x")) for uid in uids.tolist()]),
             Finished(uids, ["stop"] * 3),
             Scored(uids, np.asarray([1.0, 0.5, 0.0])),
             Leased(0, uids),
             Version(1, 1),
         ]
     )
-    folder = ledger_folder(Path(run_dir), "rollouts")
-    LedgerLog.open(folder, "job").close()
-    LedgerIndex(folder).remove_oldest(0, Position(2, 0, 0))
+    LedgerLog.open(run.ledger, "job").close()
+    LedgerIndex(run.ledger).remove_oldest(0, Position(2, 0, 0))
 
-    kept, gone = show(capsys, "samples", run_dir, "e0/a/0", "e0/a/1").split("\n\n")
+    kept, gone = run.show("samples", "e0/a/0", "e0/a/1").split("\n\n")
 
     assert "policy, version 0, 1 token\n  | x" in kept
     assert gone.endswith("prompt\n  | 2+2=\nno longer kept, see rollout.ledger_gb\n")
-    text = show(capsys, "ledger", run_dir, "--sample", "e0/a/0")
+    text = run.show("ledger", "--sample", "e0/a/0")
     assert "history\n  no longer kept, see rollout.ledger_gb; digest of the tokens: " in text
 
 
@@ -299,17 +277,7 @@ def test_texts_that_left_the_ledger_are_said_to_be_no_longer_kept(
         (["ledger", "--text"], "--text shows one sample: name it (--sample ID), or use umbra"),
     ],
 )
-def test_wrong_use_is_an_error(
-    run_of: Callable[[Sequence[Event]], str],
-    tokenizer: ModelTokenizer,
-    capsys: pytest.CaptureFixture[str],
-    wrong: list[str],
-    message: str,
-) -> None:
-    command, *options = wrong
+def test_wrong_use_is_an_error(run: Run, wrong: list[str], message: str) -> None:
+    run.write(scored_groups(run.tokenizer))
 
-    assert main([command, run_of(scored_groups(tokenizer)), *options]) == 2
-
-    output = capsys.readouterr()
-    assert message in output.err
-    assert output.out == ""
+    assert message in run.error(*wrong)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -559,18 +557,3 @@ def test_master_dtype_follows_float64() -> None:
     )
 
     assert (double.master_dtype, half.master_dtype) == ("float64", "float32")
-
-
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [
-        ("umbra.trainer.config.config_file", {"torch", "transformers", "numpy"}),
-        ("umbra.trainer.services.setup_check", {"torch", "transformers"}),
-    ],
-)
-def test_what_comes_before_a_start_loads_neither_torch_nor_transformers(
-    module: str, heavy: set[str]
-) -> None:
-    code = f"import sys, {module}\nsys.exit(', '.join({heavy!r} & sys.modules.keys()) or None)"
-
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
