@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from umbra.runtime.actor.node_context import NodeContext
+from umbra.runtime.cluster.job_links import NodeEvents
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.cluster.run_requests import JobRequest
 from umbra.runtime.errors import JobFailed
@@ -11,14 +12,21 @@ from umbra.runtime.pools.job_pools import JobPools
 from umbra.runtime.settings import from_wire
 from umbra.runtime.waiting import first_of
 
-if TYPE_CHECKING:
-    from umbra.runtime.supervisor.supervisor import Supervisor
+
+class JobEvents(NodeEvents, Protocol):
+    """The supervisor, as it learns of other nodes and of requests."""
+
+    async def set_lead(self, is_lead: bool) -> None: ...
+
+    def take_request(self, request: JobRequest) -> None: ...
+
+    def act_on_waiting(self) -> None: ...
 
 
 class NodeCalls:
     """The supervisor's calls that link it to those of other nodes, and requests to the job."""
 
-    def __init__(self, supervisor: Supervisor, context: NodeContext, pools: JobPools) -> None:
+    def __init__(self, supervisor: JobEvents, context: NodeContext, pools: JobPools) -> None:
         self._supervisor = supervisor
         self._context = context
         self._rules = context.rules

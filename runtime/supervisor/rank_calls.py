@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
 
 from umbra.runtime.actor.job_rules import AfterRanks
 from umbra.runtime.actor.node_context import NodeContext
@@ -15,9 +15,6 @@ from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.process_end import PidWatch
 from umbra.runtime.reports.hang_bundle import JobBundles
 from umbra.runtime.waiting import first_of
-
-if TYPE_CHECKING:
-    from umbra.runtime.supervisor.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +31,16 @@ _WARM_LIMIT_S: Final = 120.0
 
 class RankCalls:
     """The supervisor's calls for the ranks of its node: they attach, fail, stop and leave, and
-    torchrun starts them again."""
+    torchrun starts them again. `end_without_ranks` ends the job here if it starts none."""
 
     def __init__(
-        self, supervisor: Supervisor, context: NodeContext, pools: JobPools, bundles: JobBundles
+        self,
+        context: NodeContext,
+        pools: JobPools,
+        bundles: JobBundles,
+        end_without_ranks: Callable[[], None],
     ) -> None:
-        self._supervisor = supervisor
+        self._end_without_ranks = end_without_ranks
         self._context = context
         self._rules = context.rules
         self._ranks = context.ranks
@@ -144,7 +145,8 @@ class RankCalls:
         try:
             await self._pools.start_over()
         except DeadlineExceeded as error:
-            self._supervisor.end("starting over", str(error))
+            self._ranks.fail("starting over", str(error))
+            self._context.over.set()
             return
         self._started_over.set()
 
@@ -178,4 +180,4 @@ class RankCalls:
                 await first_of(self._ranks.attached, self._context.over)
         except TimeoutError:
             logger.info("no ranks for %g s: ending the engines", _WARM_LIMIT_S)
-            self._supervisor.end_without_ranks()
+            self._end_without_ranks()

@@ -107,7 +107,7 @@ class Supervisor:
         states = StateCollector(context, self._actors, self._pools.all)
         self._bundles = JobBundles(run_dir, context, self._actors, states.job)
         self._metrics = MetricsHost(run_dir, states.job)
-        self.rank_calls = RankCalls(self, context, self._pools, self._bundles)
+        self.rank_calls = RankCalls(context, self._pools, self._bundles, self.end_without_ranks)
         self.actor_calls = ActorCalls(
             self._actors,
             links=self._links,
