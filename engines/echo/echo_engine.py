@@ -111,9 +111,6 @@ class EchoCore(PolledCore):
         if level == 2 and self._weights is not None:
             self._weights.clear()
 
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return "the echo engine has no GPU"
-
 
 class EchoEngine(EngineShell[EchoCore]):
     """An engine without a model: the whole protocol, made-up tokens, no torch.

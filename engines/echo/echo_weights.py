@@ -65,6 +65,9 @@ class EchoUpdates(WeightUpdates):
         self._image = KeptImage()
         self._source: ImageSource | None = None
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return "the echo engine has no GPU"
+
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         layout = Manifest.from_wire(manifest)
         self._nbytes = layout.nbytes

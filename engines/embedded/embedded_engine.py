@@ -94,9 +94,6 @@ class EmbeddedCore(Core):
         await self._thread.run(lambda worker: worker.wake(tags))
         await self._note_memory()
 
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return await self._thread.run(lambda worker: worker.probe_import(allocations))
-
     async def _note_memory(self) -> None:
         self.memory = await self._thread.run(lambda worker: worker.memory())
 
@@ -154,6 +151,9 @@ class EmbeddedUpdates(WeightUpdates):
 
     def __init__(self, thread: ComputeThread) -> None:
         self._thread = thread
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return await self._thread.run(lambda worker: worker.probe_import(allocations))
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         await self._thread.run(lambda worker: worker.receiver.begin(manifest, buckets))

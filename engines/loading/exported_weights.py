@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from umbra.engines.loading.weight_import import Regions
-from umbra.engines.loading.weight_source import BlockCopy, wanted_names
+from umbra.engines.loading.weight_source import BlockCopy, Regions, wanted_names
 from umbra.runtime.weights.byte_views import flatten
 from umbra.runtime.weights.checksum import CastValues, numbers_on, sum_all, to_checksums
 from umbra.runtime.weights.copy_planner import ShardBlock

@@ -1,14 +1,10 @@
-"""The weights of an update in an image in host memory: of the node, or a copy of one.
-
-Workers read a `CompleteImage` or a `FillingImage`. The engine's process makes the description and
-verifies checksums (`ImageImport`).
-"""
+"""The weights of an update in an image in host memory: the node's, or a copy of one."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -16,17 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.engines.loading.weight_import import Regions
-from umbra.engines.loading.weight_source import BlockCopy, wanted_names
+from umbra.engines.loading.weight_source import BlockCopy, Regions, wanted_names
 from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.byte_views import buffer_bytes, typed_view
 from umbra.runtime.weights.copy_planner import ShardBlock
-from umbra.runtime.weights.image.destinations import Destinations
 from umbra.runtime.weights.image.fd_client import received_fd
 from umbra.runtime.weights.image.gpu_copies import GpuCopies
 from umbra.runtime.weights.image.mapped_image import KeptImage, MappedImage
 from umbra.runtime.weights.image.sync_progress import EngineEnd
-from umbra.runtime.weights.links.image_source import ImageSource
 from umbra.runtime.weights.manifest import Manifest
 
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -144,39 +137,6 @@ class FillingImage(CompleteImage):
         with received_fd(wire["fd_socket"], wire["image"]["name"], _OPEN_TIMEOUT_S) as fd:
             copy = mmap.mmap(fd, wire["image"]["nbytes"], access=mmap.ACCESS_COPY)
         return image_tensors(self.manifest, copy)
-
-
-class ImageImport:
-    """One update, with prepare_update's arguments, which workers read from their node's image.
-
-    ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
-                         └──▶ engine process: compares checksums
-    """
-
-    def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        self._layout = Manifest.from_wire(manifest)
-        self._bucket_nbytes: int = buckets["bucket_nbytes"]
-        self._source = ImageSource(kept, self._layout.nbytes, buckets, _OPEN_TIMEOUT_S)
-        known = ("fd_socket", "image", "bucket_nbytes", "progress")
-        self.description: dict[str, Any] = {name: buckets[name] for name in known}
-        self.description["manifest"] = manifest
-
-    def receiving(self) -> AbstractContextManager[None]:
-        return self._source.receiving()
-
-    def take_reports(self, per_worker: Sequence[Regions]) -> int:
-        return self._layout.payload_nbytes
-
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        tensors = image_tensors(self._layout, self._source.memory)
-        return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
-
-    def stop(self) -> None:
-        """Ends the workers' waits for ranks. From any thread."""
-        self._source.stop()
-
-    def close(self) -> None:
-        self._source.close()
 
 
 def filled_image(description: Mapping[str, Any]) -> NDArray[np.uint8]:

@@ -7,11 +7,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from umbra.engines.loading.weight_import import Regions
 from umbra.runtime.weights.checksum import CastValues
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.image.gpu_copies import cut_at_pieces
 from umbra.runtime.weights.manifest import Manifest
+
+Regions = list[list[int]]
+"""[image offset, nbytes, checksum] of each region."""
 
 
 class BlockCopy(NamedTuple):

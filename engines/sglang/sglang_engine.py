@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from umbra.engines.loading.weight_import import Regions
 from umbra.engines.sglang import sglang_library
 from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import ReportFile, pack_order
@@ -31,9 +30,9 @@ from umbra.engines.sglang.sglang_requests import (
     within,
 )
 from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER, WEIGHT_LOADER, SglangSettings
+from umbra.engines.shell.adapter_core import AdapterCore
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
-from umbra.engines.shell.engine_core import AdapterCore, Output
-from umbra.engines.shell.follower_group import FollowerGroup
+from umbra.engines.shell.engine_core import Output
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
@@ -72,10 +71,9 @@ class SglangCore(AdapterCore):
     truncates = True
 
     def __init__(self, settings: SglangSettings) -> None:
-        super().__init__(settings.lora_base)
+        super().__init__(settings.lora_base, settings.followers)
         self._settings = settings
         self._watches = ExitStack()
-        self._followers = FollowerGroup(settings.followers)
         self._engine: Any = None
         self._frontend: Any = None  # TokenizerManager
         self._library: SglangLibrary | None = None
@@ -109,7 +107,7 @@ class SglangCore(AdapterCore):
         library = self.library
         variables = self._settings.environment()
         if self._settings.followers:
-            options |= await self._followers.start_parts(
+            options |= await self.followers.start_parts(
                 "umbra.engines.sglang.sglang_follower",
                 options,
                 variables,
@@ -166,7 +164,7 @@ class SglangCore(AdapterCore):
             self.died.set()
 
     async def _measure(self) -> None:
-        reports = await self._order("measure")
+        reports = await self._order({"action": "measure"})
         (state, *_) = await self.call(self._frontend.get_internal_state())
         usage: dict[str, float] = state.get("memory_usage") or {}
         self.memory = {
@@ -179,7 +177,7 @@ class SglangCore(AdapterCore):
 
     async def stop(self) -> None:
         self._watches.close()
-        await self._followers.close()  # first: without this part, theirs would fail
+        await self.followers.close()  # first: without this part, theirs would fail
         if self._children:
             sglang_library.end_children(self._children)
             self._children = []
@@ -291,7 +289,7 @@ class SglangCore(AdapterCore):
             request = self.library.PauseGenerationReqInput(mode="in_place")
             await self.call(self._frontend.pause_generation(request))
             self._is_frozen = True
-            await self._order("settle")
+            await self._order({"action": "settle"})
 
     async def _unfreeze(self) -> None:
         if self._is_frozen:
@@ -315,10 +313,9 @@ class SglangCore(AdapterCore):
 
     async def sleep(self, level: int) -> None:
         """Empties the cache first: SGLang would end if its memory were in use."""
-        await self._followers.close_images()
         await self.reset_prefix_cache()
         if level == 1 and "weights" not in self._released:
-            await self._order("save")
+            await self._order({"action": "save"})
             self._is_saved = True
         tags = [tag for tag in _MEMORY_TAGS if tag not in self._released]
         request = self.library.ReleaseMemoryOccupationReqInput(tags=tags)
@@ -334,7 +331,7 @@ class SglangCore(AdapterCore):
         await self.call(self._frontend.resume_memory_occupation(request))
         self._released.difference_update(sleeping)
         if "weights" in sleeping and self._is_saved:
-            await self._order("restore")
+            await self._order({"action": "restore"})
             self._is_saved = False
 
     async def reset_prefix_cache(self) -> None:
@@ -342,43 +339,30 @@ class SglangCore(AdapterCore):
         if not result.success:
             raise EngineError(f"SGLang is still busy after {_END_LIMIT_S} s")
 
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
-        for output, _ in self._live.values():
-            output.expect_older()
-        update = await self._followers.send_image(description)
-        if self._settings.lora_rank:
-            reports = await self._order("load adapter", weights=update)
-            self._adapter_id = SYNCED_ADAPTER
-        else:
-            reports = await self._order("load", weights=update)
-            self.check_all_read(report["unread"] for report in reports)
-        self.log_loading(report["way"] for report in reports)
-        return [report["regions"] for report in reports]
-
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        if self._settings.followers:
-            return "its workers are on several nodes"
-        reports = await self._order_between("probe", allocations=allocations)
-        return next((report["problem"] for report in reports if report["problem"]), "")
-
-    async def close_memory(self) -> None:
-        await self._order_between("close")
-
-    async def _order_between(self, action: str, **details: Any) -> list[dict[str, Any]]:
+    async def ask_workers(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Freezes requests meanwhile: SGLang would otherwise wait until all have ended."""
+        is_load = order["action"] == "load"
+        if is_load:
+            for output, _ in self._live.values():
+                output.expect_older()
         was_frozen = self._is_frozen
         try:
             if self._live:
                 await self._freeze()
-            return await self._order(action, **details)
+            reports = await self._order(order, loads=is_load and not self._settings.lora_rank)
         finally:
             if not was_frozen:
                 await self._unfreeze()
+        if is_load and self._settings.lora_rank:
+            self._adapter_id = SYNCED_ADAPTER
+        return reports
 
-    async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
+    async def _order(
+        self, order: Mapping[str, Any], *, loads: bool = False
+    ) -> list[dict[str, Any]]:
         with ReportFile() as file:
-            payload = self._payload(details | {"action": action, "report": file.address})
-            await self._begin_update(loads=action == "load")
+            payload = self._payload({**order, "report": file.address})
+            await self._begin_update(loads=loads)
             update = self.library.UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[payload] * self._settings.num_workers,
                 load_format=WEIGHT_LOADER,
@@ -387,11 +371,7 @@ class SglangCore(AdapterCore):
             result = await self.call(self._frontend.update_weights_from_tensor(update))
             await self._end_update()
             _check_done(result)
-            reports = file.read()
-        for rank, report in enumerate(reports):
-            if "error" in report:
-                raise EngineError(f"SGLang's worker {rank} failed: {report['error']}")
-        return reports
+            return self.checked(file.read())
 
     def _payload(self, order: Mapping[str, Any]) -> bytes:
         # Empty, so that the tensor is sent by value; torch would share others.

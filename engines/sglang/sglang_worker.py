@@ -7,8 +7,8 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cache, partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -16,20 +16,18 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.watched_loader import WatchedLoader
 from umbra.engines.loading.weight_source import WeightSource
-from umbra.engines.loading.worker_updates import PlannedLoading, WorkerMemory, open_weights
+from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.engines.sglang import sglang_library
 from umbra.engines.sglang.sglang_orders import unpack_order, write_reports
 from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER
 from umbra.runtime.engine_api.lora import module_shapes
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.thread_stacks import answer_stack_requests
-from umbra.runtime.weights.exports.ipc_memory import probe_import
 
 _dist: Final[Any] = torch.distributed
-_loaded: MutableMapping[nn.Module, tuple[WatchedLoader, PlannedLoading]] = WeakKeyDictionary()
-_memory: Final = WorkerMemory()
+_updates: MutableMapping[nn.Module, WorkerUpdates] = WeakKeyDictionary()
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
 
 
@@ -39,7 +37,8 @@ def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     order = unpack_order(name)
     try:
         _synchronize()  # a batch may still be computed
-        report = _ACTIONS[order["action"]](model, order)
+        own = _ACTIONS.get(order["action"])
+        report = _updates_of(model).obey(order) if own is None else own(model)
         _synchronize()
     except Exception as error:  # noqa: BLE001 - the report carries any error to the adapter
         report = {"error": f"{type(error).__name__}: {error}"}
@@ -53,6 +52,14 @@ def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             return
     with contextlib.suppress(OSError):  # the adapter has ended, or no longer reads reports
         write_reports(order["report"], reports)
+
+
+def _updates_of(model: nn.Module) -> WorkerUpdates:
+    if model not in _updates:
+        named: Any = model
+        loader = WatchedLoader("SGLang", model, named.load_weights)
+        _updates[model] = WorkerUpdates(model, loader, partial(load_adapter, model))
+    return _updates[model]
 
 
 def _cpu_group() -> Any:
@@ -80,57 +87,26 @@ def gather_reports(report: Mapping[str, Any], group: Any) -> list[dict[str, Any]
     ]
 
 
-def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+def _settle(model: nn.Module) -> dict[str, Any]:
     """Does nothing: `obey` has waited until nothing is being computed."""
     return {}
 
 
-def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+def _measure(model: nn.Module) -> dict[str, Any]:
     sglang_library.allow_stack_dumps()
     answer_stack_requests()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
 
 
-def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises WeightSyncError for a parameter that gets no value; reports tensors left unread."""
-    device = next(model.parameters()).device
-    if model not in _loaded:
-        loader = WatchedLoader(model)
-        _loaded[model] = loader, PlannedLoading(model, loader)
-    loader, loading = _loaded[model]
-    with open_weights(order["weights"], device, memory=_memory) as source:
-        way = loading.load(source)
-        return {"unread": loader.unread, "regions": source.regions, "way": way}
-
-
-def _load_adapter(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    with open_weights(order["weights"], device, memory=_memory) as source:
-        way = load_adapter(model, source)
-        return {"regions": source.regions, "way": way}
-
-
-def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return {"problem": f"its parameters are in {device} memory, not on a GPU"}
-    return {"problem": probe_import(order["allocations"])}
-
-
-def _close(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    _memory.close()
-    return {}
-
-
-def _save(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+def _save(model: nn.Module) -> dict[str, Any]:
     _saved.clear()
     for address, memory in _weight_memory(model).items():
         _saved[address] = memory.to("cpu", copy=True)
     return {}
 
 
-def _restore(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(model: nn.Module) -> dict[str, Any]:
     memories = _weight_memory(model)
     for address, saved in _saved.items():
         memories[address].copy_(saved)
@@ -156,28 +132,6 @@ def _weight_memory(model: nn.Module) -> dict[int, Tensor]:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-class WatchedLoader:
-    """SGLang's loader, which fills the parameters in place; `unread` are tensors of the
-    last recording."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        self.unread: list[str] = []
-
-    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        with LoaderRecording(self._model) as recording:
-            self._model.load_weights(recording.watch(source.tensors()))
-        if getattr(self._model, "quant_config", None) is None:  # else parameters have other shapes
-            recording.check_filled("SGLang")
-        self.unread = recording.unread()
-        return recording, {}
-
-    def load(
-        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        self._model.load_weights(tensors)
 
 
 def load_adapter(model: nn.Module, source: WeightSource) -> str:
@@ -221,13 +175,9 @@ def _check_done(result: Any) -> None:
         raise WeightSyncError(f"SGLang refuses the LoRA adapter: {result.error_message}")
 
 
-_ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]]] = {
+_ACTIONS: Final[Mapping[str, Callable[[nn.Module], dict[str, Any]]]] = {
     "settle": _settle,
     "measure": _measure,
-    "load": _load,
-    "load adapter": _load_adapter,
-    "probe": _probe,
-    "close": _close,
     "save": _save,
     "restore": _restore,
 }

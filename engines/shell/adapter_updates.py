@@ -1,23 +1,36 @@
-"""Weight updates of engines that load weights by themselves, in processes of their own.
+"""The engine process's side of weight updates, for engines that load weights by themselves.
 
-shared memory   ranks ──fill──▶ image of the node ◀──read── Core.load_weights ◀── ImageImport
-CUDA IPC        ranks ──exports──────────────────▶ read by  Core.load_weights ◀── WeightImport
+shared memory   ranks ──fill──▶ image of the node ◀──read── workers     ImageUpdate
+CUDA IPC        ranks ──exports──────────────────▶ read by  workers     ExportsUpdate
+
+The workers' side is `WorkerUpdates`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, TypeVar
 
-from umbra.engines.loading.image_weights import ImageImport
-from umbra.engines.loading.weight_import import WeightImport
-from umbra.engines.shell.engine_core import AdapterCore, WeightUpdates
+from umbra.engines.loading.image_weights import image_tensors
+from umbra.engines.loading.weight_source import Regions
+from umbra.engines.shell.adapter_core import AdapterCore
+from umbra.engines.shell.engine_core import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.image.destinations import Destinations
 from umbra.runtime.weights.image.mapped_image import KeptImage
+from umbra.runtime.weights.links.image_source import ImageSource
+from umbra.runtime.weights.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_OPEN_TIMEOUT_S: Final = 10.0
+_MAX_MISMATCHES: Final = 32
+# Mismatches named in a report; the rest are counted.
 
 
 class AdapterUpdates(WeightUpdates):
@@ -25,29 +38,71 @@ class AdapterUpdates(WeightUpdates):
 
     def __init__(self, core: AdapterCore) -> None:
         self._core = core
+        self._opens_early = core.obeys_while_generating and not core.followers.names
         self._image = KeptImage()
-        self._update: WeightImport | ImageImport | None = None
-        self._holds_memory = False  # the core's workers may have memory of ranks or an image open
+        self._update: ExportsUpdate | ImageUpdate | None = None
+        self._is_staged = True  # by all workers
+        self._holds_memory = False  # the workers may have memory of ranks or an image open
+        self._ways: set[str] = set()  # logged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        if self._core.followers.names:
+            return "its workers are on several nodes"
+        reports = await self._core.ask_workers({"action": "probe", "allocations": allocations})
+        return next((report["problem"] for report in reports if report["problem"]), "")
+
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        """Opens the update in the workers, if they can while the engine generates."""
         await self.end()
         if buckets["transport"] == "cuda_ipc":
-            self._update = WeightImport(manifest, buckets)
+            self._update = ExportsUpdate(manifest, buckets)
         else:
             self._update = await self._in_thread(
-                lambda: ImageImport(self._image, manifest, buckets)
+                lambda: ImageUpdate(self._image, manifest, buckets)
             )
         self._holds_memory = True
-        await self._core.open_weights(self._update.description)
+        if self._opens_early:
+            await self._ask_staged({"action": "open", "weights": self._update.description})
 
     async def is_prepared(self) -> bool:
-        return await self._core.is_staged()
+        """Asks the workers again instead of waiting in them: they generate meanwhile."""
+        if not self._is_staged:
+            await self._ask_staged({"action": "is_staged"})
+        return self._is_staged
+
+    async def _ask_staged(self, order: Mapping[str, Any]) -> None:
+        reports = await self._core.ask_workers(order)
+        self._is_staged = all(report["is_staged"] for report in reports)
 
     async def load(self) -> int:
         update = self._open_update()
+        order: dict[str, Any] = {"action": "load"}
         with update.receiving():
-            return update.take_reports(await self._core.load_weights(update.description))
+            if not self._opens_early:
+                order["weights"] = await self._core.followers.send_image(update.description)
+            reports = await self._core.ask_workers(order)
+            self._check_all_read(report.get("unread", ()) for report in reports)
+            self._log(report["way"] for report in reports)
+            return update.take_reports([report["regions"] for report in reports])
+
+    def _check_all_read(self, unread: Iterable[Collection[str]]) -> None:
+        """Raises WeightSyncError if every worker left one of the trainer's tensors unread."""
+        names = sorted(set[str].intersection(*map(set, unread)))
+        if names:
+            hint = ""
+            if any(name.endswith("lm_head.weight") for name in names):
+                hint = ". Set tie_word_embeddings to false in the model's config.json"
+            raise WeightSyncError(
+                f"{self._core.name}'s model lacks {len(names)} of the trainer's weights: "
+                f"{', '.join(names[:5])}{hint}"
+            )
+
+    def _log(self, ways: Iterable[str]) -> None:
+        for way in dict.fromkeys(ways):
+            level = logging.DEBUG if way in self._ways else logging.INFO
+            logger.log(level, "%s: %s", self._core.name, way)
+            self._ways.add(way)
 
     async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         update = self._open_update()
@@ -59,19 +114,21 @@ class AdapterUpdates(WeightUpdates):
 
     async def end(self) -> None:
         update, self._update = self._update, None
-        if isinstance(update, ImageImport):  # of another one, only workers hold anything
+        self._is_staged = True
+        if isinstance(update, ImageUpdate):  # of another one, only workers hold anything
             await self._in_thread(update.close)
 
     async def abort(self) -> None:
         await self.end()
         await self._in_thread(self._image.close)
         if self._holds_memory:
-            await self._core.close_memory()
+            await self._core.ask_workers({"action": "close"})
             self._holds_memory = False
 
     async def release(self) -> None:
         """The image and the ranks' memory stay open: neither is the engine's."""
         await self.end()
+        await self._core.followers.close_images()
 
     async def close(self) -> None:
         self.stop()
@@ -81,10 +138,88 @@ class AdapterUpdates(WeightUpdates):
         finally:
             self._thread.shutdown()
 
-    def _open_update(self) -> WeightImport | ImageImport:
+    def _open_update(self) -> ExportsUpdate | ImageUpdate:
         if self._update is None:
             raise WeightSyncError("no update is in progress; prepare_update comes first")
         return self._update
 
     async def _in_thread(self, job: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+
+class ExportsUpdate:
+    """One update, with prepare_update's arguments, whose workers read the ranks' GPUs themselves.
+
+    ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ worker: its loader or its plan
+                                    compares checksums ◀──regions── what it has loaded
+    """
+
+    def __init__(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")
+        self.description: dict[str, Any] = {name: buckets[name] for name in kept}
+        self.description["manifest"] = manifest
+        self._nbytes = Manifest.from_wire(manifest).payload_nbytes
+        self._read: list[dict[tuple[int, int], int]] = []  # checksums, by worker
+
+    def receiving(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take_reports(self, per_worker: Sequence[Regions]) -> int:
+        if not per_worker:
+            raise WeightSyncError("no worker of the engine has read the weights")
+        self._read = [
+            {(offset, nbytes): checksum for offset, nbytes, checksum in regions}
+            for regions in per_worker
+        ]
+        return self._nbytes
+
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        mismatches: list[str] = []
+        for offset, nbytes, sent in regions:
+            for worker, read in enumerate(self._read):
+                arrived = read.get((int(offset or 0), int(nbytes or 0)))
+                if arrived != sent:
+                    mismatches.append(
+                        f"worker {worker}, {nbytes} image bytes from {offset}: sent with checksum "
+                        f"{sent}, arrived with {arrived}"
+                    )
+        if len(mismatches) > _MAX_MISMATCHES:
+            more = len(mismatches) - _MAX_MISMATCHES
+            mismatches = [*mismatches[:_MAX_MISMATCHES], f"and {more} more"]
+        return mismatches
+
+    def stop(self) -> None:
+        """Does nothing: an abort of the sync ends the workers' waits."""
+
+
+class ImageUpdate:
+    """One update, with prepare_update's arguments, which workers read from their node's image.
+
+    ranks ──fill──▶ image of the node ◀──read── every worker: its own loader, or its plan
+                         └──▶ engine process: compares checksums
+    """
+
+    def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        self._layout = Manifest.from_wire(manifest)
+        self._bucket_nbytes: int = buckets["bucket_nbytes"]
+        self._source = ImageSource(kept, self._layout.nbytes, buckets, _OPEN_TIMEOUT_S)
+        known = ("fd_socket", "image", "bucket_nbytes", "progress")
+        self.description: dict[str, Any] = {name: buckets[name] for name in known}
+        self.description["manifest"] = manifest
+
+    def receiving(self) -> AbstractContextManager[None]:
+        return self._source.receiving()
+
+    def take_reports(self, per_worker: Sequence[Regions]) -> int:
+        return self._layout.payload_nbytes
+
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
+        tensors = image_tensors(self._layout, self._source.memory)
+        return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
+
+    def stop(self) -> None:
+        """Ends the workers' waits for ranks. From any thread."""
+        self._source.stop()
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,10 +1,10 @@
 """The parts that differ between engines: a core and its weight updates. `EngineShell` does the
 rest.
 
-    Core            states: every engine
-    └ PolledCore    requests whose tokens are taken once a tick (`PolledRequests`)
-      └ AdapterCore   weights that the engine loads from a description (`AdapterUpdates`)
-    WeightUpdates   new weights: `AdapterUpdates`, or an engine's own
+    Core              states: every engine
+    └ PolledCore      requests whose tokens are taken once a tick (`PolledRequests`)
+      └ AdapterCore   weights that the engine's workers load (`AdapterUpdates`)
+    WeightUpdates     new weights: `AdapterUpdates`, or an engine's own
 
 docs/write-an-engine.md explains them method by method.
 """
@@ -12,19 +12,14 @@ docs/write-an-engine.md explains them method by method.
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.engines.loading.weight_import import Regions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +121,6 @@ class Core(ABC):
     async def wake(self, tags: Sequence[str]) -> None:
         return
 
-    @abstractmethod
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        """Why some worker cannot read the ranks' memory, or "": see `Engine.probe_import`."""
-
     def check_update(self, manifest: Manifest) -> None:
         """Raises WeightSyncError for an update that the engine cannot load."""
         if manifest.lora is not None:
@@ -164,68 +155,15 @@ class PolledCore(Core):
         """Ends requests at once, through their outputs; ignores unknown keys."""
 
 
-class AdapterCore(PolledCore):
-    """The core of an adapter: its library loads weights by itself, mostly in worker processes. With
-    `lora_base`, updates bring LoRA adapters of that model, which `load_weights` applies to all
-    later requests; otherwise they bring the model's weights."""
-
-    def __init__(self, lora_base: LoraBase | None = None) -> None:
-        super().__init__()
-        self._lora_base = lora_base
-        self._ways: set[str] = set()
-
-    def show_stacks(self) -> None:
-        return
-
-    def log_loading(self, ways: Iterable[str]) -> None:
-        for way in dict.fromkeys(ways):
-            level = logging.DEBUG if way in self._ways else logging.INFO
-            logger.log(level, "%s: %s", self.name, way)
-            self._ways.add(way)
-
-    def check_all_read(self, unread: Iterable[Collection[str]]) -> None:
-        """Raises WeightSyncError if every worker left one of the trainer's tensors unread."""
-        names = sorted(set[str].intersection(*map(set, unread)))
-        if names:
-            hint = ""
-            if any(name.endswith("lm_head.weight") for name in names):
-                hint = ". Set tie_word_embeddings to false in the model's config.json"
-            raise WeightSyncError(
-                f"{self.name}'s model lacks {len(names)} of the trainer's weights: "
-                f"{', '.join(names[:5])}{hint}"
-            )
-
-    def check_update(self, manifest: Manifest) -> None:
-        if self._lora_base is None:
-            super().check_update(manifest)
-        else:
-            self._lora_base.check(manifest.lora, manifest.shapes)
-
-    async def open_weights(self, description: Mapping[str, Any]) -> None:
-        """Opens the weights in the workers while the engine may still generate. `load_weights`
-        follows with the same description, unless the update is dropped."""
-        return
-
-    async def is_staged(self) -> bool:
-        """Whether workers have read all that they can read of the opened weights while the engine
-        generates. True if they read nothing, or if the weights were closed."""
-        return True
-
-    @abstractmethod
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
-        """Loads the weights in every worker; returns the regions that each has read, for checksums.
-        Raises EngineError if they do not fit; the weights are then undefined."""
-
-    async def close_memory(self) -> None:
-        """Closes the ranks' memory and the image in every worker; see `WorkerMemory`."""
-        return
-
-
 class WeightUpdates(Protocol):
     """The engine's side of a weight update. The shell calls one method at a time, except `stop`:
 
     begin ─▶ is_prepared ─▶ load ─▶ verify ─▶ end          `abort` if the update is aborted
     """
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        """See `Engine.probe_import`."""
+        ...
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares one version; arguments and errors as in `Engine.prepare_update`."""

@@ -215,7 +215,7 @@ class EngineShell(Generic[_Core]):
             self._gate.woken()
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return await self._changes.make(lambda: self._core.probe_import(allocations))
+        return await self._changes.make(lambda: self._weights.probe_import(allocations))
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: Mapping[str, Any]

@@ -32,7 +32,7 @@ class FollowerGroup:
     """The followers of an engine on several nodes. Owned and closed by the engine's core."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+        self.names = names
         self._streams = AsyncExitStack()
         self._handles: list[Handle] = []
 
@@ -43,7 +43,7 @@ class FollowerGroup:
         `EngineFollower.follow`. The programs' ends need no watch: the supervisor kills this process
         when a follower ends."""
         context = actor_context()
-        for name, own in zip(self._names, options, strict=True):
+        for name, own in zip(self.names, options, strict=True):
             follower = context.client.handle(await context.resolve(name, _START_LIMIT_S))
             stream = follower.stream("follow", program, own, variables, timeout_s=None)
             try:
@@ -73,7 +73,7 @@ class FollowerGroup:
         port = _free_port(address)
         for name, value in ({host_variable: address} | network_variables(address)).items():
             os.environ.setdefault(name, value)
-        own, *others = (part_options(part, address, port) for part in range(len(self._names) + 1))
+        own, *others = (part_options(part, address, port) for part in range(len(self.names) + 1))
         await self.start(program, [{**options, **more} for more in others], variables)
         return own
 

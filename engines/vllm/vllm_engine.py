@@ -14,10 +14,9 @@ from typing import Any, Final, TypeVar
 
 import xxhash
 
-from umbra.engines.loading.weight_import import Regions
+from umbra.engines.shell.adapter_core import AdapterCore
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
-from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
-from umbra.engines.shell.follower_group import FollowerGroup
+from umbra.engines.shell.engine_core import NewOutput, Output
 from umbra.engines.vllm.vllm_library import (
     VllmLibrary,
     file_variables,
@@ -26,7 +25,7 @@ from umbra.engines.vllm.vllm_library import (
 )
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.errors import ConfigError, EngineError, UmbraError, WeightSyncError
+from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.process_end import PidWatch
 
@@ -56,13 +55,12 @@ class VllmCore(AdapterCore):
 
     name = "vLLM"
     truncates = True
+    obeys_while_generating = True
 
     def __init__(self, settings: VllmSettings) -> None:
-        super().__init__(settings.lora_base)
+        super().__init__(settings.lora_base, settings.followers)
         self._settings = settings
         self._watches = ExitStack()
-        self._is_staged = True  # what the workers opened last
-        self._followers = FollowerGroup(settings.followers)
         self._llm: Any = None
         self._library: VllmLibrary | None = None
         self._adapters: dict[str, Any] = {}  # LoRARequests by name; "": of every request
@@ -93,7 +91,7 @@ class VllmCore(AdapterCore):
         self._check_adapters()
         variables = self._settings.environment(is_cpu=library.is_cpu)
         if self._settings.followers:
-            options |= await self._followers.start_parts(
+            options |= await self.followers.start_parts(
                 "umbra.engines.vllm.vllm_follower",
                 options,
                 variables,
@@ -115,15 +113,13 @@ class VllmCore(AdapterCore):
             ) from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
         # The workers are watched, too: EngineCore reports a dead worker only after all have ended.
-        workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
-        workers = workers[: self._settings.num_local_workers]
-        for pid in _children_since(began_ticks).union(workers):
+        asked = self._llm.collective_rpc("umbra_measure")
+        workers: list[Mapping[str, int]] = await self.call(asked)
+        here = {worker["pid"] for worker in workers[: self._settings.num_local_workers]}
+        for pid in _children_since(began_ticks) | here:
             self._watches.enter_context(PidWatch(pid, self.died.set))
         unlink_shared_memory()
-        per_worker: list[Mapping[str, int]] = await self.call(
-            self._llm.collective_rpc("umbra_memory")
-        )
-        self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
+        self.memory = {name: sum(worker[name] for worker in workers) for name in self.memory}
         await self._load_adapters()
 
     def _check_adapters(self) -> None:
@@ -148,7 +144,7 @@ class VllmCore(AdapterCore):
 
     async def stop(self) -> None:
         self._watches.close()
-        await self._followers.close()  # first: without this part, theirs would fail
+        await self.followers.close()  # first: without this part, theirs would fail
         if self._llm is not None:
             unlink_shared_memory()
             self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
@@ -191,7 +187,6 @@ class VllmCore(AdapterCore):
 
     async def sleep(self, level: int) -> None:
         """Wakes what sleeps first: vLLM puts nothing to sleep while one tag sleeps."""
-        await self._followers.close_images()
         await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))
         self._asleep.update(_MEMORY_TAGS)
@@ -209,58 +204,15 @@ class VllmCore(AdapterCore):
     async def reset_prefix_cache(self) -> None:
         await self.call(self._llm.reset_prefix_cache())
 
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        if self._settings.followers:
-            return "its workers are on several nodes"
-        if self.library.is_cpu:
-            return "its parameters are in cpu memory, not on a GPU"
-        asked = self._llm.collective_rpc("umbra_probe_import", args=(allocations,))
-        problems: list[str] = await self.call(asked)
-        return next((problem for problem in problems if problem), "")
-
-    async def open_weights(self, description: Mapping[str, Any]) -> None:
-        if not self._settings.followers:  # their nodes have no copy yet
-            await self._open_weights(description)
-
-    async def _open_weights(self, description: Mapping[str, Any]) -> None:
-        """Opens an update in each worker. Failures change nothing: the engine may generate."""
-        self._is_staged = True
-        reports: list[tuple[str, bool]] = await self._in_workers("umbra_open", description)
-        if problem := next((problem for problem, _ in reports if problem), ""):
-            raise WeightSyncError(problem)
-        self._is_staged = all(is_staged for _, is_staged in reports)
-
-    async def is_staged(self) -> bool:
-        """Asks the workers again instead of waiting in them: they generate meanwhile."""
-        if not self._is_staged:
-            self._is_staged = all(await self._in_workers("umbra_is_staged"))
-        return self._is_staged
-
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
-        if self._settings.followers:
-            await self._open_weights(await self._followers.send_image(description))
-        method = "umbra_load_adapter" if self._settings.lora_rank else "umbra_load"
-        reports: list[tuple[Regions, str, list[str]]] = await self._in_workers(method)
-        self.check_all_read(unread for _, _, unread in reports)
-        if self._settings.lora_rank:
-            name, number = SYNCED_ADAPTER
-            self._adapters[""] = self.library.LoRARequest(name, number, "no folder")
-        await self._load_adapters()
-        self.log_loading(way for _, way, _ in reports)
-        return [regions for regions, _, _ in reports]
-
-    async def close_memory(self) -> None:
-        await self.call(self._llm.collective_rpc("umbra_close_memory"))
-
-    async def _in_workers(self, method: str, *args: object) -> list[Any]:
-        """Returns each worker's answer. After a failure, several workers are unusable."""
-        try:
-            return await self.call(self._llm.collective_rpc(method, args=args))
-        except EngineError:
-            if self._settings.num_workers > 1:
-                # vLLM leaves the other workers' answers unread: every later call would get them.
-                self.died.set()
-            raise
+    async def ask_workers(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        asked = self._llm.collective_rpc("umbra_update", args=(order,))
+        reports = self.checked(await self.call(asked))
+        if order["action"] == "load":
+            if self._settings.lora_rank:
+                name, number = SYNCED_ADAPTER
+                self._adapters[""] = self.library.LoRARequest(name, number, "no folder")
+            await self._load_adapters()
+        return reports
 
 
 class VllmEngine(ConfiguredEngine):

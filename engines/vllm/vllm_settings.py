@@ -12,7 +12,6 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import physical_nbytes
 
 WORKER_EXTENSION: Final = "umbra.engines.vllm.vllm_worker.UmbraWorkerExtension"
-TRANSFER_BACKEND: Final = "umbra"
 SYNCED_ADAPTER: Final = ("of the last sync", 1)
 """vLLM's name and number of the LoRA adapter that a sync brings."""
 
@@ -141,7 +140,6 @@ class VllmSettings(SpanningSettings):
             # "auto" would prefer Mistral's own files to those that the trainer reads.
             "load_format": "safetensors" if self.reads_weights else "dummy",
             "worker_extension_cls": WORKER_EXTENSION,
-            "weight_transfer_config": {"backend": TRANSFER_BACKEND},
             "disable_log_stats": True,
             **(_CPU_OPTIONS if is_cpu else {"enable_sleep_mode": True}),
             **self._lora_options(is_cpu=is_cpu),

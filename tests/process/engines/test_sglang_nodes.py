@@ -20,7 +20,7 @@ from process_runs import assert_ended
 from rank_processes import poll
 from watching import tree
 
-from umbra.engines.loading.worker_updates import open_weights
+from umbra.engines.loading.worker_updates import WorkerMemory
 from umbra.engines.sglang.sglang_worker import gather_reports
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
@@ -133,7 +133,7 @@ def test_the_first_worker_gets_the_reports_of_all(
 
 def read_image(paths: list[str], manifest: dict[str, Any]) -> list[float]:
     description = {"path": paths[0], "paths": paths, "nbytes": 4096, "manifest": manifest}
-    with open_weights(description, torch.device("cpu")) as source:
+    with WorkerMemory().reading(description, torch.device("cpu")) as source:
         return [float(value) for value in dict(source.tensors())["a"]]
 
 

@@ -23,7 +23,7 @@ from test_vllm_process import NEVER, START_TIMEOUT_S, core_of, hang, vllm_spec
 from vllm_runs import needs_vllm, running_core
 
 from umbra.engines.vllm.vllm_engine import VllmCore
-from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.errors import EngineError
 from umbra.runtime.process import descendants
 from umbra.runtime.session.session import Session
 from umbra.runtime.weights.image.fd_server import serve_fds
@@ -112,10 +112,11 @@ def test_workers_that_cannot_open_an_update_leave_the_engine_as_it_was(
         async with running(engine), serve_fds(str(tmp_path / "none")) as server:
             weights = dict(make_model(model_kind, 1).named_parameters())
             await publish(engine, weights, 1, tmp_path)
-            with pytest.raises(WeightSyncError, match="gone"):
-                await core.open_weights(description | {"fd_socket": server.socket_path})
+            weights = description | {"fd_socket": server.socket_path}
+            with pytest.raises(EngineError, match="gone"):
+                await core.ask_workers({"action": "open", "weights": weights})
             assert not core.died.is_set()
-            await core.close_memory()
+            await core.ask_workers({"action": "close"})
             await check_each(engine, model_kind, 1, adapters)
 
     run_async(body)

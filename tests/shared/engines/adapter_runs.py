@@ -43,8 +43,7 @@ class SharedEngine(AdapterEngine):
 
     async def _start_core(self) -> None:
         if self._first_image is not None:
-            await self._core.open_weights(self._first_image)
-            await self._core.load_weights(self._first_image)
+            await self._core.ask_workers({"action": "load", "weights": self._first_image})
         await self._core.resume()
 
     async def _stop_core(self) -> None:
@@ -53,12 +52,12 @@ class SharedEngine(AdapterEngine):
             await core.wake(["weights", "kv_cache"])
         await core.pause(keep=False)
         await core.reset_prefix_cache()
-        await core.close_memory()
+        await core.ask_workers({"action": "close"})
 
 
 @contextmanager
 def weight_image(tensors: Mapping[str, Tensor]) -> Generator[dict[str, Any]]:
-    """The tensors as a sync leaves them: what `Core.load_weights` takes."""
+    """The tensors as a sync leaves them: the "weights" of an order."""
     manifest = Manifest.layout(
         (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
     )

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from umbra.engines.loading.weight_import import Regions
-from umbra.engines.loading.weight_source import BlockCopy
+from umbra.engines.loading.weight_source import BlockCopy, Regions
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.manifest import Manifest
 

@@ -24,7 +24,7 @@ from sharded_source import ShardedSource, rows
 from torch import Tensor, nn
 from vllm_replay_worker import configure, find_differing, is_cpu, join, keep_unpacked
 
-from umbra.engines.loading.worker_updates import PlannedLoading
+from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.runtime.errors import WeightSyncError
 
 _KERNELS: Final = "vllm.model_executor.kernels.linear"
@@ -54,22 +54,22 @@ def main(store: str, quantization: str, folders: list[str]) -> None:
 def _report(
     model: nn.Module, model_config: Any, expected: dict[str, nn.Module]
 ) -> dict[str, object]:
-    worker: Any = import_module("umbra.engines.vllm.vllm_worker")
+    worker: Any = import_module("umbra.engines.vllm.vllm_loader")
     loader = worker.LayerwiseLoader(model, model_config)
-    loading = PlannedLoading(model, loader)
+    updates = WorkerUpdates(model, loader)
     unread: list[str] = []
     first, second = expected
     differing: list[list[str]] = []
     ways: list[str] = []
 
     def load(folder: str) -> None:
-        ways.append(loading.load(_source(folder)))
+        ways.append(updates.load_model(_source(folder)))
         unread.extend(loader.unread)
         differing.append(find_differing(model, expected[folder]))
 
     for folder in (second, first, second):
         load(folder)
-    refusal = _refusal(loading, first)
+    refusal = _refusal(updates, first)
     load(first)
     return {
         "differing": differing,
@@ -81,9 +81,9 @@ def _report(
     }
 
 
-def _refusal(loading: PlannedLoading, folder: str) -> str:
+def _refusal(updates: WorkerUpdates, folder: str) -> str:
     try:
-        loading.load(_source(folder, without=_LEFT_OUT))
+        updates.load_model(_source(folder, without=_LEFT_OUT))
     except WeightSyncError as error:
         return str(error)
     return ""

@@ -26,7 +26,7 @@ from sharded_source import ShardedSource, rows
 from torch import Tensor, nn
 
 from umbra.engines.loading.copy_plan import CopyPlan
-from umbra.engines.loading.worker_updates import PlannedLoading
+from umbra.engines.loading.worker_updates import WorkerUpdates
 
 _UNPACKED = (
     ("layers.linear", "UnquantizedLinearMethod"),
@@ -109,18 +109,18 @@ def _process(model: nn.Module, vllm_config: Any) -> None:
 
 
 def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
-    worker: Any = import_module("umbra.engines.vllm.vllm_worker")
+    worker: Any = import_module("umbra.engines.vllm.vllm_loader")
     aliases: dict[str, str] = json.loads((folder / "aliases.json").read_text())
     model, expected = _make_model(vllm_config), _make_model(vllm_config)
     loader = worker.LayerwiseLoader(model, vllm_config.model_config)
-    loading = PlannedLoading(model, loader)
+    updates = WorkerUpdates(model, loader)
     differing: list[str] = []
     whole: list[str] = []
     for name in ("version-1", "version-2"):
         weights = load_file(folder / f"{name}.safetensors")
         _poison(model)
         source = ShardedSource(weights, aliases, rows(3), torch.bfloat16)
-        loading.load(source)
+        updates.load_model(source)
         whole = source.whole_names
         _poison(expected)
         loads: Any = expected
@@ -128,14 +128,14 @@ def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
             loads.load_weights(ShardedSource(weights, aliases, rows(1), torch.bfloat16).tensors())
         _process(expected, vllm_config)
         differing += find_differing(model, expected)
-    plan = loading.plan
+    plan = updates.plan
     assert plan is not None
     # Layerwise reload of all layers leaves its traces; then the same weights are recorded again.
     weights = load_file(folder / "version-1.safetensors")
     source = ShardedSource(weights, aliases, rows(3), torch.bfloat16)
     loader.load(None, source.tensors())
-    later = PlannedLoading(model, loader)
-    later.load(source)
+    later = WorkerUpdates(model, loader)
+    later.load_model(source)
     assert later.plan is not None
     return {
         "differing": differing,

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from umbra.engines.loading.weight_import import Regions
-from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
+from umbra.engines.loading.weight_source import Regions
+from umbra.engines.shell.adapter_core import AdapterCore
+from umbra.engines.shell.engine_core import NewOutput, Output
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 VOCAB_SIZE = 97
@@ -52,7 +53,7 @@ class ScriptedCore(AdapterCore):
         self.done: list[str] = []
         self.has_begun = asyncio.Event()
         self.regions: Regions = []
-        self.descriptions: list[Mapping[str, Any]] = []
+        self.orders: list[Mapping[str, Any]] = []
 
     async def start(self) -> None:
         await self._do("start")
@@ -84,17 +85,10 @@ class ScriptedCore(AdapterCore):
     async def wake(self, tags: Sequence[str]) -> None:
         await self._do(f"wake {' '.join(tags)}")
 
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
-        await self._do("load_weights")
-        self.descriptions.append(description)
-        return [self.regions]
-
-    async def close_memory(self) -> None:
-        await self._do("close_memory")
-
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        await self._do("probe_import")
-        return ""
+    async def ask_workers(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        await self._do(order["action"])
+        self.orders.append(order)
+        return [{"problem": "", "is_staged": True, "way": "", "regions": self.regions}]
 
     async def _do(self, what: str) -> None:
         self.has_begun.set()

@@ -97,7 +97,7 @@ CUT: list[tuple[list[Call], Call, Call, list[str]]] = [
         lambda e: e.resume(),
         ["wake weights kv_cache", "resume"],
     ),
-    ([], lambda e: e.probe_import([]), lambda e: e.pause("keep"), ["probe_import", "pause"]),
+    ([], lambda e: e.probe_import([]), lambda e: e.pause("keep"), ["probe", "pause"]),
 ]
 # Calls before it, the one that is cut off, one after it, and what the core is to have done then.
 

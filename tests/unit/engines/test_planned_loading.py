@@ -14,37 +14,32 @@ from sharded_source import Cut, ShardedSource, rows
 from torch import Tensor, nn
 
 from umbra.engines.loading.loader_recording import LoaderRecording
+from umbra.engines.loading.watched_loader import WatchedLoader
 from umbra.engines.loading.weight_source import WeightSource
-from umbra.engines.loading.worker_updates import PlannedLoading
+from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.runtime.weights.copy_planner import ShardBlock
 
 Weights = Iterable[tuple[str, Tensor]]
 
 
-class WatchedLoader:
-    """As in SGLang's worker: `load_weights` fills the parameters in place.
-
-    `loaded` has the layers of each load: None for all.
-    """
+class NotingLoader(WatchedLoader):
+    """`loaded` has the layers of each load: None for all."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        super().__init__("the test", model, model.load_weights)
         self.loaded: list[Sequence[nn.Module] | None] = []
         self.names: list[list[str]] = []
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        recording = LoaderRecording(self._model)
-        with recording, torch.no_grad():
-            self._model.load_weights(recording.watch(source.tensors()))
+        recorded = super().record(source)
         self.loaded.append(None)
-        return recording, {}
+        return recorded
 
     def load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
     ) -> None:
         found = list(tensors)
-        with torch.no_grad():
-            self._model.load_weights(iter(found))
+        super().load(layers, iter(found))
         self.loaded.append(layers)
         self.names.append([name for name, _ in found])
 
@@ -168,9 +163,9 @@ def forget(model: nn.Module) -> None:
         parameter.data.fill_(torch.nan)
 
 
-def planned(model: nn.Module) -> tuple[PlannedLoading, WatchedLoader]:
-    loader = WatchedLoader(model)
-    return PlannedLoading(model, loader), loader
+def planned(model: nn.Module) -> tuple[WorkerUpdates, NotingLoader]:
+    loader = NotingLoader(model)
+    return WorkerUpdates(model, loader), loader
 
 
 def by_experts(name: str, shape: tuple[int, ...]) -> list[ShardBlock]:
@@ -191,13 +186,13 @@ def test_a_replay_gives_the_bytes_of_the_loader(
 ) -> None:
     for worker in range(num_workers):
         model = Model(worker, num_workers)
-        loading, loader = planned(model)
+        updates, loader = planned(model)
         with torch.inference_mode(is_inference):
-            loading.load(source_of(version(1), cut))
+            updates.load_model(source_of(version(1), cut))
             assert bytes_of(model) == loaded(Model(worker, num_workers), source_of(version(1)))
             forget(model)
             source = source_of(version(2), cut)
-            loading.load(source)
+            updates.load_model(source)
 
         assert bytes_of(model) == loaded(Model(worker, num_workers), source_of(version(2)))
         assert loader.loaded == [None]
@@ -206,10 +201,10 @@ def test_a_replay_gives_the_bytes_of_the_loader(
 
 def test_a_plan_outlives_a_change_of_shards() -> None:
     model = Model()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1), rows(2)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1), rows(2)))
 
-    loading.load(source_of(version(2), rows(3)))
+    updates.load_model(source_of(version(2), rows(3)))
 
     assert bytes_of(model) == loaded(Model(), source_of(version(2)))
     assert loader.loaded == [None]
@@ -219,11 +214,11 @@ def test_weights_are_cast_as_the_loader_would_get_them() -> None:
     """Masters in float32 travel in bfloat16, also to a parameter in float32."""
     weights = version(1, torch.float32)
     model = Model()
-    loading, _ = planned(model)
-    loading.load(source_of(weights, rows(2)))
+    updates, _ = planned(model)
+    updates.load_model(source_of(weights, rows(2)))
 
     weights["norm"].add_(1e-3)
-    loading.load(source_of(weights, rows(2)))
+    updates.load_model(source_of(weights, rows(2)))
 
     assert torch.equal(model.norm.weight, weights["norm"].bfloat16().float())
     assert not torch.equal(model.norm.weight, weights["norm"])
@@ -231,14 +226,14 @@ def test_weights_are_cast_as_the_loader_would_get_them() -> None:
 
 def test_it_is_recorded_again_when_other_tensors_come_or_parameters_move() -> None:
     model = Model()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1)))
 
-    loading.load(source_of(version(2), wire=torch.float32))
+    updates.load_model(source_of(version(2), wire=torch.float32))
     assert loader.loaded == [None, None]
 
     model.qkv.weight.data = model.qkv.weight.data.clone()
-    loading.load(source_of(version(3), wire=torch.float32))
+    updates.load_model(source_of(version(3), wire=torch.float32))
 
     assert loader.loaded == [None, None, None]
     assert bytes_of(model) == loaded(Model(), source_of(version(3), wire=torch.float32))
@@ -257,23 +252,23 @@ def overwrite(source: ShardedSource, weights: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_copies_are_prepared_once_for_versions_in_the_same_memory(is_inference: bool) -> None:
     model = Model()
-    loading, loader = planned(model)
+    updates, loader = planned(model)
     kept, other = (source_of(version(seed), rows(3)) for seed in (1, 2))
     kept.memory, other.memory = Memory(), Memory()
     with torch.inference_mode(is_inference):
-        loading.load(kept)
-        loading.load(kept)  # prepares
+        updates.load_model(kept)
+        updates.load_model(kept)  # prepares
         for seed in (3, 4):
             overwrite(kept, version(seed))
             forget(model)
             kept.num_blocks = 0
-            loading.load(kept)
+            updates.load_model(kept)
             assert bytes_of(model) == loaded(Model(), source_of(version(seed)))
             assert kept.num_blocks == 0
 
-        loading.load(other)
+        updates.load_model(other)
         assert bytes_of(model) == loaded(Model(), source_of(version(2)))
-        loading.load(kept)
+        updates.load_model(kept)
 
     assert bytes_of(model) == loaded(Model(), source_of(version(4)))
     assert loader.loaded == [None]
@@ -282,13 +277,13 @@ def test_copies_are_prepared_once_for_versions_in_the_same_memory(is_inference: 
 def test_masters_are_cast_each_time_that_prepared_copies_run() -> None:
     """One parameter is in float32, but gets what travels in bfloat16."""
     model = Model()
-    loading, _ = planned(model)
+    updates, _ = planned(model)
     source = source_of(version(1, torch.float32), rows(2))
     source.memory = Memory()
     for seed in (1, 2, 3):
         weights = version(seed, torch.float32)
         overwrite(source, weights)
-        loading.load(source)
+        updates.load_model(source)
         assert torch.equal(model.norm.weight, weights["norm"].bfloat16().float())
 
     assert bytes_of(model) == loaded(Model(), source_of(version(3, torch.float32)))
@@ -296,14 +291,14 @@ def test_masters_are_cast_each_time_that_prepared_copies_run() -> None:
 
 def test_prepared_copies_are_not_used_after_parameters_have_moved() -> None:
     model = Model()
-    loading, loader = planned(model)
+    updates, loader = planned(model)
     source = source_of(version(1), rows(2))
     source.memory = Memory()
     for _ in range(3):
-        loading.load(source)
+        updates.load_model(source)
 
     model.qkv.weight.data = torch.full_like(model.qkv.weight.data, torch.nan)
-    loading.load(source)
+    updates.load_model(source)
 
     assert bytes_of(model) == loaded(Model(), source_of(version(1)))
     assert loader.loaded == [None, None]
@@ -366,11 +361,11 @@ def test_a_layer_that_its_loader_computes_stays_with_the_loader(
     kind: type[Model],
 ) -> None:
     model = kind()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1), rows(2)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1), rows(2)))
     forget(model)
 
-    way = loading.load(source_of(version(2), rows(2)))
+    way = updates.load_model(source_of(version(2), rows(2)))
 
     fresh = kind()
     assert bytes_of(model) == loaded(fresh, source_of(version(2)))
@@ -384,12 +379,12 @@ def test_a_layer_that_its_loader_computes_stays_with_the_loader(
 
 def test_copies_in_another_order_are_made_from_the_whole_tensor() -> None:
     model = Flattening()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1), rows(3)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1), rows(3)))
     forget(model)
 
     source = source_of(version(2), rows(3))
-    loading.load(source)
+    updates.load_model(source)
 
     assert bytes_of(model) == loaded(Flattening(), source_of(version(2)))
     assert loader.loaded == [None]
@@ -398,12 +393,12 @@ def test_copies_in_another_order_are_made_from_the_whole_tensor() -> None:
 
 def test_copies_of_whole_tensors_are_made_beside_prepared_ones() -> None:
     model = Flattening()
-    loading, _ = planned(model)
+    updates, _ = planned(model)
     source = source_of(version(1), rows(3))
     source.memory = Memory()
     for _ in range(3):
         forget(model)
-        loading.load(source)
+        updates.load_model(source)
 
     assert bytes_of(model) == loaded(Flattening(), source_of(version(1)))
 
@@ -425,11 +420,11 @@ class Untied(Model):
 
 def test_a_loader_gets_a_tensor_under_all_of_its_names() -> None:
     model = Untied()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1)))
     forget(model)
 
-    loading.load(source_of(version(2)))
+    updates.load_model(source_of(version(2)))
 
     assert bytes_of(model) == loaded(Untied(), source_of(version(2)))
     assert loader.loaded == [None, [model.head]]
@@ -438,6 +433,8 @@ def test_a_loader_gets_a_tensor_under_all_of_its_names() -> None:
 
 class Hiding(Model):
     """Writes where no operation of torch is seen."""
+
+    quant_config = "any, so that nothing is missed in the recording"
 
     def load(self, name: str, tensor: Tensor) -> None:
         if name == "norm":
@@ -448,10 +445,10 @@ class Hiding(Model):
 
 def test_a_parameter_that_nothing_was_seen_to_write_leaves_the_model_to_the_loader() -> None:
     model = Hiding()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1)))
 
-    loading.load(source_of(version(2)))
+    updates.load_model(source_of(version(2)))
 
     assert bytes_of(model) == loaded(Hiding(), source_of(version(2)))
     assert loader.loaded == [None, None]
@@ -477,10 +474,10 @@ class Overlapping(Model):
 
 def test_a_loader_that_looks_at_values_is_not_replayed() -> None:
     model = Deciding()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1)))
 
-    loading.load(source_of(version(2)))
+    updates.load_model(source_of(version(2)))
 
     assert bytes_of(model) == loaded(Deciding(), source_of(version(2)))
     assert loader.loaded == [None, None]
@@ -488,16 +485,16 @@ def test_a_loader_that_looks_at_values_is_not_replayed() -> None:
 
 def test_a_layer_written_twice_stays_with_the_loader() -> None:
     model = Overlapping()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1)))
 
-    loading.load(source_of(version(2)))
+    updates.load_model(source_of(version(2)))
 
     assert bytes_of(model) == loaded(Overlapping(), source_of(version(2)))
     assert loader.loaded == [None, [model.qkv]]
 
 
-class AfterLoading(WatchedLoader):
+class AfterLoading(NotingLoader):
     """Changes values where the recording does not look, as layerwise reload does."""
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
@@ -520,13 +517,13 @@ class AfterLoading(WatchedLoader):
 def test_values_that_change_after_loading_are_found_by_poisoning() -> None:
     model, twin = Model(), Model()
     loader, twin_loader = AfterLoading(model), AfterLoading(twin)
-    loading = PlannedLoading(model, loader)
-    loading.load(source_of(version(1)))
+    updates = WorkerUpdates(model, loader)
+    updates.load_model(source_of(version(1)))
     twin_loader.load(None, source_of(version(1)).tensors())
     assert bytes_of(model) == bytes_of(twin)  # the poison is gone
     forget(model)
 
-    loading.load(source_of(version(2)))
+    updates.load_model(source_of(version(2)))
 
     twin_loader.load(None, source_of(version(2)).tensors())
     assert bytes_of(model) == bytes_of(twin)
@@ -542,13 +539,13 @@ class Dropping(LoaderRecording):
 
 
 def test_a_recording_that_misses_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_planned_loading.LoaderRecording", Dropping)
+    monkeypatch.setattr("umbra.engines.loading.watched_loader.LoaderRecording", Dropping)
     model = Model()
-    loading, loader = planned(model)
-    loading.load(source_of(version(1)))
+    updates, loader = planned(model)
+    updates.load_model(source_of(version(1)))
     assert bytes_of(model) == loaded(Model(), source_of(version(1)))
 
-    loading.load(source_of(version(2)))
+    updates.load_model(source_of(version(2)))
 
     assert bytes_of(model)["qkv.weight"] == loaded(Model(), source_of(version(2)))["qkv.weight"]
     assert loader.loaded[1] is not None

@@ -17,7 +17,7 @@ from scripted_core import ScriptedCore
 from torch import Tensor
 
 from umbra.engines.loading.image_weights import image_tensors
-from umbra.engines.loading.worker_updates import WorkerMemory, open_weights
+from umbra.engines.loading.worker_updates import WorkerMemory
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.process.host_memory import map_memory
@@ -59,8 +59,8 @@ def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
             outcome = await publish(engine, WEIGHTS, 1, tmp_path, tamper=look)
 
         assert outcome.mismatches == []
-        assert done_before == ["pause", "load_weights"]
-        assert core.done.count("load_weights") == 1
+        assert done_before == ["pause", "load"]
+        assert core.done.count("load") == 1
 
     run_async(body)
 
@@ -77,10 +77,10 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
             await engine.pause("abort")
             core.done.clear()
             loaded = await engine.load()
-            assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])
+            assert (loaded, core.done) == ({"nbytes": 1340}, ["load"])
 
             assert await engine.verify_update(regions) == []
-            assert core.done == ["load_weights"]
+            assert core.done == ["load"]
             await engine.commit_update()
 
             await engine.prepare_update(2, NO_TENSORS, EXPORTS)
@@ -103,18 +103,20 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
 class StagingCore(ScriptedCore):
     """Its worker reads until `has_read` is set, or the update is left."""
 
+    obeys_while_generating = True
+
     def __init__(self) -> None:
         super().__init__()
         self.has_read = asyncio.Event()
         self.has_read.set()
         self.has_opened = asyncio.Event()
 
-    async def open_weights(self, description: Mapping[str, Any]) -> None:
-        await self._do("open_weights")
-        self.has_opened.set()
-
-    async def is_staged(self) -> bool:
-        return self.has_read.is_set() or self.done[-1] == "close_memory"
+    async def ask_workers(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        (report,) = await super().ask_workers(order)
+        if order["action"] == "open":
+            self.has_opened.set()
+        is_staged = self.has_read.is_set() or self.done[-1] == "close"
+        return [{**report, "is_staged": is_staged}]
 
 
 async def serving_one(engine: AdapterEngine) -> None:
@@ -196,22 +198,22 @@ def test_workers_close_all_memory_when_an_update_is_aborted_or_ranks_may_have_en
             await publish(engine, WEIGHTS, 1, tmp_path)
             await engine.pause("abort")
             await engine.sleep(2)
-            assert "close_memory" not in core.done
+            assert "close" not in core.done
             await engine.wake(["weights", "kv_cache"])
             await engine.abort_update()  # as warm engines are brought to rest
-            assert core.done[-1] == "close_memory"
+            assert core.done[-1] == "close"
             core.done.clear()
 
             await engine.prepare_update(2, NO_TENSORS, EXPORTS)
             await engine.load()
             await engine.commit_update()
             await engine.sleep(2)
-            assert "close_memory" not in core.done
+            assert "close" not in core.done
             await engine.abort_update()
-            assert core.done[-1] == "close_memory"
+            assert core.done[-1] == "close"
 
             await engine.abort_update()
-            assert core.done.count("close_memory") == 1
+            assert core.done.count("close") == 1
 
     run_async(body)
 
@@ -251,7 +253,7 @@ def test_a_worker_stops_loading_an_image_whose_sync_is_aborted(tmp_path: Path) -
 
     def read(description: dict[str, Any], progress: SyncProgress) -> None:
         with ExitStack() as opened:
-            source = opened.enter_context(open_weights(description, torch.device("cpu")))
+            source = opened.enter_context(WorkerMemory().reading(description, torch.device("cpu")))
             tensors = source.tensors()
             assert next(tensors)[0] == "a"
             progress.abort()
@@ -277,7 +279,7 @@ def test_a_worker_reads_an_entry_when_its_pages_are_filled_and_counts_when_it_ha
 
     def read(description: dict[str, Any], progress: SyncProgress, value: float) -> None:
         ranks = filled(description, manifest)
-        with open_weights(description, torch.device("cpu"), memory=memory) as source:
+        with memory.reading(description, torch.device("cpu")) as source:
             assert source.memory is not None
             seen.append(source.memory)
             with source.reading([]):
@@ -313,7 +315,7 @@ def test_a_loader_that_writes_to_a_tensor_still_sees_what_comes_later(tmp_path: 
         later = threading.Timer(0.1, fill_the_rest, (ranks, progress))
         later.start()
         progress.set_filled(0, 1)
-        with open_weights(description, torch.device("cpu")) as source:
+        with WorkerMemory().reading(description, torch.device("cpu")) as source:
             for _, tensor in source.tensors():
                 loaded.append(tensor.add_(1.0).clone())
         later.join()
@@ -339,7 +341,7 @@ def test_what_a_loader_writes_to_its_tensors_is_not_in_the_image(tmp_path: Path)
     path.write_bytes(bytes(4096))
     description = {"path": str(path), "nbytes": 4096, "manifest": manifest.to_wire()}
 
-    with open_weights(description, torch.device("cpu")) as source:
+    with WorkerMemory().reading(description, torch.device("cpu")) as source:
         dict(source.tensors())["a"].add_(1.0)
 
     assert path.read_bytes() == bytes(4096)

@@ -24,13 +24,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from umbra.engines.embedded.sampler import sample, uniforms
-from umbra.engines.loading.weight_import import Regions
-from umbra.engines.loading.worker_updates import open_weights
+from umbra.engines.loading.watched_loader import WatchedLoader
+from umbra.engines.loading.worker_updates import WorkerUpdates
+from umbra.engines.shell.adapter_core import AdapterCore
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.adapter_settings import AdapterSettings
-from umbra.engines.shell.engine_core import AdapterCore, NewOutput
+from umbra.engines.shell.engine_core import NewOutput
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class TransformersCore(AdapterCore):
         # A tied one under each of its names.
         named = self._model.named_parameters(remove_duplicate=False)
         self._parameters: dict[str, Tensor] = dict(named)
+        loader = WatchedLoader(self.name, self._model, self._load_weights)
+        self._updates = WorkerUpdates(self._model, loader)
         self.vocab_size = int(self._model.config.vocab_size)
         nbytes = sum(parameter.nbytes for parameter in set(self._parameters.values()))
         self.memory = {"weights_nbytes": nbytes, "kv_nbytes": 0}
@@ -106,6 +108,7 @@ class TransformersCore(AdapterCore):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+            self._updates.close()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -141,24 +144,14 @@ class TransformersCore(AdapterCore):
 
     # -- weights -------------------------------------------------------------------------
 
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return "its parameters are in cpu memory, not on a GPU"
-
-    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[Regions]:
-        return [await asyncio.to_thread(self._load_weights, description)]
+    async def ask_workers(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self.checked([await asyncio.to_thread(self._updates.obey, order)])
 
     @torch.no_grad()
-    def _load_weights(self, description: Mapping[str, Any]) -> Regions:
-        missing = set(self._parameters.values())
-        with open_weights(description, torch.device("cpu")) as source:
-            for name, tensor in source.tensors():
-                if name not in self._parameters:
-                    raise EngineError(f"the model has no parameter {name}")
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in self._parameters:
                 self._parameters[name].copy_(tensor)
-                missing.discard(self._parameters[name])
-        if missing:
-            raise EngineError(f"{len(missing)} parameters are not among the trainer's weights")
-        return source.regions
 
     # -- generating ----------------------------------------------------------------------
 

@@ -16,12 +16,12 @@ import torch
 from fake_ipc import FakeIpc, FakeOpener
 from offered_exports import manifest_of, offered
 from torch import Tensor, nn
-from watched_loader import WatchedLoader
+from watched_loader import PlannedLoader
 
 from umbra.engines.loading.copy_plan import StagedCopies
-from umbra.engines.loading.weight_import import Regions, WeightImport
-from umbra.engines.loading.weight_source import BlockCopy, WeightSource
-from umbra.engines.loading.worker_updates import OpenUpdate, PlannedLoading, WorkerMemory
+from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
+from umbra.engines.loading.worker_updates import WorkerMemory, WorkerUpdates
+from umbra.engines.shell.adapter_updates import ExportsUpdate
 from umbra.runtime.errors import ConfigError, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.weights.checksum import checksum_of
@@ -127,9 +127,8 @@ class Ranks:
 class Worker:
     def __init__(self, ipc: FakeIpc, device: str, *cut: int) -> None:
         self.model = Model(*cut).to(device)
-        self.loading = PlannedLoading(self.model, WatchedLoader(self.model))
         memory = WorkerMemory(lambda: FakeOpener(ipc))
-        self.update = OpenUpdate(torch.device(device), memory)
+        self.updates = WorkerUpdates(self.model, PlannedLoader(self.model), memory=memory)
 
     def sync(
         self,
@@ -146,16 +145,15 @@ class Worker:
         """
 
         def load(description: dict[str, Any]) -> tuple[str, Regions]:
-            self.update.open(description, self.loading)
-            if self.update.staged is not None:
-                self.update.staged.wait()
-            assert self.update.is_staged
+            self.updates.open(description)
+            if self.updates.staged is not None:
+                self.updates.staged.wait()
+            assert self.updates.is_staged
             for parameter in self.model.parameters():
                 parameter.data.fill_(torch.nan)
             between()
-            with self.update.taken() as source:
-                way = self.loading.load(source, self.update.staged)
-                return way, source.regions
+            report = self.updates.load()
+            return report["way"], report["regions"]
 
         with description_of(ranks, folder, is_staged=is_staged) as (description, runner):
             return runner.run(asyncio.to_thread(load, description))
@@ -171,7 +169,7 @@ def description_of(
         offering = offered(folder, wire, ranks.manifest, is_staged=is_staged)
         buckets, _ = runner.run(offering.__aenter__())
         try:
-            yield WeightImport(ranks.manifest.to_wire(), buckets).description, runner
+            yield ExportsUpdate(ranks.manifest.to_wire(), buckets).description, runner
         finally:
             runner.run(offering.__aexit__(None, None, None))
 
@@ -200,12 +198,12 @@ def test_versions_are_those_of_the_loader_bit_for_bit(
             assert_same(engine.model.content(), ranks.loaded(worker, num_workers))
             assert regions == ranks.regions()
             assert ("copies were staged" in way) == (is_staged and version > 0), way
-            stages.append(engine.update.staged)
+            stages.append(engine.updates.staged)
         first, second, *later = stages
         assert first is None
         assert (second is not None) == is_staged
         assert all(each is second for each in later)
-        engine.update.close()
+        engine.updates.close()
     assert ipc.num_open == 0
 
 
@@ -234,13 +232,13 @@ def test_nothing_is_staged_that_no_plan_fits_or_that_is_not_to_be(
     ranks, engine = Ranks(ipc, "cpu"), Worker(ipc, "cpu")
     engine.sync(ranks, tmp_path)
     way, _ = engine.sync(ranks, tmp_path, is_staged=False)
-    assert engine.update.staged is None
+    assert engine.updates.staged is None
     assert "staged" not in way
 
     engine.model.qk.data = engine.model.qk.data.clone()
     way, _ = engine.sync(ranks, tmp_path)
 
-    assert engine.update.staged is None
+    assert engine.updates.staged is None
     assert "recorded a load" in way
     assert_same(engine.model.content(), ranks.loaded())
     assert "copies were staged" in engine.sync(ranks, tmp_path)[0]
@@ -252,7 +250,7 @@ def test_a_plan_that_no_longer_fits_leaves_what_was_staged(ipc: FakeIpc, tmp_pat
     ranks.step()
 
     def move() -> None:
-        assert engine.update.staged is not None
+        assert engine.updates.staged is not None
         engine.model.qk.data = engine.model.qk.data.clone()
 
     way, regions = engine.sync(ranks, tmp_path, between=move)
@@ -302,14 +300,14 @@ def test_an_update_that_was_left_is_not_loaded(ipc: FakeIpc, tmp_path: Path) -> 
     ranks, engine = Ranks(ipc, "cpu"), Worker(ipc, "cpu")
     engine.sync(ranks, tmp_path)
     with description_of(ranks, tmp_path) as (description, runner):
-        runner.run(asyncio.to_thread(engine.update.open, description, engine.loading))
-        assert engine.update.staged is not None
+        runner.run(asyncio.to_thread(engine.updates.open, description))
+        assert engine.updates.staged is not None
 
-        engine.update.close()
+        engine.updates.close()
 
-        assert engine.update.is_staged
-        with pytest.raises(WeightSyncError, match="no update was opened"), engine.update.taken():
-            pass
+        assert engine.updates.is_staged
+        with pytest.raises(WeightSyncError, match="no update was opened"):
+            engine.updates.load()
     assert ipc.num_open == 0
     ranks.step()
     engine.sync(ranks, tmp_path)
@@ -326,31 +324,35 @@ def test_the_ranks_memory_is_left_when_nothing_reads_it_any_more(
         def wait(self) -> None:
             done.append("waited")
 
-    class Loading(PlannedLoading):
-        def stage(self, source: WeightSource) -> StagedCopies:
+    class Updates(WorkerUpdates):
+        def _stage(self, source: WeightSource) -> StagedCopies:
             copy = BlockCopy(0, 0, torch.zeros(1), torch.zeros(1), None)
             return Staged([copy])
+
+        def load_model(self, source: WeightSource) -> str:
+            done.append("loaded")
+            return ""
 
     class Opener(FakeOpener):
         def settle(self) -> None:
             done.append("left")
 
     def use(description: dict[str, Any]) -> None:
-        update.open(description, Loading(model, WatchedLoader(model)))
+        updates.open(description)
         if way == "close":
-            update.close()
+            updates.close()
         elif way == "open":
-            update.open({**description, "is_staged": False})
+            updates.open({**description, "is_staged": False})
         else:
-            with update.taken():
-                done.append("loaded")
+            updates.load()
 
     ranks, model = Ranks(ipc, "cpu"), Model()
-    update = OpenUpdate(torch.device("cpu"), WorkerMemory(lambda: Opener(ipc)))
+    memory = WorkerMemory(lambda: Opener(ipc))
+    updates = Updates(model, PlannedLoader(model), memory=memory)
     with description_of(ranks, tmp_path) as (description, runner):
         runner.run(asyncio.to_thread(use, description))
         assert done == [*(["loaded"] if way == "load" else []), "waited", "left"]
-        update.close()
+        updates.close()
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch
 from fake_ipc import FakeIpc, FakeOpener
 from offered_exports import manifest_of, offered
 from torch import Tensor, nn
-from watched_loader import WatchedLoader
+from watched_loader import PlannedLoader
 
-from umbra.engines.loading.weight_import import Regions, WeightImport
-from umbra.engines.loading.weight_source import BlockCopy, WeightSource
-from umbra.engines.loading.worker_updates import PlannedLoading, WorkerMemory, open_weights
+from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
+from umbra.engines.loading.worker_updates import WorkerMemory, WorkerUpdates
+from umbra.engines.shell.adapter_updates import ExportsUpdate
 from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.rank_exports import RankExports
 
@@ -72,13 +72,13 @@ def read(ranks: Ranks, ipc: FakeIpc, folder: Path, use: Callable[[WeightSource],
 
     def in_worker(description: dict[str, Any]) -> T:
         memory = WorkerMemory(lambda: FakeOpener(ipc))
-        with open_weights(description, ranks.device, memory=memory) as source:
+        with memory.reading(description, ranks.device) as source:
             return use(source)
 
     async def body() -> T:
         wire = [exports.to_wire() for exports in ranks.export()]
         async with offered(folder, wire, ranks.manifest) as (buckets, _):
-            description = WeightImport(ranks.manifest.to_wire(), buckets).description
+            description = ExportsUpdate(ranks.manifest.to_wire(), buckets).description
             return await asyncio.to_thread(in_worker, description)
 
     return asyncio.run(body())
@@ -165,19 +165,19 @@ def test_a_replay_has_the_checksums_of_the_ranks(
     ipc: FakeIpc, tmp_path: Path, num_workers: int, is_inference: bool, device: str
 ) -> None:
     ranks = Ranks(ipc, device, {"q": (12, 8), "k": (12, 8), "columns": (8, 12), "norm": (9,)})
-    loadings = [
-        PlannedLoading(model, WatchedLoader(model))
+    workers = [
+        WorkerUpdates(model, PlannedLoader(model))
         for model in (Model(worker, num_workers).to(device) for worker in range(num_workers))
     ]
     for _ in range(3):
         for tensor in ranks.tensors.values():
             tensor.normal_()
-        for loading in loadings:
+        for updates in workers:
 
-            def use(source: WeightSource, loading: PlannedLoading = loading) -> Regions:
+            def use(source: WeightSource, updates: WorkerUpdates = updates) -> Regions:
                 with torch.inference_mode(is_inference):
-                    loading.load(source)
+                    updates.load_model(source)
                     return source.regions
 
             assert read(ranks, ipc, tmp_path, use) == ranks.regions()
-        assert all(loading.plan is not None and loading.plan.num_copies for loading in loadings)
+        assert all(updates.plan is not None and updates.plan.num_copies for updates in workers)

@@ -20,8 +20,9 @@ from offered_exports import export_rows, manifest_of, offered
 from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
-from umbra.engines.loading.weight_import import Regions, WeightImport
-from umbra.engines.loading.worker_updates import WorkerMemory, open_weights
+from umbra.engines.loading.weight_source import Regions
+from umbra.engines.loading.worker_updates import WorkerMemory
+from umbra.engines.shell.adapter_updates import ExportsUpdate
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.exports.exported_image import ExportedImage, OpenedMemory
 from umbra.runtime.weights.rank_exports import ChunksHandle, RankExports
@@ -233,13 +234,13 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
 
     async def read() -> tuple[dict[str, Tensor], Regions, int]:
         async with offered(tmp_path, wire, manifest) as (buckets, progress):
-            description = WeightImport(manifest.to_wire(), buckets).description
+            description = ExportsUpdate(manifest.to_wire(), buckets).description
             found = await asyncio.to_thread(read_all, description)
             return *found, progress.num_loaded(0)
 
     def read_all(description: dict[str, Any]) -> tuple[dict[str, Tensor], Regions]:
         cpu = torch.device("cpu")
-        with open_weights(description, cpu, memory=memory) as source:
+        with memory.reading(description, cpu) as source:
             return dict(source.tensors()), source.regions
 
     memory = WorkerMemory(lambda: FakeOpener(ipc))
@@ -252,7 +253,7 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     assert num_loaded == 2
     memory.close()
     assert ipc.num_open == 0
-    update = WeightImport(manifest.to_wire(), import_of(wire))
+    update = ExportsUpdate(manifest.to_wire(), import_of(wire))
     assert update.take_reports([regions, regions]) == 136
     assert update.verify(regions) == []
 
@@ -269,7 +270,7 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
 
     def read_all(description: dict[str, Any], *, by_blocks: bool) -> tuple[Any, ...]:
         cpu = torch.device("cpu")
-        with open_weights(description, cpu, memory=memory) as source:
+        with memory.reading(description, cpu) as source:
             if not by_blocks:
                 return dict(source.tensors()), source.regions
             with source.reading(()):
@@ -285,7 +286,7 @@ def test_blocks_are_read_without_assembling_tensors_and_have_the_same_checksums(
 
     async def read(*, by_blocks: bool) -> tuple[Any, ...]:
         async with offered(tmp_path, wire, manifest) as (buckets, progress):
-            description = WeightImport(manifest.to_wire(), buckets).description
+            description = ExportsUpdate(manifest.to_wire(), buckets).description
             found = await asyncio.to_thread(read_all, description, by_blocks=by_blocks)
             assert progress.num_loaded(0) == 3
             return found
@@ -327,7 +328,7 @@ def import_of(wire: Sequence[object]) -> dict[str, Any]:
 
 def test_what_one_worker_read_wrongly_is_named() -> None:
     manifest = manifest_of({"a": torch.zeros(15), "b": torch.zeros(2)})
-    update = WeightImport(manifest.to_wire(), import_of([]))
+    update = ExportsUpdate(manifest.to_wire(), import_of([]))
     sent = [[0, 60, 11], [256, 8, 12]]
 
     assert update.take_reports([[[0, 60, 11], [256, 8, 12]], [[0, 60, 99]]]) == 68

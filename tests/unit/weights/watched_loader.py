@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.weight_source import WeightSource
+from umbra.engines.loading.watched_loader import WatchedLoader
 
 
-class WatchedLoader:
+class PlannedLoader(WatchedLoader):
     """Args:
     model: has `load_weights` of names and tensors.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        recording = LoaderRecording(self._model)
-        with recording, torch.no_grad():
-            self._model.load_weights(recording.watch(source.tensors()))
-        return recording, {}
+        super().__init__("the test", model, model.load_weights)
 
     def load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
