@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -39,7 +39,7 @@ from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
 from umbra.trainer.reporting.metrics_log import read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
-from umbra.trainer.services.job_plan import JobPlan
+from umbra.trainer.services.job_plan import JobPlan, collective_timeout_s
 from umbra.trainer.services.rollout_start import start_rollouts
 from umbra.trainer.services.services import POOL, ServiceStarter, user_folders
 from umbra.trainer.step import TrainStep
@@ -49,14 +49,6 @@ from umbra.trainer.world.stop_forecast import StopForecast
 from umbra.trainer.world.world import agree_on_signal, any_rank
 
 T = TypeVar("T")
-
-_LEAST_S: Final = 1800.0
-"""Least timeout of a collective. Ranks that fail end the others through the session long before,
-so it is for a network that drops packets. Less is too short for a rank that slowly reads its data
-or writes the model."""
-_MARGIN_S: Final = 240.0
-"""A wait may take this much longer than its setting: by the margins of calls, and with auxiliary
-pools, by starting the process that handles their requests."""
 
 
 class TrainingRun:
@@ -197,8 +189,13 @@ class TrainingRun:
             on_release=self._session.report_gpu_memory,
         )
         self._engines = PolicyEngines(
-            *(config, self._session, mesh, self._models[POLICY]),
-            *(self._offload, self._gpu_memory, self._stop),
+            config,
+            self._session,
+            mesh,
+            self._models[POLICY],
+            self._offload,
+            self._gpu_memory,
+            self._stop,
         )
 
     def _resume(self, resumed_from: Path | None) -> TrainerState:
@@ -383,7 +380,9 @@ class TrainingRun:
         if config.train.export and not stopped_by:
             with self._display.activity("exporting the model"):
                 export_policy(
-                    *(self._models[POLICY], run_dir.export, self._mesh),
+                    self._models[POLICY],
+                    run_dir.export,
+                    self._mesh,
                     source=config.model.path,
                     dtype=self._dtype,
                 )
@@ -405,28 +404,3 @@ class TrainingRun:
 
 def _decode_token(run_dir: Path, token_id: int) -> str:
     return ModelTokenizer.open(tokenizer_path(run_dir)).decode_all([token_id])
-
-
-def collective_timeout_s(config: TrainerConfig) -> float:
-    """The timeout of the ranks' process group in seconds.
-
-    torch ends a rank, and with it the run, if a collective takes longer than the process group's
-    timeout. Waits that a setting allows must not end like that:
-
-       pool.sync_timeout_s             rank 0 waits for the first start of the engines, and for the
-       pools.NAME.start_timeout_s      manager to begin; pools that share memory start one by one
-       rollout.timeout_s               a rank that did not get an answer, because the manager was
-                                       killed, asks again; the others have it and wait for this rank
-
-    All other waits of a single rank are shorter than the least timeout, or have no limit. Waits of
-    all ranks outside torch (for a weight sync or a batch) do not count.
-    """
-    in_turn_s = config.pool.sync_timeout_s + _MARGIN_S
-    waits_s = [_LEAST_S, config.rollout.timeout_s + _MARGIN_S]
-    for pool in config.pools.values():
-        start_s = pool.start_timeout_s + _MARGIN_S
-        if pool.mode == "colocated":
-            in_turn_s += start_s
-        else:
-            waits_s.append(start_s)
-    return max(in_turn_s, *waits_s)

@@ -65,8 +65,8 @@ def optimizer_step(
     """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
     Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters
     are unchanged, and the caller must act on it."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    norm = global_norm(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = global_norm(gradients)
     rate = train.learning_rate * learning_rate_factor(
         step,
         schedule=train.schedule,
@@ -78,7 +78,7 @@ def optimizer_step(
         limit = train.max_grad_norm
         if limit and norm > limit:
             for gradient in gradients:
-                gradient.mul_(limit / norm)
+                _local(gradient).mul_(limit / norm)
         for group in adamw.param_groups:
             group["lr"] = rate
         cast("Any", adamw).step()
@@ -86,16 +86,15 @@ def optimizer_step(
     return {"grad_norm": norm, "learning_rate": rate}
 
 
-def global_norm(parameters: Sequence[nn.Parameter]) -> float:
+def global_norm(gradients: Sequence[Tensor]) -> float:
     """L2 norm of all gradients, from each rank's shards. Collective. A gradient's square is summed
     over the axes that it is sharded on: ranks on others have the same."""
     shards = defaultdict[tuple[ProcessGroup, ...], list[Tensor]](list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            shards[_sharding_groups(parameter.grad)].append(_local(parameter.grad))
+    for gradient in gradients:
+        shards[_sharding_groups(gradient)].append(_local(gradient))
     square = 0.0
-    for groups, gradients in shards.items():
-        total = get_total_norm(gradients, foreach=True).double().square()
+    for groups, local_gradients in shards.items():
+        total = get_total_norm(local_gradients, foreach=True).double().square()
         for group in groups:
             _dist.all_reduce(total, group=group)
         square += float(total)
@@ -105,12 +104,8 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> float:
 def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
-    placements = enumerate(tensor.placements)
-    return tuple(
-        tensor.device_mesh.get_group(axis)
-        for axis, placement in placements
-        if isinstance(placement, Shard)
-    )
+    axes = [axis for axis, where in enumerate(tensor.placements) if isinstance(where, Shard)]
+    return tuple(tensor.device_mesh.get_group(axis) for axis in axes)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -68,10 +68,8 @@ class RunReporter:
         self._loggers = loggers
         self._display = display
         self._pace = StepPace(config.train.total_steps)
-        self._has_warned = False
-        self._has_warned_of_ends = False
+        self._warned_of: set[str] = set()
         self._tokenizer: ModelTokenizer | None = None
-        self._has_warned_of_zeros = False
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
 
@@ -103,28 +101,30 @@ class RunReporter:
         if self._log is not None:
             RunDir(self._config.run.dir).remove_replaced()
         self._display.step_done(step, row)
-        if row["rollout/tokens"] == 0 and not self._has_warned:
-            self._has_warned = True
-            self._display.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
-        if row["rollout/truncated_share"] == 1.0 and not self._has_warned_of_ends:
-            self._has_warned_of_ends = True
-            self._display.note(
+        config = self._config
+        if row["rollout/tokens"] == 0:
+            self._note_once("tokens", f"step {step} trained on nothing: {_why_no_tokens(config)}")
+        if row["rollout/truncated_share"] == 1.0:
+            self._note_once(
+                "ends",
                 f"warning: no completion of step {step} ended with an end token, all "
-                f"{self._config.samples_per_step} were truncated: raise rollout.max_new_tokens = "
-                f"{self._config.rollout.max_new_tokens}; if the model ends its turns with another "
-                "token, add it to rollout.stop_token_ids"
+                f"{config.samples_per_step} were truncated: raise rollout.max_new_tokens = "
+                f"{config.rollout.max_new_tokens}; if the model ends its turns with another "
+                "token, add it to rollout.stop_token_ids",
             )
-        if (
-            row["rollout/reward_min"] == row["rollout/reward_max"] == 0.0
-            and not self._has_warned_of_zeros
-        ):
-            self._has_warned_of_zeros = True
-            self._display.note(
+        if row["rollout/reward_min"] == row["rollout/reward_max"] == 0.0:
+            self._note_once(
+                "rewards",
                 f"warning: every reward of step {step} is 0; if `umbra samples "
-                f"{self._config.run.dir}` shows good completions, check that the reward function "
+                f"{config.run.dir}` shows good completions, check that the reward function "
                 "reads their format, and does not catch errors of its own code and return 0 for "
-                "them"
+                "them",
             )
+
+    def _note_once(self, what: str, line: str) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            self._display.note(line)
 
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:
         """Logs and shows an evaluation after `step` steps; returns its metrics."""

@@ -12,7 +12,7 @@ import pytest
 
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.run_parts import collective_timeout_s
+from umbra.trainer.services.job_plan import collective_timeout_s
 
 LEAST_S = 1800.0
 
