@@ -26,6 +26,7 @@ import numpy as np
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.child_process import resident_nbytes
+from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.ledger_events import Restored
@@ -100,11 +101,10 @@ class SoakManager:
             checkpoint = [self._step, self._step + 1, recorder.position]
             recorder.checkpoint(self._step, self._step + 1, self._kept)
             await recorder.durable()
-        child = resource.getrusage(resource.RUSAGE_CHILDREN)
         write_line(
             step=self._step,
             cpu_s=time.process_time(),
-            snapshots_cpu_s=child.ru_utime + child.ru_stime,
+            snapshots_cpu_s=sum(map(cpu_s, child_pids(os.getpid()))),
             resident_mb=resident_nbytes(os.getpid()) / 1e6,
             checkpoint=checkpoint,
         )
@@ -138,6 +138,11 @@ def make_group(order_idx: int) -> Group:
         name,
         [Trajectory(f"{name}/{k}", prompt, k, budget=2**20, max_context_len=2**20) for k in _SEEDS],
     )
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def write_line(**facts: object) -> None:

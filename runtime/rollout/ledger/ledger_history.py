@@ -285,6 +285,7 @@ def _unreadable(path: Path, error: OSError) -> LedgerError:
     if isinstance(error, FileNotFoundError) and kept_path(path).exists():
         return LedgerError(
             f"{path} was removed, because rollout.ledger_gb limits the ledger and no checkpoint "
-            "needed it: resume from a checkpoint, or begin a new run in another run.dir"
+            "needed it: resume from a checkpoint, or begin a new run, in another run.dir or with "
+            "run.resume=never run.overwrite=true"
         )
     return LedgerError(f"cannot read {path}: {error.strerror}")

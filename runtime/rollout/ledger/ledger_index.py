@@ -246,7 +246,7 @@ class LedgerIndex:
     ) -> None:
         """Removes logs of at most `max_parts` of the oldest parts, as `ledger_retention` says. The
         newest `keep_nbytes` stay, and so does everything from `needed` on, where a start of the
-        manager may begin to read. Raises OSError if a file cannot be written or removed."""
+        manager may begin to read. Raises OSError if a file cannot be removed."""
         begins = self._begins
         numbers = [(part.log.incarnation, part.log.part) for part in self._parts]
         of_needed = sum(number < needed[:2] for number in numbers)

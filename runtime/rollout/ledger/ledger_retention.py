@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from umbra.runtime.disk import replacing, sync
+from umbra.runtime.disk import explain, replacing, sync
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
 from umbra.runtime.rollout.ledger.ledger_history import kept_path
@@ -42,6 +42,7 @@ def digest_of(tokens: NDArray[np.int32]) -> bytes:
 
 
 def write_kept(log: Path, kept: KeptSamples) -> None:
+    """Raises LedgerError if the file cannot be written."""
     wire = [
         kept.digests,
         {
@@ -54,8 +55,12 @@ def write_kept(log: Path, kept: KeptSamples) -> None:
         },
     ]
     payload = zlib.compress(msgpack.packb(wire), _LEVEL)
-    with replacing(kept_path(log)) as file:
-        file.write(ledger_frames.head_of([payload], 0) + payload)
+    path = kept_path(log)
+    try:
+        with replacing(path) as file:
+            file.write(ledger_frames.head_of([payload], 0) + payload)
+    except OSError as error:
+        raise LedgerError(f"cannot write {path}: {explain(error, path)}") from error
 
 
 def read_kept(log: Path) -> KeptSamples:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final, assert_never
 
@@ -53,14 +53,9 @@ class LedgerState:
     Groups that can no longer change are folded into counts: all samples are dropped, or trained in
     steps that the newest checkpoint covers. Everything else is kept, including tokens. A refused
     event raises LedgerError and changes nothing.
-
-    Args:
-        restores: the steps of all later `Restored` events, in order. Tokens that one of them will
-            need are kept, even if a checkpoint covers them. Without it, going back behind the
-            newest checkpoint is refused.
     """
 
-    def __init__(self, restores: Iterable[int] = ()) -> None:
+    def __init__(self) -> None:
         self.versions: dict[int, int] = {}  # the optimizer step of each version
         self.steps_done = 0  # in the surviving history
         self.covered_step = 0  # steps that the newest checkpoint covers
@@ -70,7 +65,7 @@ class LedgerState:
         self.totals = Totals()
         self.counts: Counter[SampleState] = Counter()
         self.drop_reasons: Counter[str] = Counter()
-        self._restores = deque(restores)
+        self._restores = deque[int]()
         self._last_kept_step = math.inf  # tokens of later steps' versions are only counted
         self._released_step = 0  # samples trained before this step have no tokens any more
         self._last_order_idx = -1
@@ -83,21 +78,15 @@ class LedgerState:
         self._apply(event)
         self._distribute()
 
-    def apply_all(
-        self,
-        entries: Iterable[Entry],
-        on_event: Callable[[Entry, Event, LedgerState], None] | None = None,
-    ) -> None:
-        """Applies many events, much faster, and calls `on_event` after each. Until the end,
-        accounts that were returned earlier may lag behind the last event."""
+    def apply_all(self, entries: Iterable[Entry]) -> None:
+        """Applies many events, much faster. Until the end, accounts that were returned earlier may
+        lag behind the last event."""
         for entry in entries:
             for event in entry.batch.events:
                 try:
                     self._apply(event)
                 except LedgerError as error:
                     raise LedgerError(f"the ledger at {entry.position}: {error}") from error
-                if on_event is not None:
-                    on_event(entry, event, self)
         self._distribute()
 
     def _apply(self, event: Event) -> None:
@@ -166,9 +155,10 @@ class LedgerState:
         return np.asarray(found, np.int64)
 
     def foresee(self, restores: Iterable[int], last: int | None = None) -> None:
-        """Takes the steps of all `Restored` events to come, in order. `last` is the step of one
-        that the caller will apply after them. It cuts off all tokens of later steps' versions, so
-        these are only counted."""
+        """Takes the steps of all `Restored` events to come, in order: tokens that one of them needs
+        are kept even if a checkpoint covers them. Otherwise, going back behind the newest
+        checkpoint is refused. `last` is the step of one that the caller will apply after them. It
+        cuts off all tokens of later steps' versions, so these are only counted."""
         self._restores = deque(restores)
         if last is not None:
             self._restores.append(last)

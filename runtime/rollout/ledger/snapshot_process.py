@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.disk import explain
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_history import (
     History,
@@ -73,11 +72,7 @@ def main(folder: str, keep_nbytes: str, descriptor: str) -> int:
             try:
                 process.take(Position.parse(position), checkpoints)
             except (LedgerError, OSError) as error:
-                reason = error
-                if isinstance(error, OSError):
-                    path = Path(error.filename or folder)
-                    reason = f"{path}: {explain(error, path)}"
-                print(f"no snapshot, or no index, at {position}: {reason}", file=sys.stderr)
+                print(f"no snapshot, or no index, at {position}: {error}", file=sys.stderr)
                 return 1
             connection.sendall(b"\n")
     return 0

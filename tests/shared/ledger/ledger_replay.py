@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from umbra.runtime.rollout.ledger.ledger_events import Event, Restored
+from umbra.runtime.rollout.ledger.ledger_events import Batch, Event, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Entry
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 
@@ -32,6 +32,13 @@ def replay(
     ]
     if restoring_step is not None:
         restores.append(restoring_step)
-    state = LedgerState(restores)
-    state.apply_all(entries(), on_event)
+    state = LedgerState()
+    state.foresee(restores)
+    if on_event is None:
+        state.apply_all(entries())
+        return state
+    for entry in entries():
+        for event in entry.batch.events:
+            state.apply_all([Entry(entry.position, Batch(entry.batch.time_s, (event,)))])
+            on_event(entry, event, state)
     return state

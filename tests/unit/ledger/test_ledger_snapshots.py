@@ -12,6 +12,7 @@ import pytest
 from ledger_replay import replay
 from ledger_samples import admitted, life_of_a_group, runs_of, wire_of, write_events
 
+from umbra.runtime.disk import scratch_path
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
@@ -317,3 +318,14 @@ def test_a_checkpoint_that_no_snapshot_serves_needs_the_log_from_its_beginning(
     assert first_needed(history, []) == snapshot.position
     assert first_needed(history, [1, 2]) == BEGIN
     assert first_needed(history, None) == BEGIN
+
+
+def test_a_snapshot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with LedgerLog.open(tmp_path, "job") as log:
+        write_events(log, [Version(0, 0)])
+    history = read_history(tmp_path)
+    path = take_snapshot(history, None).path
+    scratch_path(path).mkdir()
+
+    with pytest.raises(LedgerError, match=rf"cannot write {path}: Is a directory"):
+        take_snapshot(history, None)

@@ -42,8 +42,9 @@ def entries_of(events: Sequence[Event]) -> list[Entry]:
     return [Entry(BEGIN, Batch(0.0, tuple(events)))]
 
 
-def state_of(*events: Event, **options: Any) -> LedgerState:
-    state = LedgerState(**options)
+def state_of(*events: Event, restores: Sequence[int] = ()) -> LedgerState:
+    state = LedgerState()
+    state.foresee(restores)
     for event in events:
         state.apply(event)
     state.check_integrity()
@@ -374,7 +375,8 @@ class Ledgers(RuleBasedStateMachine):
         version = self.checkpoints[step]
         self.restores.append(step)
         # a new incarnation reads the ledger, and knows the step that it resumes from
-        self.state = LedgerState(self.restores)
+        self.state = LedgerState()
+        self.state.foresee(self.restores)
         for event in self.events:
             self.state.apply(event)
         self.do(Restored(step, version, keep_newer))
@@ -422,7 +424,8 @@ class Ledgers(RuleBasedStateMachine):
         assert self.state.totals.interruptions == num_cuts
 
     def teardown(self) -> None:
-        again = LedgerState(self.restores)
+        again = LedgerState()
+        again.foresee(self.restores)
         again.apply_all(entries_of(self.events))
         assert wire_of(again) == wire_of(self.state)
         for cut in range(0, len(self.events), 1 + len(self.events) // 7):
@@ -435,7 +438,8 @@ class Ledgers(RuleBasedStateMachine):
         early, later = (
             [e.step for e in part if isinstance(e, Restored)] for part in (before, after)
         )
-        state = LedgerState([*early, *later])
+        state = LedgerState()
+        state.foresee([*early, *later])
         state.apply_all(entries_of(before))
         items = iter([msgpack.unpackb(item, strict_map_key=False) for item in wire_of(state)])
         snapshot = LedgerState.from_wire(items)
