@@ -1,10 +1,8 @@
-"""Training runs whose rewards ask a judge, which shares the engines' memory or has its own."""
+"""A training run whose reward asks a judge, which shares the memory of the engines."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from pool_log import assert_never_both_awake
 from test_training_runs import read_summary, run, write_config
 from training_models import save_model
-from whole_runs import start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
@@ -67,21 +64,3 @@ def test_a_hybrid_run_shares_its_memory_with_a_judge(config: Path) -> None:
     assert 5 <= num_turns(config) <= 16
     assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
     assert_never_both_awake(supervisor_log(config))
-
-
-def test_a_judge_that_dies_in_its_turn_costs_nothing_but_time(config: Path) -> None:
-    log = supervisor_log(config)
-
-    def is_second_turn() -> bool | None:
-        # The first turn is for the judge's start.
-        return (log.exists() and num_turns(config) >= 2) or None
-
-    with start_run(config.parent, JUDGED, num_ranks=0, environ=DEBUG) as started:
-        started.wait_for("the judge's second turn", is_second_turn, 60.0, every_s=0.002)
-        os.kill(started.pid_of("judge-0"), signal.SIGKILL)
-        ended = started.wait(120.0)
-
-    assert ended.status == 0, ended.output
-    assert [row["step"] for row in steps_of(config)] == [1, 2, 3, 4]
-    assert read_summary(config.parent)["engine_restarts"] == 1
-    assert_never_both_awake(log)

@@ -148,6 +148,7 @@ def test_a_loop_that_blocks_the_others_is_found_and_named(
     ("reward", "cause"),
     [
         ("hangs_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
+        ("waits_too_long_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
         ("blocks_for_t3", "user code for sample e0/p2/0 did not yield for 1 s"),
     ],
 )

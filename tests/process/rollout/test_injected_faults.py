@@ -27,7 +27,6 @@ from umbra.runtime.testing.factories import SessionFactory
 pytestmark = [pytest.mark.process]
 
 BUDGET = 64
-NUM_STEPS = 4
 WEIGHTS = {"w": torch.arange(10.0)}
 FINGERPRINT = weights_fingerprint([WEIGHTS["w"].numpy().tobytes()])
 ENGINE: dict[str, Any] = {

@@ -23,38 +23,6 @@ from umbra.runtime.testing.factories import SessionFactory
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def test_a_judge_has_its_turn_while_the_policy_has_nothing_to_do(
-    umbra_session_factory: SessionFactory,
-) -> None:
-    shared = Shared(umbra_session_factory)
-    shared.wait_for("SERVING", "ASLEEP")
-
-    shared.has_work("judge", True)
-    time.sleep(0.3)  # nothing is to happen
-    assert shared.state("judge") == "ASLEEP"
-    shared.has_work("policy", False)
-    shared.wait_for("ASLEEP", "SERVING")
-    shared.has_work("judge", False)
-    shared.has_work("policy", True)
-    shared.wait_for("SERVING", "ASLEEP")
-
-    shared.check_never_both_awake()
-
-
-def test_a_busy_policy_is_interrupted_and_gets_the_memory_back(
-    umbra_session_factory: SessionFactory,
-) -> None:
-    shared = Shared(umbra_session_factory, max_wait_s=0.3, max_turn_s=0.3)
-    shared.wait_for("SERVING", "ASLEEP")
-
-    shared.has_work("judge", True)
-    for _ in range(3):
-        shared.wait_for("ASLEEP", "SERVING")
-        shared.wait_for("SERVING", "ASLEEP")
-
-    shared.check_never_both_awake()
-
-
 def test_two_judges_interrupt_a_busy_policy_again_and_again_though_nothing_else_happens(
     umbra_session_factory: SessionFactory,
 ) -> None:

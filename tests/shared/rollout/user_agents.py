@@ -24,11 +24,6 @@ async def two_turns(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     return None
 
 
-async def own_reward(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    answer = await ctx.generate(ctx.prompt_tokens, max_new_tokens=3)
-    return float(len(ctx.decode(answer).split()))
-
-
 async def notes_its_process(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """Generates once, and appends its process id to a file at the end."""
     await ctx.generate(ctx.prompt_tokens)
@@ -41,15 +36,6 @@ def die_the_first_time(marker: Path) -> None:
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def dies_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    """One of the loops kills the process, once, after its first generation."""
-    tokens = [*ctx.prompt_tokens]
-    tokens += await ctx.generate(tokens, max_new_tokens=5)
-    die_the_first_time(Path(sample["marker"]))
-    tokens += await ctx.generate(tokens, max_new_tokens=5)
-    return 1.0
 
 
 _paying: set[str] = set()  # payments of this process's loops without a receipt so far

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +56,12 @@ def hangs_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[f
     """Takes its time for the others."""
     time.sleep(60.0 if prompts[0] == "t3" else 0.6)
     return [1.0] * len(completions)
+
+
+async def waits_too_long_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
+    if prompts[0] == "t3":
+        await asyncio.sleep(60.0)
+    return [1] * len(completions)
 
 
 async def blocks_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
@@ -149,21 +153,6 @@ def a_number(prompts: list[str], completions: list[str], **_: Any) -> float:
 
 def hangs(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     hang_is_over.wait(30)
-    return []
-
-
-def dies_once(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-    """Kills its process at the first call ever; `marker` is a column with a file's path."""
-    marker = Path(columns["marker"][0])
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [1.0] * len(completions)
-
-
-def dies_always(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
     return []
 
 
