@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from umbra.runtime.rollout.dispatch.generator import GeneratedPiece, Generator
+from umbra.runtime.rollout.dispatch.generator import GeneratedPiece, GenerationOptions, Generator
 
 _REPLACEMENT: Final = "\ufffd"  # decoders return it for bytes that are not (yet) a character
 
@@ -17,19 +17,16 @@ _REPLACEMENT: Final = "\ufffd"  # decoders return it for bytes that are not (yet
 class Sampling:
     """The settings with which a choice is sampled."""
 
-    max_new_tokens: int | None  # None: as many as the context allows
-    temperature: float
+    options: GenerationOptions  # the text of its stop tokens is not part of the choice
     stops: Sequence[str]  # texts that end the choice and are not part of it
-    stop_token_ids: Sequence[int]  # tokens that end the choice, and whose text is not part of it
-    seed: int | None  # None draws one
-    lora: str = ""  # an adapter of the pool; "": none
 
     def at(self, index: int) -> Sampling:
         """The settings for the choice at `index`: the first has the request's own seed."""
-        if self.seed is None or index == 0:
+        seed = self.options.seed
+        if seed is None or index == 0:
             return self
-        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
-        return replace(self, seed=int.from_bytes(digest) >> 1)
+        digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+        return replace(self, options=replace(self.options, seed=int.from_bytes(digest) >> 1))
 
 
 class Step(NamedTuple):
@@ -50,15 +47,7 @@ async def generate_choice(
     """Yields steps as engines report tokens. Closing it withdraws the request.
     Raises as `Generator`."""
     writer = StepWriter(decode, sampling.stops)
-    pieces = generator.stream(
-        prompt,
-        sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        stop_token_ids=sampling.stop_token_ids,
-        seed=sampling.seed,
-        lora=sampling.lora,
-    )
-    async with aclosing(pieces):
+    async with aclosing(generator.stream(prompt, sampling.options)) as pieces:
         async for piece in pieces:
             step = writer.write(piece)
             yield step

@@ -9,7 +9,7 @@ from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import DataError, RequestRefused
-from umbra.runtime.rollout.dispatch.generator import Generator
+from umbra.runtime.rollout.dispatch.generator import GenerationOptions, Generator
 from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice
 from umbra.trainer.serving.model_text import ModelText
@@ -206,14 +206,14 @@ class ServedPool:
             self._check_length(prompt, budget, param)
         stop_token_ids = _checked(request.stop_token_ids, "stop_token_ids")
         model = self._model(request.model)
-        sampling = Sampling(
-            max_new_tokens=budget,
-            temperature=request.temperature,
-            stops=[*request.stops, *self.text.stops],
-            stop_token_ids=sorted({*self.text.stop_token_ids, *stop_token_ids}),
-            seed=request.seed,
-            lora=model if model in self._adapters else "",
+        options = GenerationOptions(
+            budget,
+            request.temperature,
+            sorted({*self.text.stop_token_ids, *stop_token_ids}),
+            request.seed,
+            model if model in self._adapters else "",
         )
+        sampling = Sampling(options=options, stops=[*request.stops, *self.text.stops])
         wants_usage = request.stream_options.include_usage
         decode = self._decode(request)
         job = GenerationJob(

@@ -16,6 +16,7 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -37,6 +38,33 @@ from umbra.runtime.waiting import Alarm
 _SEED_BITS: Final = 63
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """How one prompt is continued. Raises ValueError for a value out of range.
+
+    Attributes:
+        max_new_tokens: None for as many as the context allows.
+        temperature: 0 is greedy.
+        stop_token_ids: the generation ends after any of these and includes it.
+        seed: gives the same tokens, as far as the engine's arithmetic does; None draws one.
+        lora: name of the pool's adapter to generate with; "" for the model as it is.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None
+    lora: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        if self.seed is not None and not 0 <= self.seed < 1 << _SEED_BITS:
+            raise ValueError(f"seed must lie in [0, 2**{_SEED_BITS}), got {self.seed}")
 
 
 class GeneratedPiece(NamedTuple):
@@ -109,56 +137,29 @@ class Generator:
         }
 
     async def generate(
-        self,
-        tokens: Sequence[int] | NDArray[np.int32],
-        max_new_tokens: int | None = None,
-        *,
-        temperature: float = 1.0,
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        lora: str = "",
+        self, tokens: Sequence[int] | NDArray[np.int32], options: GenerationOptions
     ) -> GeneratedPiece:
         pieces = list[GeneratedPiece]()
-        whole = self.stream(
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            lora=lora,
-        )
-        async with aclosing(whole):
+        async with aclosing(self.stream(tokens, options)) as whole:
             async for piece in whole:
                 pieces.append(piece)
         return _joined(pieces)
 
     async def stream(
-        self,
-        tokens: Sequence[int] | NDArray[np.int32],
-        max_new_tokens: int | None = None,
-        *,
-        temperature: float = 1.0,
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        lora: str = "",
+        self, tokens: Sequence[int] | NDArray[np.int32], options: GenerationOptions
     ) -> AsyncGenerator[GeneratedPiece, None]:
         """Continues `tokens` [T]; pieces come as engines report them.
 
         A caller that closes the stream or is cancelled withdraws its request.
 
-        Args:
-            max_new_tokens: None for as many as the context allows.
-            temperature: 0 is greedy.
-            stop_token_ids: the generation ends after any of these and includes it.
-            seed: gives the same tokens, as far as the engine's arithmetic does; None draws one.
-            lora: name of the pool's adapter to generate with; "" for the model as it is.
-
         Raises:
-            ValueError: an argument is out of range, or the prompt fills the context.
+            ValueError: the prompt fills the context.
             RequestRefused: a token is outside the vocabulary, or the pool lacks the adapter.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
-        generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed, lora)
+        if self._failure is not None:
+            raise self._failure
+        generation = self._generation(_checked_prompt(tokens, self._config), options)
         uid = generation.turn.trajectory.uid
         self._open[uid] = generation
         try:
@@ -175,40 +176,25 @@ class Generator:
                 self._dispatcher.cancel([generation.turn])
             self._watch()
 
-    def _begin(
-        self,
-        tokens: Sequence[int] | NDArray[np.int32],
-        max_new_tokens: int | None,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        seed: int | None,
-        lora: str,
-    ) -> _Generation:
-        if self._failure is not None:
-            raise self._failure
-        prompt = _checked_prompt(tokens, self._config)
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or more and finite, got {temperature}")
-        if seed is not None and not 0 <= seed < 1 << _SEED_BITS:
-            raise ValueError(f"seed must lie in [0, 2**{_SEED_BITS}), got {seed}")
+    def _generation(self, prompt: NDArray[np.int32], options: GenerationOptions) -> _Generation:
         uid = next(self._uids)
         free_len = self._config.max_context_len - len(prompt)
-        budget = free_len if max_new_tokens is None else min(free_len, max_new_tokens)
+        asked = options.max_new_tokens
+        budget = free_len if asked is None else min(free_len, asked)
         name = f"generation {uid}"
         trajectory = Trajectory(
             name,
             Prompt(name, "", prompt, {}),
-            secrets.randbits(_SEED_BITS) if seed is None else seed,
+            secrets.randbits(_SEED_BITS) if options.seed is None else options.seed,
             budget=budget,
             max_context_len=self._config.max_context_len,
         )
         trajectory.uid = uid  # its tokens are delivered by this number
         sampling = SamplingOptions(
-            temperature=temperature, stop_token_ids=[int(token) for token in stop_token_ids]
+            temperature=options.temperature,
+            stop_token_ids=[int(token) for token in options.stop_token_ids],
         )
-        return _Generation(trajectory, budget, sampling, lora)
+        return _Generation(trajectory, budget, sampling, options.lora)
 
     def _watch(self) -> None:
         self._pool_load.observe(bool(self._open))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.rollout.dispatch.generator import Generator
+from umbra.runtime.rollout.dispatch.generator import GenerationOptions, Generator
 from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.runtime.settings import from_wire
@@ -31,43 +31,18 @@ class GeneratorService:
 
     @idempotent
     async def generate(
-        self,
-        tokens: NDArray[np.int32],
-        max_new_tokens: int | None = None,
-        temperature: float = 1.0,
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        lora: str = "",
+        self, tokens: NDArray[np.int32], *options: Any, **named: Any
     ) -> dict[str, Any]:
-        """{"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}; see `Generator`."""
-        piece = await self._generator.generate(
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            lora=lora,
-        )
+        """{"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}; options are the fields
+        of `GenerationOptions`, in their order or by name."""
+        piece = await self._generator.generate(tokens, GenerationOptions(*options, **named))
         return piece._asdict()
 
     async def stream(
-        self,
-        tokens: NDArray[np.int32],
-        max_new_tokens: int | None = None,
-        temperature: float = 1.0,
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
-        lora: str = "",
+        self, tokens: NDArray[np.int32], *options: Any, **named: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Like `generate`, in pieces as they come; "finish_reason" is "" in all but the last."""
-        pieces = self._generator.stream(
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            lora=lora,
-        )
+        pieces = self._generator.stream(tokens, GenerationOptions(*options, **named))
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece._asdict()

@@ -46,4 +46,4 @@ def test_the_stops_of_rollouts_end_served_completions_too(tmp_path: Path) -> Non
     sampling = asyncio.run(job()).sampling
 
     assert sampling.stops == ["own", "</a>", SPECIAL[-1]]
-    assert {9, len(SPECIAL) - 1} <= set(sampling.stop_token_ids)
+    assert {9, len(SPECIAL) - 1} <= set(sampling.options.stop_token_ids)
