@@ -118,7 +118,7 @@ def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
     """The actor that handles user code's requests to a pool."""
     return ActorSpec(
         name=_generator_name(name),
-        target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+        target="umbra.runtime.rollout.dispatch.generator:GeneratorService",
         kwargs={"config": auxiliary_dispatch(name, config.pools[name])},
         role="rollout",
     )

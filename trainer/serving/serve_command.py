@@ -117,7 +117,7 @@ def generate(arguments: argparse.Namespace) -> int:
     tokens = _encode(text, arguments, pool)
     spec = ActorSpec(
         name=_GENERATOR,
-        target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+        target="umbra.runtime.rollout.dispatch.generator:GeneratorService",
         kwargs={"config": replace(pool.dispatch, shares_memory=False)},
     )
 

@@ -22,17 +22,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.actor.actor_spec import ActorContext, actor_context, idempotent
 from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
+from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory, Turn
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import DispatchConfig, SamplingOptions
+from umbra.runtime.settings import from_wire
 from umbra.runtime.waiting import Alarm
 
 _SEED_BITS: Final = 63
@@ -214,6 +216,43 @@ class Generator:
         self._failure = self._failure or error
         for generation in self._open.values():
             generation.fail(error)
+
+
+class GeneratorService:
+    """A `Generator` as an actor. It keeps no state: after its death callers ask again."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        dispatch = from_wire(DispatchConfig, config)
+        context = actor_context()
+        self._operator_messages = OperatorMessages(context)
+        self._generator = Generator(dispatch, context, self._operator_messages.put)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._operator_messages.run())
+            tasks.create_task(self._generator.run())
+
+    @idempotent
+    async def generate(
+        self, tokens: NDArray[np.int32], *options: Any, **named: Any
+    ) -> dict[str, Any]:
+        """{"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}; options are the fields
+        of `GenerationOptions`, in their order or by name."""
+        piece = await self._generator.generate(tokens, GenerationOptions(*options, **named))
+        return piece._asdict()
+
+    async def stream(
+        self, tokens: NDArray[np.int32], *options: Any, **named: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Like `generate`, in pieces as they come; "finish_reason" is "" in all but the last."""
+        pieces = self._generator.stream(tokens, GenerationOptions(*options, **named))
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece._asdict()
+
+    @idempotent
+    def stats(self) -> dict[str, Any]:
+        return {"open": self._generator.num_open, "engines": self._generator.engines()}
 
 
 class _Generation:

@@ -46,7 +46,7 @@ def start_generator(session: Session, pool: str) -> SyncHandle:
     return session.spawn(
         ActorSpec(
             name=f"{pool}-generator",
-            target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+            target="umbra.runtime.rollout.dispatch.generator:GeneratorService",
             kwargs={"config": config},
         )
     )

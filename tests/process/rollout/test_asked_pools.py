@@ -59,7 +59,7 @@ def start(
     session.spawn(
         ActorSpec(
             name="judge-generator",
-            target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+            target="umbra.runtime.rollout.dispatch.generator:GeneratorService",
             kwargs={"config": config},
             restart=RESTART,
         )

@@ -59,7 +59,7 @@ def start(
     return session.spawn(
         ActorSpec(
             name="judge-front",
-            target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+            target="umbra.runtime.rollout.dispatch.generator:GeneratorService",
             kwargs={"config": settings},
         )
     )
