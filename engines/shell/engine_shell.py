@@ -15,7 +15,7 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest, parse
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag
 from umbra.runtime.engine_api.token_deltas import DeltaColumns
 from umbra.runtime.errors import EngineError, WakeError, WeightSyncError
-from umbra.runtime.process.host_memory import resident_nbytes
+from umbra.runtime.process.descendants import own_tree_nbytes
 from umbra.runtime.tracing.spans import gauge, span
 from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.manifest import Manifest
@@ -302,7 +302,7 @@ class EngineShell(Generic[_Core]):
         return EngineStats(
             **counts,
             version=-1 if version is None else version,
-            resident_nbytes=resident_nbytes(),
+            resident_nbytes=own_tree_nbytes(),
             weights_nbytes=memory["weights_nbytes"] if "weights" in awake else 0,
             kv_nbytes=memory["kv_nbytes"] if "kv_cache" in awake else 0,
         )

@@ -39,7 +39,8 @@ from umbra.runtime.cluster.run_events import EventKind, Notify
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.descendants import ProcessTree, is_dying, process_stat
-from umbra.runtime.process.orphans import end_orphans, gpu_memory_released
+from umbra.runtime.process.nvml import gpu_memory_released
+from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.process.process_end import ExitStatus
 from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.settings import to_wire

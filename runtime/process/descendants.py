@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-_LOOK_AGAIN_S = 0.02
+LOOK_AGAIN_S = 0.02
 """Longest wait for deaths between two scans of the tree. Longer: a fork that a scan missed lives
 longer. Shorter: more reading of /proc while a large process frees its memory."""
 
@@ -102,7 +102,7 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return [pid for pid, _ in living_descendants(os.getpid())]
-        wait_for_exits(child_pids(os.getpid()), min(left_s, _LOOK_AGAIN_S))
+        wait_for_exits(child_pids(os.getpid()), min(left_s, LOOK_AGAIN_S))
 
 
 def kill_tree(pid: int) -> None:
@@ -326,3 +326,10 @@ def _private_and_shared_nbytes(pid: int) -> tuple[int, int]:
         return 0, 0  # the process has ended
     page_nbytes = os.sysconf("SC_PAGE_SIZE")
     return (resident - shared) * page_nbytes, shared * page_nbytes
+
+
+def own_tree_nbytes() -> int:
+    """Bytes resident in this process and its descendants; memory that they share counts once."""
+    tree = ProcessTree(os.getpid())
+    tree.look()
+    return tree.resident_nbytes()

@@ -1,7 +1,4 @@
-"""Memory of the host: memfds, names in /dev/shm, pages, and the amount that is in use.
-
-The whole machine shares /dev/shm, which does not record who made a file there.
-"""
+"""Memory of the host: memfds and pages."""
 
 from __future__ import annotations
 
@@ -10,14 +7,10 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from typing import BinaryIO, Final
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.process.descendants import ProcessTree
-
-_FOLDER: Final = "/dev/shm"
 
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not in the mmap module of Python 3.11
 _MADV_POPULATE_WRITE: Final = 23
@@ -92,39 +85,6 @@ def open_memory_file(name: str, content: bytes) -> BinaryIO:
     return file
 
 
-def shared_memory_names() -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(_FOLDER))
-    except OSError:
-        return frozenset()
-
-
-def may_belong_to(name: str, pids: Collection[int]) -> bool:
-    """Whether a name is this user's, and only processes in `pids` have it open or mapped."""
-    path = f"{_FOLDER}/{name}"
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    if status.st_uid != os.getuid():
-        return False
-    others = (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in pids)
-    return not any(_has_open(pid, path, status.st_ino) for pid in others)
-
-
-def _has_open(pid: int, path: str, inode: int) -> bool:
-    # Compared by inode: a semaphore is mapped under another name, before it gets its own.
-    mapped = f" {inode} ".encode()
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:
-            if any(mapped in line and b"/dev/shm/" in line for line in maps):
-                return True
-        names = os.listdir(f"/proc/{pid}/fd")
-        return any(os.readlink(f"/proc/{pid}/fd/{name}") == path for name in names)
-    except OSError:
-        return False
-
-
 def populate_mapping(memory: mmap.mmap, start: int, nbytes: int) -> None:
     """Makes pages of a shared mapping present, allocating new ones. Contents are kept, even
     while others write.
@@ -167,13 +127,6 @@ def trim_heap() -> None:
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def resident_nbytes() -> int:
-    """Bytes resident in this process and its descendants; memory that they share counts once."""
-    tree = ProcessTree(os.getpid())
-    tree.look()
-    return tree.resident_nbytes()
 
 
 def physical_nbytes() -> int:

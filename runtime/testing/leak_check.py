@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,9 +27,10 @@ import uvloop
 
 from umbra.runtime.process import descendants
 from umbra.runtime.process.descendants import Identity
-from umbra.runtime.process.host_memory import may_belong_to, shared_memory_names
 from umbra.runtime.process.prctl import become_subreaper
 
+_SHARED_MEMORY: Final = "/dev/shm"
+"""The whole machine shares this folder, which does not record who made a file there."""
 # Interval while waiting for descriptors and shared memory, for which there is no event.
 _LOOK_AGAIN_S: Final = 0.02
 _KILL_WAIT_S: Final = 5.0
@@ -303,3 +304,36 @@ def _is_below(pid: int, ancestors: set[int]) -> bool:
 def _is_alive(pid: int, start_ticks: int) -> bool:
     stat = descendants.process_stat(pid)
     return stat is not None and not stat.has_ended and stat.start_ticks == start_ticks
+
+
+def shared_memory_names() -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(_SHARED_MEMORY))
+    except OSError:
+        return frozenset()
+
+
+def may_belong_to(name: str, pids: Collection[int]) -> bool:
+    """Whether a name is this user's, and only processes in `pids` have it open or mapped."""
+    path = f"{_SHARED_MEMORY}/{name}"
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    if status.st_uid != os.getuid():
+        return False
+    others = (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in pids)
+    return not any(_has_open(pid, path, status.st_ino) for pid in others)
+
+
+def _has_open(pid: int, path: str, inode: int) -> bool:
+    # Compared by inode: a semaphore is mapped under another name, before it gets its own.
+    mapped = f" {inode} ".encode()
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:
+            if any(mapped in line and b"/dev/shm/" in line for line in maps):
+                return True
+        names = os.listdir(f"/proc/{pid}/fd")
+        return any(os.readlink(f"/proc/{pid}/fd/{name}") == path for name in names)
+    except OSError:
+        return False

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from umbra.runtime.process.host_memory import may_belong_to, shared_memory_names
+from umbra.runtime.testing.leak_check import may_belong_to, shared_memory_names
 
 _MARK_VARIABLE: Final = "UMBRA_TRACED_RUN"
 _POLL_S: Final = 0.02

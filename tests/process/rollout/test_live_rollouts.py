@@ -253,7 +253,7 @@ def test_several_rewards_add_up_and_are_logged_by_name(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     rewards = {name: f"user_rewards:{name}" for name in ("constant", "punishes_length")}
-    worker = {"reward": "", "rewards": rewards, "reward_weights": {"punishes_length": 0.01}}
+    worker = {"rewards": rewards, "reward_weights": {"punishes_length": 0.01}}
     live = LiveRollouts(umbra_session, tmp_path, worker=worker)
     live.publish(0)
 

@@ -20,8 +20,7 @@ from watching import kill
 
 from umbra.runtime.errors import ActorDied, DeadlineExceeded
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.process.nvml import GpuReading, GpuUse, Nvml
-from umbra.runtime.process.orphans import ReleaseWatch, gpu_memory_released
+from umbra.runtime.process.nvml import GpuReading, GpuUse, Nvml, ReleaseWatch, gpu_memory_released
 from umbra.runtime.session.session import Session
 
 GIB = 1 << 30

@@ -93,6 +93,18 @@ def test_a_restored_checkpoint_reverts_later_leases_and_cuts_newer_tokens() -> N
     assert state.counts[SampleState.TRAINED] == 2
 
 
+def test_keep_newer_keeps_tokens_and_rewards() -> None:
+    state = state_of(
+        Version(0, 0),
+        Version(1, 1),
+        *life_of_a_group(0, "a", 1, 1),
+        Restored(0, 0, True),
+    )
+
+    sample = state.sample(0)
+    assert (sample.state, sample.reward, sample.num_tokens) == (SampleState.SCORED, 1.0, 3)
+
+
 def test_going_back_behind_the_newest_checkpoint_needs_a_replay_that_knows() -> None:
     events: list[Event] = [
         Version(0, 0),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from async_tests import on_a_loop
 from ledger_replay import replay
 from ledger_samples import life_of_a_group, versions_in
 
@@ -37,19 +38,17 @@ def held_disk(monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
         monkeypatch.undo()
 
 
-def test_durable_means_on_disk_and_hurries_the_thread(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=60.0) as writer:
-            await writer.durable(writer.append(Version(0, 0)), 10.0)  # the first is never held
-            ticket = writer.append(*life_of_a_group(0, "a", 0, 0))
-            await writer.durable(ticket, 10.0)
+@on_a_loop
+async def test_durable_means_on_disk_and_hurries_the_thread(tmp_path: Path) -> None:
+    async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=60.0) as writer:
+        await writer.durable(writer.append(Version(0, 0)), 10.0)  # the first is never held
+        ticket = writer.append(*life_of_a_group(0, "a", 0, 0))
+        await writer.durable(ticket, 10.0)
 
-            assert replay(read_history(tmp_path).entries).next_uid == 2
-            assert writer.queued_nbytes == 0
-            assert read_history(tmp_path).end == writer.position
-            await writer.durable(ticket, 10.0)
-
-    asyncio.run(body())
+        assert replay(read_history(tmp_path).entries).next_uid == 2
+        assert writer.queued_nbytes == 0
+        assert read_history(tmp_path).end == writer.position
+        await writer.durable(ticket, 10.0)
 
 
 def test_what_is_appended_meanwhile_shares_one_sync(
@@ -85,59 +84,53 @@ def test_nothing_appended_is_lost_at_close(tmp_path: Path) -> None:
     assert versions_in(tmp_path) == list(range(500))
 
 
-def test_appends_are_flushed_without_anybody_waiting(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=0.02) as writer:
-            for version in range(5):
-                writer.append(Version(version, 0))
-                async with asyncio.timeout(10.0):
-                    while writer.queued_nbytes:  # noqa: ASYNC110 - nobody may wait
-                        await asyncio.sleep(0.005)
-            assert versions_in(tmp_path) == list(range(5))
-
-    asyncio.run(body())
+@on_a_loop
+async def test_appends_are_flushed_without_anybody_waiting(tmp_path: Path) -> None:
+    async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=0.02) as writer:
+        for version in range(5):
+            writer.append(Version(version, 0))
+            async with asyncio.timeout(10.0):
+                while writer.queued_nbytes:  # noqa: ASYNC110 - nobody may wait
+                    await asyncio.sleep(0.005)
+        assert versions_in(tmp_path) == list(range(5))
 
 
-def test_there_is_capacity_again_once_the_disk_has_caught_up(
+@on_a_loop
+async def test_there_is_capacity_again_once_the_disk_has_caught_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body() -> None:
-        log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
-        async with LedgerWriter(log, max_queued_nbytes=1000, on_progress=progressed.set) as writer:
-            with held_disk(monkeypatch) as released:
-                assert writer.has_capacity
-                writer.append(Recorded(0, "page", b"x" * 2000))
-                writer.append(Version(0, 0))  # taken all the same
-                assert not writer.has_capacity
-                await asyncio.sleep(0.05)
-                assert not progressed.is_set()
-                released.set()
+    log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
+    async with LedgerWriter(log, max_queued_nbytes=1000, on_progress=progressed.set) as writer:
+        with held_disk(monkeypatch) as released:
+            assert writer.has_capacity
+            writer.append(Recorded(0, "page", b"x" * 2000))
+            writer.append(Version(0, 0))  # taken all the same
+            assert not writer.has_capacity
+            await asyncio.sleep(0.05)
+            assert not progressed.is_set()
+            released.set()
+            async with asyncio.timeout(10.0):
+                await progressed.wait()
+            assert writer.has_capacity
+
+
+@on_a_loop
+async def test_a_full_queue_on_a_stalled_disk_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
+    writer = LedgerWriter(
+        log, max_queued_nbytes=1000, stall_timeout_s=0.1, on_progress=progressed.set
+    )
+    with pytest.raises(LedgerError, match=r"none was for 0\.1 s"):  # noqa: PT012 - at the end too
+        async with writer:
+            with held_disk(monkeypatch):
+                ticket = writer.append(Recorded(0, "page", b"x" * 2000))
+                waiting = asyncio.gather(writer.durable(ticket, 60.0), return_exceptions=True)
                 async with asyncio.timeout(10.0):
                     await progressed.wait()
-                assert writer.has_capacity
-
-    asyncio.run(body())
-
-
-def test_a_full_queue_on_a_stalled_disk_is_an_error_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body() -> None:
-        log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
-        writer = LedgerWriter(
-            log, max_queued_nbytes=1000, stall_timeout_s=0.1, on_progress=progressed.set
-        )
-        with pytest.raises(LedgerError, match=r"none was for 0\.1 s"):  # noqa: PT012 - at the end too
-            async with writer:
-                with held_disk(monkeypatch):
-                    ticket = writer.append(Recorded(0, "page", b"x" * 2000))
-                    waiting = asyncio.gather(writer.durable(ticket, 60.0), return_exceptions=True)
-                    async with asyncio.timeout(10.0):
-                        await progressed.wait()
-                    assert [type(error) for error in await waiting] == [LedgerError]
-                    writer.append(Version(0, 0))
-
-    asyncio.run(body())
+                assert [type(error) for error in await waiting] == [LedgerError]
+                writer.append(Version(0, 0))
 
 
 @pytest.mark.slow
@@ -169,19 +162,17 @@ def test_a_disk_that_is_only_slow_is_waited_for(
     assert len({entry.position for entry in read_history(tmp_path).entries()}) == 6
 
 
-def test_a_disk_that_does_not_answer_is_an_error_in_time(
+@on_a_loop
+async def test_a_disk_that_does_not_answer_is_an_error_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body() -> None:
-        log = LedgerLog.open(tmp_path, "job")
-        async with LedgerWriter(log) as writer:
-            with held_disk(monkeypatch):
-                ticket = writer.append(Version(0, 0))
-                with pytest.raises(LedgerError, match=r"none was for 0\.05 s"):
-                    await writer.durable(ticket, 0.05)
-            await writer.durable(ticket, 10.0)
-
-    asyncio.run(body())
+    log = LedgerLog.open(tmp_path, "job")
+    async with LedgerWriter(log) as writer:
+        with held_disk(monkeypatch):
+            ticket = writer.append(Version(0, 0))
+            with pytest.raises(LedgerError, match=r"none was for 0\.05 s"):
+                await writer.durable(ticket, 0.05)
+        await writer.durable(ticket, 10.0)
 
 
 def test_a_full_disk_reaches_every_waiter_and_every_later_call(
@@ -215,10 +206,17 @@ def test_a_full_disk_reaches_every_waiter_and_every_later_call(
     assert versions_in(tmp_path) == [0]
 
 
-def test_an_unknown_ticket_is_the_callers_mistake(tmp_path: Path) -> None:
+@on_a_loop
+async def test_an_unknown_ticket_is_the_callers_mistake(tmp_path: Path) -> None:
+    async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
+        with pytest.raises(ValueError, match="ticket 1 is unknown: 0 were issued"):
+            await writer.durable(Ticket(1), 1.0)
+
+
+def test_the_thread_ends_with_the_writer(tmp_path: Path) -> None:
     async def body() -> None:
-        async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
-            with pytest.raises(ValueError, match="ticket 1 is unknown: 0 were issued"):
-                await writer.durable(Ticket(1), 1.0)
+        async with LedgerWriter(LedgerLog.open(tmp_path, "job")):
+            assert "ledger" in {thread.name for thread in threading.enumerate()}
 
     asyncio.run(body())
+    assert "ledger" not in {thread.name for thread in threading.enumerate()}

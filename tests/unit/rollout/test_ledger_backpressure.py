@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from async_tests import on_a_loop
 from ledger_replay import replay
 from recorded_checks import check_accounts
 from recorded_story import Story
@@ -93,32 +94,32 @@ def fill(life: Life, nbytes: int) -> None:
     life.recorder.value_kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
 
 
-def test_admission_waits_for_the_disk_and_resumes_by_itself(tmp_path: Path, disk: Disk) -> None:
-    async def body() -> None:
-        async with living(tmp_path, disk) as (life, engine):
-            life.flow.advance(0)
-            assert life.flow.num_admitted == 4
-            disk.hold()
-            fill(life, MAX_QUEUED_NBYTES)
-            await finish_all(life, engine)
-            assert life.flow.progress()["groups_ready"] == 4  # open groups are not held up
-            assert life.flow.take(0) is not None
-            life.learn(2, 1)
-            life.flow.advance(1)
+@on_a_loop
+async def test_admission_waits_for_the_disk_and_resumes_by_itself(
+    tmp_path: Path, disk: Disk
+) -> None:
+    async with living(tmp_path, disk) as (life, engine):
+        life.flow.advance(0)
+        assert life.flow.num_admitted == 4
+        disk.hold()
+        fill(life, MAX_QUEUED_NBYTES)
+        await finish_all(life, engine)
+        assert life.flow.progress()["groups_ready"] == 4  # open groups are not held up
+        assert life.flow.take(0) is not None
+        life.learn(2, 1)
+        life.flow.advance(1)
 
-            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)
 
-            assert not life.recorder.has_capacity
-            assert life.flow.num_admitted == 4
-            assert life.flow.metrics([])["ledger_queued_mib"] > MAX_QUEUED_NBYTES / 2**20
-            disk.release()
-            await until(lambda: life.flow.num_admitted == 6)
-            await finish_all(life, engine)
-            await life.recorder.durable()
-            check_accounts(replay(read_history(tmp_path).entries), life)
-            assert life.failures == []
-
-    asyncio.run(body())
+        assert not life.recorder.has_capacity
+        assert life.flow.num_admitted == 4
+        assert life.flow.metrics([])["ledger_queued_mib"] > MAX_QUEUED_NBYTES / 2**20
+        disk.release()
+        await until(lambda: life.flow.num_admitted == 6)
+        await finish_all(life, engine)
+        await life.recorder.durable()
+        check_accounts(replay(read_history(tmp_path).entries), life)
+        assert life.failures == []
 
 
 def test_what_is_recorded_in_one_iteration_may_be_more_than_a_batch(
@@ -156,16 +157,14 @@ def test_what_is_recorded_in_one_iteration_may_be_more_than_a_batch(
         assert account.tokens.tolist() == [*range(200 * sample.uid, 200 * sample.uid + 200)]
 
 
-def test_under_the_bound_admission_does_not_wait(tmp_path: Path, disk: Disk) -> None:
-    async def body() -> None:
-        async with living(tmp_path, disk) as (life, _):
-            disk.hold()
-            life.flow.advance(0)
-            await asyncio.sleep(0)
-            assert 0 < life.recorder.queued_nbytes < MAX_QUEUED_NBYTES
-            assert life.flow.num_admitted == 4
-
-    asyncio.run(body())
+@on_a_loop
+async def test_under_the_bound_admission_does_not_wait(tmp_path: Path, disk: Disk) -> None:
+    async with living(tmp_path, disk) as (life, _):
+        disk.hold()
+        life.flow.advance(0)
+        await asyncio.sleep(0)
+        assert 0 < life.recorder.queued_nbytes < MAX_QUEUED_NBYTES
+        assert life.flow.num_admitted == 4
 
 
 def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
@@ -186,23 +185,21 @@ def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
     asyncio.run(body())
 
 
-def test_an_abandoned_flow_admits_nothing_when_there_is_capacity(
+@on_a_loop
+async def test_an_abandoned_flow_admits_nothing_when_there_is_capacity(
     tmp_path: Path, disk: Disk
 ) -> None:
-    async def body() -> None:
-        async with living(tmp_path, disk) as (life, engine):
-            life.flow.advance(0)
-            disk.hold()
-            fill(life, MAX_QUEUED_NBYTES)
-            await finish_all(life, engine)
-            assert life.flow.take(0) is not None
-            life.flow.advance(1)
-            life.flow.abandon()
-            disk.release()
-            await until(lambda: life.recorder.queued_nbytes == 0)
-            assert life.flow.num_admitted == 4
-
-    asyncio.run(body())
+    async with living(tmp_path, disk) as (life, engine):
+        life.flow.advance(0)
+        disk.hold()
+        fill(life, MAX_QUEUED_NBYTES)
+        await finish_all(life, engine)
+        assert life.flow.take(0) is not None
+        life.flow.advance(1)
+        life.flow.abandon()
+        disk.release()
+        await until(lambda: life.recorder.queued_nbytes == 0)
+        assert life.flow.num_admitted == 4
 
 
 @pytest.mark.slow

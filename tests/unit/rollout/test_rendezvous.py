@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from async_tests import on_a_loop
 from recorded_world import Engine, Life, finish_all
 from rollout_configs import rollout_config
 
@@ -31,78 +32,68 @@ async def failure_of(ranks: RankRendezvous, rank: int, wanted: CollectiveCall) -
     return str(caught.value)
 
 
-def test_each_rank_gets_its_own_answer_once_all_are_here() -> None:
-    async def main() -> None:
-        ranks = RankRendezvous(2, timeout_s=5)
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(call(ranks, 1, STEP_3))
-            await asyncio.sleep(0)
-            assert not ranks.is_full
-            second = tasks.create_task(call(ranks, 0, STEP_3))
-            await asyncio.sleep(0)
-            assert ranks.is_full
-            ranks.give(STEP_3, [{"for": 0}, {"for": 1}])
-        assert (first.result(), second.result()) == ({"for": 1}, {"for": 0})
+@on_a_loop
+async def test_each_rank_gets_its_own_answer_once_all_are_here() -> None:
+    ranks = RankRendezvous(2, timeout_s=5)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(call(ranks, 1, STEP_3))
+        await asyncio.sleep(0)
         assert not ranks.is_full
-
-    asyncio.run(main())
-
-
-def test_missing_ranks_are_named() -> None:
-    async def main() -> None:
-        ranks = RankRendezvous(4, timeout_s=0.02)
-        async with asyncio.TaskGroup() as tasks:
-            failures = [tasks.create_task(failure_of(ranks, rank, STEP_3)) for rank in (0, 2)]
-        for failure in failures:
-            assert "rank 1, 3 did not call next_batch for step 4 within 0.02 s" in failure.result()
-
-    asyncio.run(main())
+        second = tasks.create_task(call(ranks, 0, STEP_3))
+        await asyncio.sleep(0)
+        assert ranks.is_full
+        ranks.give(STEP_3, [{"for": 0}, {"for": 1}])
+    assert (first.result(), second.result()) == ({"for": 1}, {"for": 0})
+    assert not ranks.is_full
 
 
-def test_ranks_that_disagree_fail_together() -> None:
-    async def main() -> None:
-        ranks = RankRendezvous(2, timeout_s=5)
-        async with asyncio.TaskGroup() as tasks:
-            early = tasks.create_task(failure_of(ranks, 0, STEP_3))
-            await asyncio.sleep(0)
-            late = tasks.create_task(failure_of(ranks, 1, STEP_4))
-        text = "rank 1 called next_batch for step 5 while rank 0 called next_batch for step 4"
-        assert text in early.result()
-        assert text in late.result()
-
-    asyncio.run(main())
+@on_a_loop
+async def test_missing_ranks_are_named() -> None:
+    ranks = RankRendezvous(4, timeout_s=0.02)
+    async with asyncio.TaskGroup() as tasks:
+        failures = [tasks.create_task(failure_of(ranks, rank, STEP_3)) for rank in (0, 2)]
+    for failure in failures:
+        assert "rank 1, 3 did not call next_batch for step 4 within 0.02 s" in failure.result()
 
 
-def test_a_rank_that_goes_away_leaves_the_call() -> None:
-    async def main() -> None:
-        ranks = RankRendezvous(2, timeout_s=5)
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(call(ranks, 0, STEP_3))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.sleep(0)
-            again = tasks.create_task(call(ranks, 0, STEP_4))
-            other = tasks.create_task(call(ranks, 1, STEP_4))
-            await asyncio.sleep(0)
-            ranks.give(STEP_4, [{}, {}])
-        assert again.result() == other.result() == {}
-
-    asyncio.run(main())
+@on_a_loop
+async def test_ranks_that_disagree_fail_together() -> None:
+    ranks = RankRendezvous(2, timeout_s=5)
+    async with asyncio.TaskGroup() as tasks:
+        early = tasks.create_task(failure_of(ranks, 0, STEP_3))
+        await asyncio.sleep(0)
+        late = tasks.create_task(failure_of(ranks, 1, STEP_4))
+    text = "rank 1 called next_batch for step 5 while rank 0 called next_batch for step 4"
+    assert text in early.result()
+    assert text in late.result()
 
 
-def test_a_rank_that_calls_again_replaces_its_earlier_call() -> None:
-    async def main() -> None:
-        ranks = RankRendezvous(1, timeout_s=5)
-        async with asyncio.TaskGroup() as tasks:
-            stale = tasks.create_task(failure_of(ranks, 0, STEP_3))
-            await asyncio.sleep(0)
-            fresh = tasks.create_task(call(ranks, 0, STEP_3))
-            await asyncio.sleep(0)
-            ranks.give(STEP_3, [{"for": 0}])
-        assert "again" in stale.result()
-        assert fresh.result() == {"for": 0}
+@on_a_loop
+async def test_a_rank_that_goes_away_leaves_the_call() -> None:
+    ranks = RankRendezvous(2, timeout_s=5)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(call(ranks, 0, STEP_3))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        again = tasks.create_task(call(ranks, 0, STEP_4))
+        other = tasks.create_task(call(ranks, 1, STEP_4))
+        await asyncio.sleep(0)
+        ranks.give(STEP_4, [{}, {}])
+    assert again.result() == other.result() == {}
 
-    asyncio.run(main())
+
+@on_a_loop
+async def test_a_rank_that_calls_again_replaces_its_earlier_call() -> None:
+    ranks = RankRendezvous(1, timeout_s=5)
+    async with asyncio.TaskGroup() as tasks:
+        stale = tasks.create_task(failure_of(ranks, 0, STEP_3))
+        await asyncio.sleep(0)
+        fresh = tasks.create_task(call(ranks, 0, STEP_3))
+        await asyncio.sleep(0)
+        ranks.give(STEP_3, [{"for": 0}])
+    assert "again" in stale.result()
+    assert fresh.result() == {"for": 0}
 
 
 def test_a_batch_is_planned_once_however_often_ranks_ask_for_it(
@@ -144,28 +135,24 @@ def test_a_batch_is_planned_once_however_often_ranks_ask_for_it(
     asyncio.run(main())
 
 
-def test_an_unknown_rank_is_refused() -> None:
-    async def main() -> None:
-        with pytest.raises(ValueError, match="rank 2 of 2"):
-            RankRendezvous(2, timeout_s=5).arrive(2, STEP_3)
-
-    asyncio.run(main())
+@on_a_loop
+async def test_an_unknown_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        RankRendezvous(2, timeout_s=5).arrive(2, STEP_3)
 
 
-def test_an_alarm_goes_off_only_after_an_unbroken_wait() -> None:
-    async def main() -> None:
-        fired = asyncio.Event()
-        alarm = Alarm(0.03, fired.set)
-        alarm.watch(True)
-        alarm.watch(False)
-        await asyncio.sleep(0.06)
-        assert not fired.is_set()
+@on_a_loop
+async def test_an_alarm_goes_off_only_after_an_unbroken_wait() -> None:
+    fired = asyncio.Event()
+    alarm = Alarm(0.03, fired.set)
+    alarm.watch(True)
+    alarm.watch(False)
+    await asyncio.sleep(0.06)
+    assert not fired.is_set()
 
-        alarm.watch(True)
-        async with asyncio.timeout(5):
-            await fired.wait()
-
-    asyncio.run(main())
+    alarm.watch(True)
+    async with asyncio.timeout(5):
+        await fired.wait()
 
 
 def test_an_engine_without_weights_is_asked_for_once_until_its_state_changes() -> None:

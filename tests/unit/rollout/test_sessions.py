@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from async_tests import on_a_loop
 from dispatch_bench import A, Bench, delta
 from rollout_samples import make_trajectory
 
@@ -96,201 +97,179 @@ def test_a_lost_incarnation_adds_nothing_to_the_next_one(caller_leaves_first: bo
     asyncio.run(_life_that_is_lost_while_it_generates(caller_leaves_first=caller_leaves_first))
 
 
-def test_an_answer_that_never_left_is_given_to_the_next_run() -> None:
-    async def run() -> None:
-        loop = Loop()
-        first = await loop.begin(loop.open())
-        loop.stream(0, 5)
-        loop.finish(0)
-        session = loop.open()  # before the answer has left
+@on_a_loop
+async def test_an_answer_that_never_left_is_given_to_the_next_run() -> None:
+    loop = Loop()
+    first = await loop.begin(loop.open())
+    loop.stream(0, 5)
+    loop.finish(0)
+    session = loop.open()  # before the answer has left
 
-        assert (await first)["tokens"].tolist() == [10, 11, 12, 13, 14]
-        assert await loop.turn(session, [1, 2, 3]) == [10, 11, 12, 13, 14]
-        assert len(loop.inbox.requests) == 1
-
-    asyncio.run(run())
+    assert (await first)["tokens"].tolist() == [10, 11, 12, 13, 14]
+    assert await loop.turn(session, [1, 2, 3]) == [10, 11, 12, 13, 14]
+    assert len(loop.inbox.requests) == 1
 
 
-def test_a_loop_generates_one_thing_at_a_time() -> None:
-    async def run() -> None:
-        loop = Loop()
-        session = loop.open()
-        with pytest.raises(RolloutError, match="two generate"):
-            await asyncio.gather(
-                loop.sessions.generate(session, PROMPT, 5),
-                loop.sessions.generate(session, PROMPT, 5),
-            )
-
-    asyncio.run(run())
-
-
-def test_all_generations_of_a_loop_are_sampled_as_its_run_is() -> None:
-    async def run() -> None:
-        loop = Loop()
-        sampling = SamplingOptions(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=[30])
-        session = loop.open(sampling)
-        turn = await loop.begin(session)
-        side = asyncio.get_running_loop().create_task(
-            loop.sessions.generate(session, PROMPT, 5, "adapter")
+@on_a_loop
+async def test_a_loop_generates_one_thing_at_a_time() -> None:
+    loop = Loop()
+    session = loop.open()
+    with pytest.raises(RolloutError, match="two generate"):
+        await asyncio.gather(
+            loop.sessions.generate(session, PROMPT, 5),
+            loop.sessions.generate(session, PROMPT, 5),
         )
-        await asyncio.sleep(0)
-
-        for request in loop.inbox.requests:
-            assert sampling.request_fields().items() <= request.items()
-        assert [request.get("lora") for request in loop.inbox.requests] == [None, "adapter"]
-        for task in (turn, side):
-            task.cancel()
-        await asyncio.gather(turn, side, return_exceptions=True)
-
-    asyncio.run(run())
 
 
-def test_a_stop_text_ends_a_turn_and_does_not_count_where_it_was_given() -> None:
-    async def run() -> None:
-        loop = Loop(stop=["mn"])
-        session = loop.open()  # the texts of tokens 12 and 13
-        first = await loop.begin(session)
-        loop.stream(0, 5)
-        assert (await first)["tokens"].tolist() == [10, 11, 12, 13]
-        assert (await first)["finish_reason"] == "stop"
+@on_a_loop
+async def test_all_generations_of_a_loop_are_sampled_as_its_run_is() -> None:
+    loop = Loop()
+    sampling = SamplingOptions(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=[30])
+    session = loop.open(sampling)
+    turn = await loop.begin(session)
+    side = asyncio.get_running_loop().create_task(
+        loop.sessions.generate(session, PROMPT, 5, "adapter")
+    )
+    await asyncio.sleep(0)
 
-        context = [1, 2, 3, 10, 11, 12, 13, 12, 13]
-        assert await loop.turn(session, context) == [16, 17, 18, 19, 20]
-        assert loop.trajectory.finish_reason == "length"
+    for request in loop.inbox.requests:
+        assert sampling.request_fields().items() <= request.items()
+    assert [request.get("lora") for request in loop.inbox.requests] == [None, "adapter"]
+    for task in (turn, side):
+        task.cancel()
+    await asyncio.gather(turn, side, return_exceptions=True)
 
-    asyncio.run(run())
+
+@on_a_loop
+async def test_a_stop_text_ends_a_turn_and_does_not_count_where_it_was_given() -> None:
+    loop = Loop(stop=["mn"])
+    session = loop.open()  # the texts of tokens 12 and 13
+    first = await loop.begin(session)
+    loop.stream(0, 5)
+    assert (await first)["tokens"].tolist() == [10, 11, 12, 13]
+    assert (await first)["finish_reason"] == "stop"
+
+    context = [1, 2, 3, 10, 11, 12, 13, 12, 13]
+    assert await loop.turn(session, context) == [16, 17, 18, 19, 20]
+    assert loop.trajectory.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
     ("context", "limit", "said"),
     [([], None, "got no tokens to continue"), ([1], 0, "got max_new_tokens = 0; use 1 or more")],
 )
-def test_a_generation_of_nothing_is_refused(
+@on_a_loop
+async def test_a_generation_of_nothing_is_refused(
     context: list[int], limit: int | None, said: str
 ) -> None:
-    async def run() -> None:
-        loop = Loop()
-        with pytest.raises(RolloutError, match=said):
-            await loop.sessions.generate(loop.open(), np.asarray(context, np.int32), limit)
-
-    asyncio.run(run())
+    loop = Loop()
+    with pytest.raises(RolloutError, match=said):
+        await loop.sessions.generate(loop.open(), np.asarray(context, np.int32), limit)
 
 
-def test_a_loop_that_runs_again_gets_what_it_had_and_then_continues() -> None:
-    async def run() -> None:
-        loop = Loop()
-        session = loop.open()
-        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71]
-        second = [*first, *await loop.turn(session, first), 72]
-        third = await loop.begin(session, second)
-        loop.stream(2, 2)
-        third.cancel()
-        await asyncio.gather(third, return_exceptions=True)
+@on_a_loop
+async def test_a_loop_that_runs_again_gets_what_it_had_and_then_continues() -> None:
+    loop = Loop()
+    session = loop.open()
+    first = [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71]
+    second = [*first, *await loop.turn(session, first), 72]
+    third = await loop.begin(session, second)
+    loop.stream(2, 2)
+    third.cancel()
+    await asyncio.gather(third, return_exceptions=True)
 
-        session = loop.open()
-        assert [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71] == first
-        assert [*first, *await loop.turn(session, first), 72] == second
-        assert len(loop.inbox.requests) == 3, "both were replayed"
-        assert await loop.turn(session, second) == [23, 24, 25, 26, 27]
-        assert loop.inbox.requests[3]["position"] == 15
-        assert loop.sessions.num_replayed_turns == 2
-        assert loop.trajectory.versions.tolist() == [0] * 5 + [-1] * 2 + [0] * 5 + [-1] + [0] * 5
-        assert loop.trajectory.num_generated == 15
-
-    asyncio.run(run())
+    session = loop.open()
+    assert [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71] == first
+    assert [*first, *await loop.turn(session, first), 72] == second
+    assert len(loop.inbox.requests) == 3, "both were replayed"
+    assert await loop.turn(session, second) == [23, 24, 25, 26, 27]
+    assert loop.inbox.requests[3]["position"] == 15
+    assert loop.sessions.num_replayed_turns == 2
+    assert loop.trajectory.versions.tolist() == [0] * 5 + [-1] * 2 + [0] * 5 + [-1] + [0] * 5
+    assert loop.trajectory.num_generated == 15
 
 
-def test_a_turn_that_was_lost_before_its_first_token_is_no_other_path() -> None:
-    async def run() -> None:
-        loop = Loop()
-        session = loop.open()
-        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71]
-        lost = await loop.begin(session, first)
-        lost.cancel()
-        await asyncio.gather(lost, return_exceptions=True)
+@on_a_loop
+async def test_a_turn_that_was_lost_before_its_first_token_is_no_other_path() -> None:
+    loop = Loop()
+    session = loop.open()
+    first = [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71]
+    lost = await loop.begin(session, first)
+    lost.cancel()
+    await asyncio.gather(lost, return_exceptions=True)
 
-        session = loop.open()
-        assert [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71] == first
-        assert await loop.turn(session, first) == [17, 18, 19, 20, 21]
+    session = loop.open()
+    assert [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71] == first
+    assert await loop.turn(session, first) == [17, 18, 19, 20, 21]
 
-        assert loop.sessions.num_diverged == 0
-        assert loop.trajectory.versions.tolist() == [0] * 5 + [-1] * 2 + [0] * 5
-
-    asyncio.run(run())
+    assert loop.sessions.num_diverged == 0
+    assert loop.trajectory.versions.tolist() == [0] * 5 + [-1] * 2 + [0] * 5
 
 
-def test_if_its_context_differs_later_tokens_are_discarded() -> None:
-    async def run() -> None:
-        loop = Loop()
-        session = loop.open()
-        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
-        await loop.turn(session, [*first, 70, 71])
+@on_a_loop
+async def test_if_its_context_differs_later_tokens_are_discarded() -> None:
+    loop = Loop()
+    session = loop.open()
+    first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
+    await loop.turn(session, [*first, 70, 71])
 
-        session = loop.open()
-        await loop.turn(session, [1, 2, 3])
-        assert await loop.turn(session, [*first, 99]) == [16, 17, 18, 19, 20]
-        assert loop.sessions.num_diverged == 1
-        expected = [10, 11, 12, 13, 14, 99, 16, 17, 18, 19, 20]
-        assert loop.trajectory.tokens.tolist() == expected
-        assert loop.trajectory.num_generated == 10
-
-    asyncio.run(run())
+    session = loop.open()
+    await loop.turn(session, [1, 2, 3])
+    assert await loop.turn(session, [*first, 99]) == [16, 17, 18, 19, 20]
+    assert loop.sessions.num_diverged == 1
+    expected = [10, 11, 12, 13, 14, 99, 16, 17, 18, 19, 20]
+    assert loop.trajectory.tokens.tolist() == expected
+    assert loop.trajectory.num_generated == 10
 
 
-def test_a_context_too_long_for_the_model_is_no_part_of_the_trajectory() -> None:
-    async def run() -> None:
-        loop = Loop()
-        for _ in range(2):  # the second is a replay
-            session = loop.open()
-            first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
-            said = [*first, *range(20, 20 + loop.trajectory.max_context_len)]
-
-            answer = await loop.sessions.generate(session, np.asarray(said, np.int32), 5)
-
-            assert (answer["tokens"].tolist(), answer["finish_reason"]) == ([], "length")
-            assert loop.trajectory.finish_reason == "length"
-            assert len(loop.trajectory) < 20
-            assert await loop.turn(session, [*first, 20]) == [16, 17, 18, 19, 20]
-        assert len(loop.inbox.requests) == 2
-
-    asyncio.run(run())
-
-
-def test_also_in_the_middle_of_a_generation() -> None:
-    async def run() -> None:
-        loop = Loop()
+@on_a_loop
+async def test_a_context_too_long_for_the_model_is_no_part_of_the_trajectory() -> None:
+    loop = Loop()
+    for _ in range(2):  # the second is a replay
         session = loop.open()
         first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
-        second = await loop.begin(session, [*first, 70])
-        loop.stream(1, 3)
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
+        said = [*first, *range(20, 20 + loop.trajectory.max_context_len)]
 
-        session = loop.open()
-        await loop.turn(session, [1, 2, 3])
-        await loop.turn(session, [*first, 80, 81])
+        answer = await loop.sessions.generate(session, np.asarray(said, np.int32), 5)
 
-        expected = [10, 11, 12, 13, 14, 80, 81, 17, 18, 19, 20, 21]
-        assert loop.trajectory.tokens.tolist() == expected
-
-    asyncio.run(run())
+        assert (answer["tokens"].tolist(), answer["finish_reason"]) == ([], "length")
+        assert loop.trajectory.finish_reason == "length"
+        assert len(loop.trajectory) < 20
+        assert await loop.turn(session, [*first, 20]) == [16, 17, 18, 19, 20]
+    assert len(loop.inbox.requests) == 2
 
 
-def test_a_prompt_of_the_loops_own_is_replayed_too() -> None:
-    async def run() -> None:
-        loop = Loop()
-        assert await loop.turn(loop.open(), [7, 7]) == [10, 11, 12, 13, 14]
+@on_a_loop
+async def test_also_in_the_middle_of_a_generation() -> None:
+    loop = Loop()
+    session = loop.open()
+    first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
+    second = await loop.begin(session, [*first, 70])
+    loop.stream(1, 3)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
 
-        session = loop.open()
-        assert await loop.turn(session, [7, 7]) == [10, 11, 12, 13, 14]
-        assert len(loop.inbox.requests) == 1
-        assert loop.trajectory.prompt_tokens.tolist() == [7, 7]
+    session = loop.open()
+    await loop.turn(session, [1, 2, 3])
+    await loop.turn(session, [*first, 80, 81])
 
-        session = loop.open()
-        await loop.turn(session, [8])
-        assert loop.trajectory.prompt_tokens.tolist() == [8]
+    expected = [10, 11, 12, 13, 14, 80, 81, 17, 18, 19, 20, 21]
+    assert loop.trajectory.tokens.tolist() == expected
 
-    asyncio.run(run())
+
+@on_a_loop
+async def test_a_prompt_of_the_loops_own_is_replayed_too() -> None:
+    loop = Loop()
+    assert await loop.turn(loop.open(), [7, 7]) == [10, 11, 12, 13, 14]
+
+    session = loop.open()
+    assert await loop.turn(session, [7, 7]) == [10, 11, 12, 13, 14]
+    assert len(loop.inbox.requests) == 1
+    assert loop.trajectory.prompt_tokens.tolist() == [7, 7]
+
+    session = loop.open()
+    await loop.turn(session, [8])
+    assert loop.trajectory.prompt_tokens.tolist() == [8]
 
 
 def test_a_prompt_that_is_too_long_for_the_ledger_is_refused_each_time(
@@ -310,119 +289,107 @@ def test_a_prompt_that_is_too_long_for_the_ledger_is_refused_each_time(
     asyncio.run(run())
 
 
-def test_what_was_done_once_is_remembered() -> None:
-    async def run() -> None:
-        loop = Loop()
-        session = loop.open()
-        assert loop.sessions.recall(session, "pay") == []
-        await loop.sessions.keep(session, "pay", {"id": 7})
-        with pytest.raises(RolloutError, match="at the same time"):
-            await loop.sessions.keep(session, "pay", {"id": 8})
+@on_a_loop
+async def test_what_was_done_once_is_remembered() -> None:
+    loop = Loop()
+    session = loop.open()
+    assert loop.sessions.recall(session, "pay") == []
+    await loop.sessions.keep(session, "pay", {"id": 7})
+    with pytest.raises(RolloutError, match="at the same time"):
+        await loop.sessions.keep(session, "pay", {"id": 8})
 
-        assert loop.sessions.recall(loop.open(), "pay") == [{"id": 7}]
-        with pytest.raises(RolloutError, match="has ended"):
-            loop.sessions.recall(session, "pay")
-
-    asyncio.run(run())
+    assert loop.sessions.recall(loop.open(), "pay") == [{"id": 7}]
+    with pytest.raises(RolloutError, match="has ended"):
+        loop.sessions.recall(session, "pay")
 
 
-def test_a_new_manager_replays_what_the_ledger_has_kept() -> None:
-    async def run() -> None:
-        loop = Loop()
-        tokens = np.arange(10, 20, dtype=np.int32)
-        loop.trajectory.append_generated(tokens, np.zeros(10, np.float32), 0)
-        records = {"turn/1": [0, 5, "stop"], "once/pay": 3, "turn/2": [5, 9, "stop"]}
-        # The second was discarded in a later run, and a token of the third came after a checkpoint.
-        later = {"turn/3": [5, 8, "length"], "turn/4": [8, 12, "stop"]}
-        loop.sessions.remember(loop.trajectory, records | later)
+@on_a_loop
+async def test_a_new_manager_replays_what_the_ledger_has_kept() -> None:
+    loop = Loop()
+    tokens = np.arange(10, 20, dtype=np.int32)
+    loop.trajectory.append_generated(tokens, np.zeros(10, np.float32), 0)
+    records = {"turn/1": [0, 5, "stop"], "once/pay": 3, "turn/2": [5, 9, "stop"]}
+    # The second was discarded in a later run, and a token of the third came after a checkpoint.
+    later = {"turn/3": [5, 8, "length"], "turn/4": [8, 12, "stop"]}
+    loop.sessions.remember(loop.trajectory, records | later)
 
-        session = loop.open()
-        assert await loop.turn(session, [1, 2, 3]) == [10, 11, 12, 13, 14]
-        assert await loop.turn(session, [1, 2, 3, 10, 11, 12, 13, 14]) == [15, 16, 17]
-        assert loop.sessions.recall(session, "pay") == [3]
-        context = [1, 2, 3, *range(10, 18)]
-        assert await loop.turn(session, context) == [18, 19, 20, 21, 22]
-        assert [request["position"] for request in loop.inbox.requests] == [10]
-
-    asyncio.run(run())
+    session = loop.open()
+    assert await loop.turn(session, [1, 2, 3]) == [10, 11, 12, 13, 14]
+    assert await loop.turn(session, [1, 2, 3, 10, 11, 12, 13, 14]) == [15, 16, 17]
+    assert loop.sessions.recall(session, "pay") == [3]
+    context = [1, 2, 3, *range(10, 18)]
+    assert await loop.turn(session, context) == [18, 19, 20, 21, 22]
+    assert [request["position"] for request in loop.inbox.requests] == [10]
 
 
-def test_what_an_adapter_generates_is_no_part_of_the_trajectory() -> None:
-    async def run() -> None:
-        loop = Loop()
-        session = loop.open()
-        first = await loop.begin(session)
-        context = np.asarray([9, 9], np.int32)
-        aside = asyncio.get_running_loop().create_task(
-            loop.sessions.generate(session, context, 2, "critic")
-        )
-        await asyncio.sleep(0)
-        policy, adapted = loop.inbox.requests
+@on_a_loop
+async def test_what_an_adapter_generates_is_no_part_of_the_trajectory() -> None:
+    loop = Loop()
+    session = loop.open()
+    first = await loop.begin(session)
+    context = np.asarray([9, 9], np.int32)
+    aside = asyncio.get_running_loop().create_task(
+        loop.sessions.generate(session, context, 2, "critic")
+    )
+    await asyncio.sleep(0)
+    policy, adapted = loop.inbox.requests
 
-        assert "lora" not in policy
-        assert (adapted["lora"], adapted["tokens"].tolist()) == ("critic", [9, 9])
-        assert adapted["max_new_tokens"] == 2
-        loop.stream(1, 2)
-        loop.finish(1)
-        assert (await aside)["tokens"].tolist() == [10, 11]
-        assert loop.trajectory.completion_len == 0
-        loop.stream(0, 5)
-        loop.finish(0)
-        await first
-        assert loop.trajectory.completion_len == 5
-
-    asyncio.run(run())
+    assert "lora" not in policy
+    assert (adapted["lora"], adapted["tokens"].tolist()) == ("critic", [9, 9])
+    assert adapted["max_new_tokens"] == 2
+    loop.stream(1, 2)
+    loop.finish(1)
+    assert (await aside)["tokens"].tolist() == [10, 11]
+    assert loop.trajectory.completion_len == 0
+    loop.stream(0, 5)
+    loop.finish(0)
+    await first
+    assert loop.trajectory.completion_len == 5
 
 
-def test_an_adapters_generation_ends_with_the_run_of_its_loop() -> None:
-    async def run() -> None:
-        loop = Loop()
-        asking = loop.sessions.generate(loop.open(), PROMPT, 2, "critic")
-        aside = asyncio.get_running_loop().create_task(asking)
-        await asyncio.sleep(0)
+@on_a_loop
+async def test_an_adapters_generation_ends_with_the_run_of_its_loop() -> None:
+    loop = Loop()
+    asking = loop.sessions.generate(loop.open(), PROMPT, 2, "critic")
+    aside = asyncio.get_running_loop().create_task(asking)
+    await asyncio.sleep(0)
 
-        loop.open()
+    loop.open()
 
-        with pytest.raises(RolloutError, match="has ended"):
-            await aside
-        assert loop.inbox.withdrawn == [loop.inbox.requests[0]["id"]]
-        assert loop.bench.dispatcher.num_inflight(A) == 0
-
-    asyncio.run(run())
+    with pytest.raises(RolloutError, match="has ended"):
+        await aside
+    assert loop.inbox.withdrawn == [loop.inbox.requests[0]["id"]]
+    assert loop.bench.dispatcher.num_inflight(A) == 0
 
 
-def test_an_adapter_that_the_engine_does_not_have_fails_its_loop_only() -> None:
-    async def run() -> None:
-        loop = Loop()
-        asking = loop.sessions.generate(loop.open(), PROMPT, 2, "nobody")
-        aside = asyncio.get_running_loop().create_task(asking)
-        await asyncio.sleep(0)
+@on_a_loop
+async def test_an_adapter_that_the_engine_does_not_have_fails_its_loop_only() -> None:
+    loop = Loop()
+    asking = loop.sessions.generate(loop.open(), PROMPT, 2, "nobody")
+    aside = asyncio.get_running_loop().create_task(asking)
+    await asyncio.sleep(0)
 
-        request = loop.inbox.requests[0]["id"]
-        loop.bench.dispatcher.refuse(A, request, RequestRefused("there is no adapter"))
+    request = loop.inbox.requests[0]["id"]
+    loop.bench.dispatcher.refuse(A, request, RequestRefused("there is no adapter"))
 
-        with pytest.raises(RolloutError, match="there is no adapter"):
-            await aside
-        assert loop.bench.failures == []
-
-    asyncio.run(run())
+    with pytest.raises(RolloutError, match="there is no adapter"):
+        await aside
+    assert loop.bench.failures == []
 
 
 @pytest.mark.parametrize("lora", ["", "critic"])
-def test_a_token_outside_the_vocabulary_is_its_loops_error_and_no_engine_sees_it(
+@on_a_loop
+async def test_a_token_outside_the_vocabulary_is_its_loops_error_and_no_engine_sees_it(
     lora: str,
 ) -> None:
-    async def run() -> None:
-        loop = Loop(vocab_size=50)
-        session = loop.open()
-        tokens = [*PROMPT.tolist(), *await loop.turn(session, PROMPT.tolist())]
+    loop = Loop(vocab_size=50)
+    session = loop.open()
+    tokens = [*PROMPT.tolist(), *await loop.turn(session, PROMPT.tolist())]
 
-        with pytest.raises(RequestRefused, match=r"token 50 at index 8 is outside .* of 50"):
-            async with asyncio.timeout(5.0):
-                await loop.sessions.generate(session, np.asarray([*tokens, 50]), 5, lora)
+    with pytest.raises(RequestRefused, match=r"token 50 at index 8 is outside .* of 50"):
+        async with asyncio.timeout(5.0):
+            await loop.sessions.generate(session, np.asarray([*tokens, 50]), 5, lora)
 
-        assert await loop.turn(session, [*tokens, 49]) == [16, 17, 18, 19, 20]
-        assert len(loop.inbox.requests) == 2
-        assert loop.bench.failures == []
-
-    asyncio.run(run())
+    assert await loop.turn(session, [*tokens, 49]) == [16, 17, 18, 19, 20]
+    assert len(loop.inbox.requests) == 2
+    assert loop.bench.failures == []

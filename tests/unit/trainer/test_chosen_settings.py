@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from minimal_config import config_with
 
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.trainer.config.config_file import check_config
@@ -16,18 +15,11 @@ from umbra.trainer.services.chosen_settings import (
     with_chosen_settings,
 )
 
-VALUES: dict[str, Any] = {
-    "model": {"path": "models/tiny"},
-    "data": {"train": "train.jsonl"},
-    "reward": {"function": "rewards:score"},
-    "pools": {"judge": {"model_path": "models/judge"}},
-    "train": {"steps": 10},
-}
 BOTH = ("vllm", "sglang")
 
 
 def config_of(overrides: str = "") -> TrainerConfig:
-    return check_config(TrainerConfig, VALUES, "config", overrides.split())
+    return config_with(overrides, pools={"judge": {"model_path": "models/judge"}})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from minimal_config import config_with
 from safetensors.torch import (
     load_file,  # pyright: ignore[reportUnknownVariableType]
     save_file,  # pyright: ignore[reportUnknownVariableType]
@@ -22,7 +23,6 @@ from umbra.runtime.cluster.memory_plan import GIB
 from umbra.runtime.cluster.placement import Node
 from umbra.runtime.engine_api.engine_names import ENGINE_ASLEEP_NBYTES
 from umbra.runtime.errors import DataError
-from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
@@ -92,17 +92,14 @@ SIZES = {
 
 
 def config_of(folder: Path, **sections: Any) -> TrainerConfig:
-    values: dict[str, Any] = {
-        "model": {"path": str(folder), "dtype": "bfloat16"},
-        "data": {"train": "train.jsonl"},
-        "reward": {"function": "rewards:score"},
+    chosen: dict[str, Any] = {
+        "model": {"dtype": "bfloat16"},
         "pool": {"engine": "vllm", "max_context_len": 1024, "max_num_seqs": 128},
         "rollout": {"groups_per_step": 16, "group_size": 8},
-        "train": {"steps": 10},
     }
     for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section}
-    return check_config(TrainerConfig, values, "config")
+        chosen[name] = {**chosen.get(name, {}), **section}
+    return config_with(model_dir=folder, **chosen)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
+from minimal_config import MINIMAL
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
@@ -13,12 +13,6 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.other_trainers import other_names
 from umbra.trainer.config.trainer_config import TrainerConfig
 
-MINIMAL: dict[str, Any] = {
-    "model": {"path": "m"},
-    "data": {"train": "d.jsonl"},
-    "reward": {"function": "r:f"},
-    "train": {"steps": 1},
-}
 ABSENT = "umbra does not have it; see docs/coming-from.md"
 
 

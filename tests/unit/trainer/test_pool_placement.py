@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from minimal_config import config_with
 
 from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.services.pool_placement import plan_pools
 from umbra.trainer.services.pool_specs import auxiliary_pool_spec
@@ -29,15 +29,9 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def config_of(model_dir: Path, **sections: Any) -> TrainerConfig:
-    values: dict[str, Any] = {
-        "model": {"path": str(model_dir)},
-        "data": {"train": "train.jsonl"},
-        "reward": {"function": "rewards:score"},
-        "train": {"steps": 10},
-    }
     if "judge" in sections:
         sections["pools"] = {"judge": {"model_path": str(model_dir), **sections.pop("judge")}}
-    return check_config(TrainerConfig, values | sections, "config")
+    return config_with(model_dir=model_dir, **sections)
 
 
 def plan_of(

@@ -51,6 +51,7 @@ def parts(*texts: str) -> list[dict[str, Any]]:
         ({"messages": json.dumps([ASK])}, {"format": "chat"}, [ASK]),
         ({"prompt": json.dumps([ASK])}, {"format": "text"}, json.dumps([ASK])),
         ({"messages": "2+2?"}, {"format": "chat"}, [ASK]),
+        ({"q": "2+2?"}, {"format": "chat", "messages_column": "q"}, [ASK]),
         ({"prompt": "2+2=", "messages": [ASK]}, {"format": "chat"}, [ASK]),
         ({"prompt": "2+2=", "messages": [ASK]}, {"format": "text"}, "2+2="),
         ({"prompt": "2+2=", "messages": None}, {}, "2+2="),

@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from minimal_config import config_with
 
 from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.rank_count import num_ranks
-from umbra.trainer.config.trainer_config import TrainerConfig
-
-
-def config_of(**sections: Any) -> TrainerConfig:
-    values: dict[str, Any] = {
-        "model": {"path": "model"},
-        "data": {"train": "train.jsonl"},
-        "reward": {"function": "rewards:score"},
-        "train": {"steps": 10},
-    }
-    return check_config(TrainerConfig, values | sections, "config")
 
 
 @pytest.mark.parametrize(
@@ -71,11 +60,11 @@ def test_without_gpus_none_is_visible() -> None:
 def test_the_trainer_has_a_rank_on_each_of_its_gpus(
     sections: dict[str, Any], num_gpus: int, expected: int
 ) -> None:
-    assert num_ranks(config_of(**sections), num_gpus) == expected
+    assert num_ranks(config_with(**sections), num_gpus) == expected
 
 
 def test_more_trainer_gpus_than_there_are_is_an_error() -> None:
-    config = config_of(job={"trainer_gpus_per_node": 4})
+    config = config_with(job={"trainer_gpus_per_node": 4})
 
     with pytest.raises(ConfigError, match="trainer_gpus_per_node = 4, and this node shows 2 GPUs"):
         num_ranks(config, 2)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from minimal_config import config_with
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.setting_rules import RULES, warnings
-from umbra.trainer.config.trainer_config import TrainerConfig
 
-MINIMAL: dict[str, Any] = {
-    "model": {"path": "models/tiny"},
-    "data": {"train": "train.jsonl"},
-    "reward": {"function": "rewards:score"},
-    "train": {"steps": 10},
-}
 REFUSED = [
     ("rollout.temperature=0.0", "rollout.temperature = 0.0: "),
     ("rollout.group_size=1", "rollout.group_size = 1 and train.advantage = 'grpo': "),
@@ -143,14 +134,10 @@ MEANT = [
 ]
 
 
-def config_of(overrides: str) -> TrainerConfig:
-    return check_config(TrainerConfig, MINIMAL, "config", overrides.split())
-
-
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)
 def test_a_combination_without_a_sensible_meaning_is_refused(overrides: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        config_of(overrides)
+        config_with(overrides)
 
     assert str(raised.value).startswith(f"{overrides} (command line): {said}")
 
@@ -159,14 +146,14 @@ def test_a_combination_without_a_sensible_meaning_is_refused(overrides: str, sai
 def test_a_combination_that_is_probably_not_meant_is_warned_about(
     overrides: str, said: str
 ) -> None:
-    found = warnings(config_of(overrides))
+    found = warnings(config_with(overrides))
 
     assert any(text.startswith(said) for text in found)
 
 
 @pytest.mark.parametrize("overrides", ["", *MEANT])
 def test_sensible_combinations_pass_in_silence(overrides: str) -> None:
-    assert warnings(config_of(overrides)) == []
+    assert warnings(config_with(overrides)) == []
 
 
 def test_every_rule_has_a_case() -> None:
@@ -188,14 +175,14 @@ def test_the_length_of_a_run_is_given() -> None:
     with pytest.raises(
         ConfigError, match=r"^config: train\.steps = None and train\.epochs = None: "
     ):
-        config_of("train.steps=")
+        config_with("train.steps=")
 
 
 def test_all_refusals_are_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.temperature = 0\.0.*; .*train\.offload = "):
-        config_of("rollout.temperature=0.0 train.offload=all pool.mode=standalone")
+        config_with("rollout.temperature=0.0 train.offload=all pool.mode=standalone")
 
 
 def test_k1_is_no_estimator_of_a_loss() -> None:
     with pytest.raises(ConfigError, match=r"kl_estimator=k1 .*: input should be 'k2' or 'k3'"):
-        config_of("train.kl_coef=0.1 train.kl_estimator=k1")
+        config_with("train.kl_coef=0.1 train.kl_estimator=k1")

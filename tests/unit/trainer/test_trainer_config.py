@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from minimal_config import MINIMAL
 from model_folders import write_model_folder
 
 from umbra.runtime.actor.actor_spec import ActorSpec
@@ -22,13 +23,6 @@ from umbra.trainer.config.trainer_config import DataSection, ServeConfig, Traine
 from umbra.trainer.data.prompt_preparation import PromptFiles
 from umbra.trainer.services.services import manager_spec, worker_specs
 from umbra.trainer.serving.served_config import served_pools
-
-MINIMAL: dict[str, Any] = {
-    "model": {"path": "models/tiny"},
-    "data": {"train": "train.jsonl"},
-    "reward": {"function": "rewards:score"},
-    "train": {"steps": 10},
-}
 
 TOML = """
 [model]
