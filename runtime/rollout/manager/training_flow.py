@@ -65,25 +65,15 @@ class TrainingFlow:
         )
         self._recorder = recorder
         self._dispatcher = dispatcher
-        self._next_idx: int | None = None
-        self._is_abandoned = False
         self._on_failure = on_failure
-        self._step = -1
         self._open: dict[int, Group] = {}  # by index in the prompt order, as all groups here
-        self._not_begun: dict[int, Group] = {}  # admitted by an earlier incarnation, without tokens
-        self._ready: dict[int, Group] = {}  # those of `_open` that are scored, in this order
-        self._leases: dict[int, list[Group]] = {}  # by step
         self._failed = FailedGroups(settings.max_failed_share, note)
         self._zero_variance = ZeroVarianceGroups(
             admission.num_prompts, settings.groups_per_step, note
         )
-        self._begin_batch()
-        # Metrics of the time between the last two batches; a new manager does not know it.
-        self._since_last: dict[str, float] = {}
         self._dropped_tokens = 0
-        self.num_admitted = 0
-        self.num_trained = 0
-        self.dropped: Counter[str] = Counter()  # groups, by reason
+        self._begin_batch()
+        self.restore(Recovered())
         gauge("groups", lambda: {"open": len(self._open), "scored": len(self._ready)})
 
     def learn(self, version: int, step: int) -> None:
@@ -151,18 +141,20 @@ class TrainingFlow:
         for group in self._open.values():
             self._runner.abandon(group)
         begun = {idx: group for idx, group in recovered.open.items() if group.has_tokens}
+        # Admitted by an earlier incarnation, without tokens.
         self._not_begun = {
             idx: group for idx, group in sorted(recovered.open.items()) if idx not in begun
         }
-        self._ready = dict(recovered.ready)
+        self._ready = dict(recovered.ready)  # those of `_open` that are scored, in this order
         self._open = begun | self._ready
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
         self._next_idx, self._step = recovered.next_idx, -1
         self._is_abandoned = False
-        self._since_last = {}
+        # Metrics of the time between the last two batches; a new manager does not know it.
+        self._since_last: dict[str, float] = {}
         self._zero_variance.end_streak()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
-        self.dropped = Counter(recovered.dropped)
+        self.dropped = Counter(recovered.dropped)  # groups, by reason
         for group in begun.values():
             self._start(group)
 
