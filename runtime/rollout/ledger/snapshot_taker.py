@@ -117,6 +117,8 @@ class SnapshotTaker:
 
     async def _order(self, line: str) -> None:
         loop = asyncio.get_running_loop()
+        if self._process is not None and self._process[0].has_ended():
+            await self._end_process()
         child, connection = self._process = self._process or self._spawn()
         await loop.sock_sendall(connection, line.encode())
         if not await loop.sock_recv(connection, 1):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from ledger_replay import replay
 from ledger_samples import life_of_a_group, wire_of, write_events
 
 from umbra.runtime.errors import LedgerError, UmbraError
+from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.rollout.ledger.index_part import IndexPart
 from umbra.runtime.rollout.ledger.ledger_events import Checkpoint, Event, Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
@@ -155,6 +158,27 @@ def test_a_snapshot_is_the_same_whether_the_process_has_taken_others(
     SnapshotProcess(tmp_path, math.inf).take(history.end, None)
 
     assert path.read_bytes() == taken
+
+
+def test_a_process_that_was_killed_has_a_successor(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            SnapshotTaker(tmp_path) as taker,
+            LedgerWriter(LedgerLog.open(tmp_path, "j")) as w,
+        ):
+            taker.tail_steps = 1
+            for step in range(1, 4):
+                await w.durable(w.append(Version(step, step)), 10.0)
+                taker.observe(w.position, 0, step)
+                await taker.take_if_due()
+                (pid,) = child_pids(os.getpid())
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    asyncio.run(scenario())
+
+    steps_done = [snapshot.steps_done for snapshot in snapshots_of(read_history(tmp_path))]
+    assert steps_done == [3, 2]
 
 
 def test_one_that_fails_is_logged_and_the_next_one_is_tried(
