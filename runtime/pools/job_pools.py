@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,23 +14,28 @@ from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
-from umbra.runtime.errors import ConfigError
-from umbra.runtime.pools.warm_engines import WarmEngines
+from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.warm_engines import WarmEngines, reuse_engines
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.weights.image.fd_server import FdServer, serve_fds
 
 if TYPE_CHECKING:
+    from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
     from umbra.runtime.pools.engine_pool import EnginePool
-    from umbra.runtime.pools.node_pools import NodePools
+    from umbra.runtime.pools.pool_slicing import PoolSlicing
     from umbra.runtime.weights.image.node_images import NodeImages
 
 # Time for another node to end engines that no pool uses: their grace, and the reaping.
 _END_WARM_LIMIT_S: Final = 60.0
+_INVALIDATE_LIMIT_S: Final = 60.0
 
 
 class JobPools:
-    """The pools of a job in one epoch after the other. Owned by the supervisor. Only the lead has
-    pools; other nodes hold images and warm engines, left by the last epoch's pools, for them."""
+    """The pools of a job in one epoch after the other: creates them, finds them by name, and
+    time-slices those that share memory. Owned by the supervisor. Only the lead has pools; other
+    nodes hold images and warm engines, left by the last epoch's pools, for them. Modules of pools
+    are loaded with the first pool, because that takes 40 ms."""
 
     def __init__(self, context: NodeContext, actors: NodeActors, warm: WarmEngines) -> None:
         self._context = context
@@ -37,7 +43,7 @@ class JobPools:
         self._links = context.links
         self._actors = actors
         self._warm = warm
-        self._loaded: NodePools | None = None
+        self._begin_epoch()
         self._loaded_images: NodeImages | None = None
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
@@ -52,28 +58,17 @@ class JobPools:
                 self._free_images()
 
     def close(self) -> None:
-        if self._loaded is not None:
-            self._loaded.close()
+        for task in self._background:
+            task.cancel()
 
-    @property
-    def current(self) -> NodePools:
-        """The pools of this epoch. Loaded with the first pool, because that takes 40 ms."""
-        if self._loaded is None:
-            from umbra.runtime.pools.job_images import JobImages
-            from umbra.runtime.pools.node_pools import NodePools
-
-            self._loaded = NodePools(
-                self._actors.start_on,
-                self._context.client,
-                self._context.note,
-                self._context.record,
-                self._tasks,
-                self._fd_server,
-                JobImages(self.images, self._node.node_id, self._links),
-                self._warm_specs,
-                self._end_warm,
-            )
-        return self._loaded
+    def _begin_epoch(self) -> None:
+        """The last epoch's pools, which calls of its ranks may still use, are not seen any more."""
+        self._pools: dict[str, EnginePool] = {}
+        self._slicings: dict[str, PoolSlicing] = {}  # by the host's name
+        self._hosts: dict[str, str] = {}  # by the guest's name
+        self._background: set[asyncio.Task[None]] = set()
+        self._creations: dict[str, asyncio.Lock] = {}  # by the pool's name
+        self._generators: dict[int, JobNode] = {}  # nodes that only generate, by index
 
     @property
     def images(self) -> NodeImages:
@@ -85,7 +80,7 @@ class JobPools:
         return self._loaded_images
 
     def all(self) -> list[EnginePool]:
-        return [] if self._loaded is None else self._loaded.all()
+        return list(self._pools.values())
 
     def rank_lost(self, rank: int) -> None:
         """Ends the syncs that a rank takes part in, on the lead too."""
@@ -132,16 +127,21 @@ class JobPools:
         others = self.stop_others()
         if self._context.rules.has_epochs:
             await self._dissolve()
-        elif self._loaded is not None:
-            await self._loaded.invalidate()
+        else:
+            await self._invalidate()
         for actor in others:
             await actor.ended.wait()
             self._actors.forget(actor)
 
     async def _dissolve(self) -> None:
-        pools, self._loaded = self._loaded, None
-        if pools is not None:
-            await pools.dissolve()
+        """Ends all pools and leaves their engines running. Open syncs fail at their ranks."""
+        pools, background = self.all(), self._background
+        self.close()
+        self._begin_epoch()
+        if background:
+            await asyncio.wait(background)
+        for pool in pools:
+            await pool.close()
         await self._actors.leave_remote()
         self._free_images()
 
@@ -152,16 +152,21 @@ class JobPools:
     async def admit_generator(self, node: JobNode) -> int:
         """Takes in a node that only generates, starts engines there, and returns its index. Raises
         ConfigError if the job cannot use it."""
-        self.current.check_node(node)
+        for pool in self._pools_of_trainer():
+            pool.spec.engine_specs_on(node.gpus, first_idx=0)
         idx = await self._links.admit(node)
-        engines = self.current.add_node(idx, node)
+        self._generators[idx] = node
+        engines = [
+            name for pool in self._pools_of_trainer() for name in self._extend(pool, idx, node)
+        ]
         what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
         text = f"node {idx} ({node.node_id}) has joined to generate, and {what}"
         self._context.note(text, "joined", node.node_id)
         return idx
 
     def remove_generator(self, node: int, what: str, kind: EventKind) -> None:
-        self.current.remove_node(node)
+        """Called when the node has left or is lost; later pools do not use it. Its engines end."""
+        self._generators.pop(node, None)
         node_id = self._links.nodes[node].node_id
         self._context.note(f"node {node} ({node_id}), which only generated, {what}", kind, node_id)
 
@@ -192,3 +197,166 @@ class JobPools:
         for actor in self._warm.end(names):
             await actor.ended.wait()
             self._actors.forget(actor)
+
+    def __getitem__(self, name: str) -> EnginePool:
+        pool = self._pools.get(name)
+        if pool is None:
+            known = ", ".join(sorted(self._pools)) or "none"
+            raise ActorNotFound(f"no pool {name!r}; there are: {known}")
+        return pool
+
+    async def create(self, call: dict[str, Any]) -> None:
+        """Starts the engines of a pool, a `PoolSpec`, and waits until each is ready. An equal pool
+        (after an elastic restart) is kept with its warm engines. A pool that is still being
+        created, or ended because its rank died, is waited for."""
+        spec = from_wire(PoolSpec, call)
+        async with self._creations.setdefault(spec.name, asyncio.Lock()):
+            await self._create(spec)
+
+    async def _create(self, spec: PoolSpec) -> None:
+        known = self._pools.get(spec.name)
+        if known is not None:
+            if known.spec != spec:
+                raise ConfigError(f"a pool named {spec.name!r} already exists with other settings")
+            return
+        from umbra.runtime.pools.engine_pool import EnginePool
+        from umbra.runtime.pools.job_images import JobImages
+
+        pool = self._pools[spec.name] = EnginePool(
+            spec,
+            self._context.client,
+            self._context.note,
+            self._context.record,
+            self._tasks,
+            self._fd_server,
+            JobImages(self.images, self._node.node_id, self._links),
+        )
+        sync: asyncio.Task[None] | None = None
+        if not spec.load_weights:
+            sync = self._run_in_background(pool.sync.run())
+        try:
+            async with self._joining(pool):
+                await self._start_engines(pool)
+        except BaseException:
+            if self._pools.get(spec.name) is pool:  # else it belongs to an epoch that is over
+                del self._pools[spec.name]
+                self._hosts.pop(spec.name, None)
+            if sync is not None:
+                self._background.discard(sync)
+                sync.cancel()
+            raise
+        if not spec.load_weights:
+            for idx, node in self._generators.items():
+                self._extend(pool, idx, node)
+
+    def _pools_of_trainer(self) -> list[EnginePool]:
+        return [pool for pool in self._pools.values() if not pool.spec.load_weights]
+
+    def _extend(self, pool: EnginePool, idx: int, node: JobNode) -> list[str]:
+        specs = pool.spec.engine_specs_on(node.gpus, first_idx=pool.next_idx)
+        for spec in specs:
+            pool.add(self._actors.start_on(spec, idx, pool.may_start))
+        return [spec.name for spec in specs]
+
+    async def _start_engines(self, pool: EnginePool) -> None:
+        try:
+            nodes = pool.spec.nodes
+            specs, unused = reuse_engines(
+                pool.spec.name, pool.spec.engine_specs(), nodes, self._warm_specs()
+            )
+            for node, names in unused.items():
+                await self._end_warm(node, names)
+            for idx, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
+                pool.add(self._actors.start_on(spec, node, pool.may_start))
+                for follower, there in pool.spec.follower_specs(idx):
+                    pool.add_follower(
+                        spec.name, self._actors.start_on(follower, there, pool.may_start)
+                    )
+            await pool.wait_running()
+        except BaseException:
+            with contextlib.suppress(TimeoutError):  # the first error is the one to raise
+                await pool.end()  # before another pool gets their memory
+            raise
+
+    @asynccontextmanager
+    async def _joining(self, pool: EnginePool) -> AsyncGenerator[None]:
+        host = pool.spec.shares_with or pool.spec.name
+        if pool.spec.shares_with:
+            self._hosts[pool.spec.name] = host
+            if host not in self._slicings:
+                from umbra.runtime.pools.pool_slicing import PoolSlicing
+
+                slicing = self._slicings[host] = PoolSlicing(host)
+                self._run_in_background(slicing.run())
+                if host in self._pools and self._pools[host].engines:
+                    slicing.take_host(self._pools[host])
+        slicing = self._slicings.get(host)
+        if slicing is None:
+            yield
+        else:
+            async with slicing.joining(pool):
+                yield
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work)
+        self._background.add(task)
+        return task
+
+    def report_work(self, name: str, has_work: bool) -> None:
+        self[name]  # raises if there is no such pool
+        slicing = self._slicings.get(self._hosts.get(name, name))
+        if slicing is not None:
+            slicing.report(name, has_work)
+
+    async def _invalidate(self) -> None:
+        """Called when the trainer that made the weights was restarted."""
+        for name, pool in list(self._pools.items()):
+            if pool.spec.load_weights:
+                continue
+            async with self._reserved_for_trainer(name, _INVALIDATE_LIMIT_S):
+                await pool.invalidate()
+        for slicing in self._slicings.values():
+            slicing.forget_work()
+
+    async def pause(self, name: str, mode: str, timeout_s: float) -> None:
+        async with self._reserved_for_trainer(name, timeout_s):
+            await self[name].pause(mode, timeout_s)
+
+    async def resume(self, name: str, timeout_s: float) -> None:
+        async with self._reserved_for_trainer(name, timeout_s):
+            await self[name].resume(timeout_s)
+
+    async def sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
+        async with self._reserved_for_trainer(name, timeout_s, sleeps=True):
+            await self[name].sleep(level, timeout_s)
+
+    async def wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
+        async with self._reserved_for_trainer(name, timeout_s, sleeps=False):
+            await self[name].wake(tags, timeout_s)
+
+    def _reserved_for_trainer(
+        self, name: str, timeout_s: float, *, sleeps: bool | None = None
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        if name in self._hosts:
+            raise ConfigError(
+                f"pool {name!r} shares memory with {self._hosts[name]!r}, so umbra wakes it and "
+                "puts it to sleep; do not call wake or sleep on it"
+            )
+        slicing = self._slicings.get(name)
+        if slicing is None:
+            return contextlib.nullcontext()
+        return slicing.reserved_for_trainer(timeout_s, sleeps=sleeps)
+
+    async def sync(self, call: dict[str, Any]) -> dict[str, Any] | None:
+        """Answers a rank's message of a weight sync. A sync claims the memory of pools that share
+        it with this one."""
+        from umbra.runtime.weights.sync_messages import SyncBegin, decode_call, encode
+
+        message = decode_call(call)
+        pool, slicing = self[message.pool], self._slicings.get(message.pool)
+        async with contextlib.AsyncExitStack() as beginning:
+            if isinstance(message, SyncBegin):
+                if slicing is not None:
+                    await beginning.enter_async_context(slicing.sync_begins(message.left_s))
+                await beginning.enter_async_context(pool.sync_begins(message))
+            return encode(await pool.sync.answer(message))

@@ -24,15 +24,15 @@ class PoolCalls:
     async def create_pool(self, spec: dict[str, Any]) -> None:
         """Starts the engines of a pool and waits until each is ready; an equal pool (after an
         elastic restart) is kept. Raises ConfigError or ActorDied."""
-        await self._pools.current.create(spec)
+        await self._pools.create(spec)
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
-        async for event in self._pools.current[name].watch():
+        async for event in self._pools[name].watch():
             yield event
 
     @idempotent
     def pool_states(self, name: str) -> list[dict[str, Any]]:
-        return self._pools.current[name].states()
+        return self._pools[name].states()
 
     @idempotent
     def catch_up(self, name: str) -> dict[str, Any]:
@@ -42,28 +42,28 @@ class PoolCalls:
             {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank,
                 ...]}; `ranks` already publish that version again, and wait for the others to join.
         """
-        return self._pools.current[name].catch_up()
+        return self._pools[name].catch_up()
 
     @idempotent
     def pool_has_work(self, name: str, has_work: bool) -> None:
         """Takes a dispatcher's report of requests to answer, which decides the turns of pools."""
-        self._pools.current.report_work(name, has_work)
+        self._pools.report_work(name, has_work)
 
     async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
-        await self._pools.current.pause(name, mode, timeout_s)
+        await self._pools.pause(name, mode, timeout_s)
 
     async def pool_resume(self, name: str, timeout_s: float) -> None:
-        await self._pools.current.resume(name, timeout_s)
+        await self._pools.resume(name, timeout_s)
 
     async def pool_sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
-        await self._pools.current.sleep(name, level, timeout_s)
+        await self._pools.sleep(name, level, timeout_s)
 
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
-        await self._pools.current.wake(name, tags, timeout_s)
+        await self._pools.wake(name, tags, timeout_s)
 
     async def sync(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """Answers a rank's message of a weight sync; see `sync_messages`."""
-        return await self._pools.current.sync(message)
+        return await self._pools.sync(message)
 
     async def admit(self, node: dict[str, Any]) -> dict[str, int]:
         """Called by a supervisor that only generates; returns {"node": its index, "epoch"}."""

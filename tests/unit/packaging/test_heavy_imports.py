@@ -28,7 +28,7 @@ _NEVER_IN_A_SUPERVISOR = _TRAINING_ONLY | {
 }
 _POOLS_ONLY = {
     "umbra.runtime.engine_api.lifecycle",
-    "umbra.runtime.pools.node_pools",
+    "umbra.runtime.pools.engine_pool",
     "umbra.runtime.weights.sync_messages",
     "umbra.runtime.weights.manifest",
 }
