@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -33,7 +32,7 @@ from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER, WEIGHT_LOADER, 
 from umbra.engines.shell.adapter_core import AdapterCore
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.engine_core import Output
-from umbra.runtime.actor.actor_spec import actor_context
+from umbra.engines.shell.follower_group import job_folder
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants
@@ -50,7 +49,6 @@ _CANCEL_LIMIT_S: Final = 5.0
 _END_AGAIN_S: Final = 0.2
 # Interval between abort messages: one that comes at the wrong moment is lost.
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
-_GIB: Final = 1 << 30
 _NOT_TAKEN: Final = object()
 
 
@@ -131,7 +129,7 @@ class SglangCore(AdapterCore):
         try:
             with (
                 sglang_library.keeping_logging(),
-                sglang_library.temporary_files_in(_job_folder()),
+                sglang_library.temporary_files_in(job_folder()),
             ):
                 handler = sglang_library.ignore_sigquit
                 engine.__init__(**options, custom_sigquit_handler=handler)
@@ -169,8 +167,8 @@ class SglangCore(AdapterCore):
         usage: dict[str, float] = state.get("memory_usage") or {}
         self.memory = {
             "weights_nbytes": sum(report["weights_nbytes"] for report in reports),
-            # SGLang reports one GPU, rounded to thousandths.
-            "kv_nbytes": int(usage.get("kvcache", 0.0) * _GIB) * self._settings.num_workers,
+            # SGLang reports one GPU, in thousandths of a GiB.
+            "kv_nbytes": int(usage.get("kvcache", 0.0) * (1 << 30)) * self._settings.num_workers,
         }
         here = reports[: self._settings.num_local_workers]
         self._schedulers = [report["pid"] for report in here]
@@ -404,12 +402,3 @@ def _check_done(result: tuple[bool, str]) -> None:
     success, message = result
     if not success:
         raise EngineError(f"SGLang failed: {message}")
-
-
-def _job_folder() -> Path | None:
-    """The job's socket directory, removed with the job; None outside an actor's process."""
-    try:
-        endpoint = actor_context().supervisor.ref.ipc_endpoint
-    except RuntimeError:
-        return None
-    return Path(endpoint.removeprefix("ipc://")).parent

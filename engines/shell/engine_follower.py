@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from umbra.runtime.actor.actor_spec import actor_context
@@ -50,12 +49,11 @@ class EngineFollower:
         is a module that reads JSON from its standard input: `options` for this part, `variables`
         for its environment, this node's "address", and the job's "folder" for sockets."""
         context = actor_context()
-        folder = Path(context.supervisor.ref.ipc_endpoint.removeprefix("ipc://")).parent
         task = {
             "options": options,
             "variables": variables,
             "address": context.tcp_host,
-            "folder": str(folder),
+            "folder": str(context.job_folder),
         }
         async with self._turn:  # the loss of the last caller may just have been noticed
             child = ChildProcess.spawn(

@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -114,6 +115,14 @@ def own_address() -> str:
         "an engine on several nodes needs a job that listens on an address: start torchrun with "
         "--nnodes"
     )
+
+
+def job_folder() -> Path | None:
+    """The folder for a library's sockets; None outside an actor's process."""
+    try:
+        return actor_context().job_folder
+    except RuntimeError:
+        return None
 
 
 def _free_port(address: str) -> int:

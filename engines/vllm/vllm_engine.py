@@ -17,10 +17,10 @@ import xxhash
 from umbra.engines.shell.adapter_core import AdapterCore
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.engine_core import NewOutput, Output
+from umbra.engines.shell.follower_group import job_folder
 from umbra.engines.vllm.vllm_library import (
     VllmLibrary,
     file_variables,
-    job_folder,
     unlink_shared_memory,
 )
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
@@ -98,7 +98,7 @@ class VllmCore(AdapterCore):
                 host_variable="VLLM_HOST_IP",
                 part_options=self._settings.part_options,
             )
-        files = file_variables(job_folder(), is_cpu=library.is_cpu)
+        files = file_variables(str(job_folder() or ""), is_cpu=library.is_cpu)
         for name, value in (variables | files).items():
             os.environ.setdefault(name, value)
         began_ticks = descendants.ticks_now()

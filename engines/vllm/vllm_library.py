@@ -8,11 +8,9 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final, Self
 
 from umbra.engines.shell.adapter_settings import load_library
-from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import how_to_install
 from umbra.runtime.process import descendants
@@ -73,15 +71,6 @@ class VllmLibrary:
 
     def option_names(self) -> list[str]:
         return [field.name for field in fields(self.AsyncEngineArgs)]
-
-
-def job_folder() -> str:
-    """The job's socket directory, removed with the job; "" outside an actor's process."""
-    try:
-        endpoint = actor_context().supervisor.ref.ipc_endpoint
-    except RuntimeError:
-        return ""
-    return str(Path(endpoint.removeprefix("ipc://")).parent)
 
 
 def file_variables(folder: str, *, is_cpu: bool) -> dict[str, str]:

@@ -32,16 +32,17 @@ _AttentionScales: Any = importlib.import_module(
 ).BaseKVCacheMethod
 _UNPROCESSED_METHODS: Final[frozenset[Any]] = frozenset(
     (_linear.UnquantizedLinearMethod, _vocab.UnquantizedEmbeddingMethod)
-)  # change nothing after loading, except on the CPU
-_CPU_PREPACKED_ATTRS: Final = ("cpu_linear", "_cpu_unpacked_conv_weight")  # from a layer's weight
+)
+# Methods that change nothing after loading, except on the CPU.
+_CPU_PREPACKED_ATTRS: Final = ("cpu_linear", "_cpu_unpacked_conv_weight")
+# Attributes that vLLM makes of a layer's weight.
 _meta: Any = importlib.import_module("vllm.model_executor.model_loader.reload.meta")
 _ATTENTION: Final[tuple[Any, ...]] = (
     importlib.import_module("vllm.model_executor.layers.attention_layer_base").AttentionLayerBase,
     importlib.import_module("vllm.model_executor.layers.attention").MMEncoderAttention,
 )
-_SKIPPED_TENSORS: Final[frozenset[str]] = frozenset(
-    _meta.SKIP_TENSORS
-)  # layerwise reload leaves them alone
+_SKIPPED_TENSORS: Final[frozenset[str]] = frozenset(_meta.SKIP_TENSORS)
+# Names of tensors that layerwise reload leaves alone.
 
 
 class LayerwiseLoader:

@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from umbra.runtime.actor.function_queue import FunctionQueue
@@ -107,6 +108,11 @@ class ActorContext:
     client: Client
     main_thread: FunctionQueue | None = None
     tcp_host: str = ""
+
+    @property
+    def job_folder(self) -> Path:
+        """The job's socket directory on this node, removed with the job."""
+        return Path(self.supervisor.ref.ipc_endpoint.removeprefix("ipc://")).parent
 
     def connect(self, ref: ActorRef) -> Handle:
         return self.client.handle(ref, self.successor)
