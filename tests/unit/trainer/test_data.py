@@ -20,6 +20,7 @@ from umbra.trainer.data.prompt_preparation import (
     PromptBudget,
     PromptFiles,
     check_data,
+    prepare_held_out,
     prepare_prompts,
 )
 
@@ -115,25 +116,22 @@ def test_a_list_of_files_is_one_data_set(tmp_path: Path, tokenizer: ModelTokeniz
         check_data(DataSection(train=(lines, bad)))
 
 
-def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
-    held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": str(i)} for i in range(5)])
+def test_each_set_of_held_out_prompts_is_limited(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    rows = [{"prompt": "1"}, {"prompt": "2"}]
+    sets = {name: [write_jsonl(tmp_path / f"{name}.jsonl", rows)] for name in ("easy", "hard")}
+    data = DataSection(train=tmp_path / "unread.jsonl", eval_limit=1)
 
-    files = prepare(tmp_path, tokenizer, [{"prompt": "1"}], eval=held_out, eval_limit=3)
+    files = prepare_held_out(data, sets, tokenizer, BUDGET, folder=tmp_path)
 
     assert files.eval_path is not None
-    assert num_prompts(files.eval_path) == 3
+    assert num_prompts(files.eval_path) == 2
 
 
 @pytest.mark.parametrize(
     ("rows", "settings", "said"),
     [
-        ([{"question": "1"}], {}, r"line 1.*'prompt' nor 'messages'.*'question'.*prompt_column"),
         ([{"prompt": "1"}, {"prompt": 7}], {}, r"line 2.*int, not text"),
         ([{"prompt": ""}], {}, r"line 1.*prompt is empty"),
-        ([{"messages": "hello"}], {}, r"line 1.*list of objects with 'role'"),
-        ([{"messages": [{"role": "user"}]}], {}, r"line 1: message 1 \(user\) has no content"),
-        ([{"prompt": "1"}], {"format": "chat"}, r"line 1.*'messages'.*messages_column"),
-        ([{"prompt": "1"}], {"id_column": "key"}, r"line 1.*'key'"),
         ([{"prompt": "1" * 25}], {}, r"25 tokens.*only 24 fit a context of 32.*'drop'"),
         ([{"prompt": "1" * 25}], {"overlong": "drop"}, r"empty.*too long"),
     ],
