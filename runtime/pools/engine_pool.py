@@ -63,15 +63,7 @@ class EnginePool:
             lambda: self.engines.values(),
             fd_server,
             images,
-            SyncSettings(
-                bucket_nbytes=spec.bucket_nbytes,
-                verify_every=spec.verify_every,
-                full_sync_every=spec.full_sync_every,
-                pause_mode=spec.on_update,
-                require_engine=False,
-                transport=spec.transport,
-                staged_updates=spec.staged_updates,
-            ),
+            _sync_settings(spec),
             on_abort=lambda version, reason: record(
                 f"the sync of version {version} was aborted: {reason}", "sync_failed", spec.name
             ),
@@ -81,9 +73,7 @@ class EnginePool:
         self._leaders: dict[str, PoolEngine] = {}  # by the name of a follower
         self._followers: list[ActorProcess] = []
         self._running_followers: set[str] = set()  # names
-        self._client = client
-        self._note = note
-        self._tasks = tasks
+        self._client, self._note, self._tasks = client, note, tasks
         self.may_start = asyncio.Event()
         self.may_start.set()
         self._sleep_level: SleepLevel | None = None
@@ -411,3 +401,15 @@ class EnginePool:
         finally:
             if is_repeated:
                 self._gathering.discard(message.rank)
+
+
+def _sync_settings(spec: PoolSpec) -> SyncSettings:
+    return SyncSettings(
+        bucket_nbytes=spec.bucket_nbytes,
+        verify_every=spec.verify_every,
+        full_sync_every=spec.full_sync_every,
+        pause_mode=spec.on_update,
+        require_engine=False,
+        transport=spec.transport,
+        staged_updates=spec.staged_updates,
+    )
