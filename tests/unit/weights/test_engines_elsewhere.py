@@ -83,6 +83,18 @@ def test_a_rank_without_an_address_reaches_no_other_node() -> None:
             publish(supervisor, 1)
 
 
+def test_a_rank_whose_engines_are_all_on_its_node_needs_no_address() -> None:
+    engine = ThreadEngine("near", empty_like(TENSORS))
+    engine.node_id = "there"
+    with local_pool([engine], TCP) as supervisor:
+        rank = supervisor.as_rank(0, 1, "there")
+        rank.tcp_host = ""
+
+        assert publish(rank, 1).transport == "tcp"
+
+    assert holds(engine, TENSORS)
+
+
 def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
     ready_at_grant: list[list[str]] = []
 
