@@ -15,6 +15,7 @@ from ledger_samples import life_of_a_group, wire_of, write_events
 
 from umbra.runtime.errors import LedgerError, UmbraError
 from umbra.runtime.process.descendants import child_pids
+from umbra.runtime.process.process_end import PidWatch
 from umbra.runtime.rollout.ledger.index_part import IndexPart
 from umbra.runtime.rollout.ledger.ledger_events import Checkpoint, Event, Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
@@ -172,8 +173,10 @@ def test_a_process_that_was_killed_has_a_successor(tmp_path: Path) -> None:
                 taker.observe(w.position, 0, step)
                 await taker.take_if_due()
                 (pid,) = child_pids(os.getpid())
-                os.kill(pid, signal.SIGKILL)
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                died = asyncio.Event()
+                with PidWatch(pid, died.set):
+                    os.kill(pid, signal.SIGKILL)
+                    await asyncio.wait_for(died.wait(), 30.0)
 
     asyncio.run(scenario())
 
