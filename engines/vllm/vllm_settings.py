@@ -129,6 +129,12 @@ class VllmSettings(SpanningSettings):
                 "pool.engine_args.enable_chunked_prefill: on the CPU vLLM's engine dies if it "
                 "takes a prompt in parts; leave it out"
             )
+        backend = str(self.engine_args.get("moe_backend"))
+        if backend.startswith("flashinfer_moe_ep"):
+            raise ConfigError(
+                f"pool.engine_args.moe_backend = {backend!r} keeps copies of the experts' weights "
+                "that no update reaches: choose another backend"
+            )
         options: dict[str, Any] = {
             "model": self.model_path,
             "dtype": self.dtype,

@@ -170,6 +170,13 @@ def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
         settings(tmp_path, engine_args={option: 1}).options(KNOWN, is_cpu=True)
 
 
+def test_experts_that_no_update_reaches_are_refused(tmp_path: Path) -> None:
+    args = {"moe_backend": "flashinfer_moe_ep_cutedsl"}
+    chosen = settings(tmp_path, device="cuda", engine_args=args)
+    with pytest.raises(ConfigError, match=r"moe_backend = 'flashinfer_moe_ep_cutedsl'.*choose"):
+        chosen.options([*KNOWN, "moe_backend"], is_cpu=False)
+
+
 def test_on_the_cpu_prompts_are_not_taken_in_parts(tmp_path: Path) -> None:
     known = [*KNOWN, "enable_chunked_prefill"]
     chosen = {"engine_args": {"enable_chunked_prefill": True}}
