@@ -211,7 +211,8 @@ class TrainingRun:
         train, is_lead = self.config.train, self._mesh.is_lead
         reporter = RunReporter.open(self.config, self._display, self.step, is_lead=is_lead)
         self._reporter = stack.enter_context(reporter)
-        stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
+        if is_lead:
+            stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
         self._forecast = StopForecast(self.step, train.shutdown_grace_s, self._display.note)
         self._best = None
         if train.keep_best_by is not None and is_lead:

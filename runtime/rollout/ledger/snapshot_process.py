@@ -49,8 +49,10 @@ class SnapshotProcess:
             end = self._history.end
             raise LedgerError(f"the log ends at {end}: another rollout manager took over")
         history = self._history.until(position)
-        take_snapshot(history, checkpoints, self._content)
-        self._content = read_content(history)  # without the samples that were done
+        taken = take_snapshot(history, checkpoints, self._content)
+        content = read_content(history)  # without the samples that were done
+        # One of an older snapshot would be taken for the state there: the next take reads it again.
+        self._content = content if content.snapshot == taken else None
         if self._index is None:
             self._index, self._num_parts = LedgerIndex(self._folder), len(history.parts)
         self._index.refresh()
