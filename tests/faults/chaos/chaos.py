@@ -31,6 +31,7 @@ from typing import Any, Final
 sys.path.append(str(Path(__file__).parents[2] / "shared"))  # run_traces is there
 sys.path.append(str(Path(__file__).parents[2] / "shared/ledger"))  # ledger_replay is there
 sys.path.append(str(Path(__file__).parents[2] / "shared/rollout"))  # saved_tokenizer is there
+sys.path.append(str(Path(__file__).parents[2] / "shared/runtime"))  # session_rank is there
 
 from chaos_account import Account
 from chaos_oracle import Oracle
