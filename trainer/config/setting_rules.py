@@ -29,7 +29,7 @@ _NAMES: Final = {
     "LOSSES": LOSSES,
     "truncates_logprobs": _truncates_logprobs,
 }
-"""What conditions use besides the sections of a config."""
+"""Names that conditions use besides the sections of a config."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What a rank trains on in one step."""
+    """The samples that a rank trains on in one step."""
 
     tokens: NDArray[np.int32]  # [T]
     offsets: NDArray[np.int32]  # [N + 1]
