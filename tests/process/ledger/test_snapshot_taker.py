@@ -16,6 +16,7 @@ from ledger_samples import life_of_a_group, wire_of, write_events
 from umbra.runtime.errors import LedgerError, UmbraError
 from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.process.process_end import PidWatch
+from umbra.runtime.rollout.ledger import ledger_snapshot
 from umbra.runtime.rollout.ledger.index_part import IndexPart
 from umbra.runtime.rollout.ledger.ledger_events import Checkpoint, Event, Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_history import read_history
@@ -159,6 +160,28 @@ def test_a_snapshot_is_the_same_whether_the_process_has_taken_others(
     SnapshotProcess(tmp_path, math.inf).take(history.end, None)
 
     assert path.read_bytes() == taken
+
+
+def test_a_snapshot_that_the_disk_damages_does_not_reach_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage_the_newest(folder: Path) -> None:
+        (path, *_) = [snapshot.path for snapshot in snapshots_of(read_history(folder))]
+        if path.stem.endswith("-2"):
+            path.write_bytes(path.read_bytes()[:-1])
+
+    monkeypatch.setattr(ledger_snapshot, "sync", damage_the_newest)
+    process = SnapshotProcess(tmp_path, math.inf)
+    with LedgerLog.open(tmp_path, "job") as log:
+        for step in range(5):
+            group = life_of_a_group(2 * step, f"p{step}", step, 0)
+            write_events(log, [Version(step, step)], group)
+            process.take(read_history(tmp_path).end, None)
+
+    history = read_history(tmp_path)
+    content = read_content(history)
+    assert content.snapshot == snapshots_of(history)[0]
+    assert wire_of(content.state) == wire_of(replay(history.entries))
 
 
 def test_a_process_that_was_killed_has_a_successor(tmp_path: Path) -> None:
