@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from umbra.runtime.pools.pool_spec import PoolSpec
     from umbra.runtime.rpc.envelopes import ActorRef
     from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
-    from umbra.runtime.session.session import Session, SessionConfig
+    from umbra.runtime.session.launch import SessionConfig
+    from umbra.runtime.session.session import Session
 
 __all__ = [
     "ActorRef",
@@ -33,7 +34,7 @@ _HOMES = {
     "PoolSpec": "pools.pool_spec",
     "RestartPolicy": "actor.restart_policy",
     "Session": "session.session",
-    "SessionConfig": "session.session",
+    "SessionConfig": "session.launch",
     "SyncHandle": "rpc.sync_handle",
     "actor_context": "actor.actor_spec",
     "idempotent": "actor.actor_spec",

@@ -35,10 +35,10 @@ from umbra.runtime.cluster.environment import (
     socket_root,
     visible_gpus,
 )
-from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.guardian_process import GuardianProcess
 from umbra.runtime.cluster.job_nodes import JobNode, key_digest, own_address
 from umbra.runtime.cluster.run_requests import RunNotice
-from umbra.runtime.cluster.socket_dir import SocketDir, socket_dir_path
+from umbra.runtime.cluster.socket_dir import socket_dir_path
 from umbra.runtime.errors import (
     ConfigError,
     ConnectionLost,
@@ -55,7 +55,7 @@ from umbra.runtime.rpc.loop_socket import endpoint_at, split_endpoint
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.supervisor import SupervisorConfig
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
+from umbra.runtime.supervisor.supervisor_main import start_supervisor, supervisor_ref
 
 _JOB: Final = "node"
 """Stands in the socket directory's name for the job's, which an address does not tell."""
@@ -180,7 +180,7 @@ def generate(job: FoundJob) -> int:
     )
     gpus = visible_gpus(count_gpus())
     print(f"logs: {log_dir}", flush=True)
-    with _start_supervisor(settings, log_dir) as guardian:
+    with _start_supervisor(settings) as guardian:
         try:
             ready = guardian.wait_ready(_JOIN_LIMIT_S)
             me = JobNode(
@@ -198,18 +198,11 @@ def generate(job: FoundJob) -> int:
                 guardian.stop(_END_LIMIT_S)
 
 
-def _start_supervisor(settings: SupervisorConfig, log_dir: Path) -> GuardianProcess:
+def _start_supervisor(settings: SupervisorConfig) -> GuardianProcess:
     owner_pidfd = os.pidfd_open(os.getpid())
     try:
         with delayed_stops():
-            return start_guardian(
-                [sys.executable, "-m", "umbra.runtime.supervisor.supervisor_main"],
-                config=settings.to_json(),
-                socket_dir=SocketDir.create(_JOB, settings.node_id, socket_root()),
-                log_path=log_dir / "supervisor.log",
-                grace_s=_GRACE_S,
-                owner_pidfd=owner_pidfd,
-            )
+            return start_supervisor(_JOB, settings, owner_pidfd, _GRACE_S)
     finally:
         os.close(owner_pidfd)
 

@@ -15,7 +15,8 @@ from typing import Final, NoReturn
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
 from umbra.runtime.cluster.job_nodes import failure_reported
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.checkpoint.run_dir import RunLock, process_age_s
 from umbra.trainer.config.config_file import load_config

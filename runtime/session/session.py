@@ -19,48 +19,33 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.cluster.environment import (
-    TorchrunEnvironment,
-    bind_to_agent,
-    host_address,
-    is_secret_file_named,
-    log_level,
-    secret_file,
-    socket_root,
-    visible_gpus,
-)
-from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
+from umbra.runtime.cluster.guardian_process import GuardianProcess
 from umbra.runtime.cluster.job_nodes import (
     JobNode,
-    check_several_nodes,
     failure_reported,
-    job_name,
     key_digest,
     meet_nodes,
     next_epoch,
-    own_address,
 )
-from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir, is_in_use, socket_dir_path
+from umbra.runtime.cluster.socket_dir import FD_SOCKET, is_in_use
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import count_gpus, gpu_sizes
 from umbra.runtime.process.signal_handling import delayed_stops
 from umbra.runtime.process.thread_stacks import answering_stack_requests
-from umbra.runtime.rpc.curve_keys import CurveKeys, sweep_keys
+from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import LoopThread, Pool, SyncHandle
+from umbra.runtime.session.launch import NodeLaunch, SessionConfig
 from umbra.runtime.settings import from_wire, to_wire
-from umbra.runtime.supervisor.supervisor import SupervisorConfig
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 from umbra.runtime.tracing.trace_writer import recording
 from umbra.runtime.weights.sync_messages import Answer, SyncMessage, decode_answer, encode
@@ -69,33 +54,6 @@ logger = logging.getLogger(__name__)
 
 # Deadline for the supervisor to pass a signal on. Later the grace period of the signal is over.
 _PASS_ON_LIMIT_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionConfig:
-    """Settings of a session.
-
-    Attributes:
-        run_dir: holds logs and `processes.json`; created if missing.
-        node_id: this host's name among the job's nodes; the host name by default.
-        tcp_host: address at which other nodes reach this one. By default it is
-            UMBRA_HOST_ADDRESS; otherwise the address that reaches torchrun's store in a job of
-            several nodes, else none.
-        attach_timeout_s: longest wait for the supervisor, and for those of the other nodes.
-        shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
-        trace: whether all processes of the job record their work in `run_dir`/trace; see
-            docs/watch.md.
-        choices: this node's choices where the user left them open, for `Session.nodes`. Where nodes
-            have to agree, the choices of the first count.
-    """
-
-    run_dir: Path
-    node_id: str = ""
-    tcp_host: str = ""
-    attach_timeout_s: float = 60.0
-    shutdown_grace_s: float = 5.0
-    trace: bool = False
-    choices: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Session:
@@ -115,28 +73,7 @@ class Session:
         self._on_note = on_note or _log_note
         self._on_failed = on_failed or self._log_failure
         self._on_signal = on_signal or self._fail_by_signal
-        self._has_peers = environment.spans_nodes
-        self._agent = bind_to_agent()
-        owner_pid = os.getpid() if self._agent is None else self._agent.pid
-        self._node_id = config.node_id or socket.gethostname()
-        if self._has_peers:
-            check_several_nodes(environment)
-            self._node_id += f"-{owner_pid}"  # hosts may have one name, and a host several nodes
-            self._job = job_name(environment)
-        else:
-            self._job = f"{environment.run_id}-{owner_pid}"
-        self._tcp_host = config.tcp_host or host_address()
-        if self._has_peers and not self._tcp_host:
-            self._tcp_host = own_address(*environment.meeting_point)
-        # Hosts may share a home directory, and a job of one node has a name on its host only.
-        self._secret_file = secret_file(
-            self._job if self._has_peers else f"{self._job}-{self._node_id}"
-        )
-        self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
-        self._log_dir = config.run_dir / "logs"
-        if environment.node_rank > 0 or environment.nodes_may_change:
-            self._log_dir /= self._node_id  # the supervisor stays when rank 0 is elsewhere
-        self._trace_dir = str((config.run_dir / "trace").absolute()) if config.trace else ""
+        self._node = NodeLaunch(config, environment)
         self._loop = LoopThread("umbra-session")
         self._stack = contextlib.ExitStack()
         self._attached = threading.Event()
@@ -190,7 +127,7 @@ class Session:
 
     @property
     def node_id(self) -> str:
-        return self._node_id
+        return self._node.node_id
 
     @property
     def rank(self) -> int:
@@ -212,22 +149,22 @@ class Session:
 
     @property
     def socket_dir(self) -> Path:
-        return self._socket_dir
+        return self._node.socket_dir
 
     @property
     def fd_socket(self) -> str:
         """The node's descriptor server."""
-        return str(self._socket_dir / FD_SOCKET)
+        return str(self._node.socket_dir / FD_SOCKET)
 
     @property
     def tcp_host(self) -> str:
         """Address of this node for the others; "" for none."""
-        return self._tcp_host
+        return self._node.tcp_host
 
     @property
     def log_dir(self) -> Path:
         """Folder of the logs of this node's processes."""
-        return self._log_dir
+        return self._node.log_dir
 
     @property
     def nodes(self) -> tuple[JobNode, ...]:
@@ -235,23 +172,25 @@ class Session:
         return self._nodes
 
     def __enter__(self) -> Self:
+        node = self._node
         with contextlib.ExitStack() as stack, failure_reported(self._environment):
             stack.enter_context(answering_stack_requests())
-            stack.enter_context(recording(self._trace_dir, self._node_id, f"rank-{self.rank}"))
+            stack.enter_context(recording(node.trace_dir, node.node_id, f"rank-{self.rank}"))
             try:
-                if self.local_rank == 0 and not is_in_use(self._socket_dir):
+                if self.local_rank == 0 and not is_in_use(node.socket_dir):
                     with delayed_stops():
-                        self._guardian = stack.enter_context(self._start_guardian())
+                        self._guardian = stack.enter_context(node.start_supervisor())
                     self._guardian.wait_ready(self._config.attach_timeout_s)
                 stack.enter_context(self._loop)
                 self._client = self._loop.run(self._open_client())
                 stack.callback(self._close_client)
-                ref = supervisor_ref(self._node_id, self._socket_dir)
+                ref = supervisor_ref(node.node_id, node.socket_dir)
                 self._supervisor = self._lead = self._client.handle(ref, awaits_start=True)
                 self._loop.start(self._follow_events())
                 self._await_attached()
-                if self._tcp_host:  # local rank 0 has made them before it started the supervisor
-                    self._client.keys = CurveKeys.load(self._secret_file)
+                if node.tcp_host:
+                    # Local rank 0 made the keys before it started the supervisor.
+                    self._client.keys = CurveKeys.load(node.secret_file)
                     self._meet_other_nodes()
             except BaseException as error:
                 if self._attached.is_set():
@@ -277,67 +216,6 @@ class Session:
             self._send_last("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
         self._send_last("detach", self.rank)
 
-    def _start_guardian(self) -> GuardianProcess:
-        """Starts the guardian, which starts the supervisor. Stop signals wait until it returns."""
-        config, environment = self._config, self._environment
-        log_path = self._log_dir / "supervisor.log"
-        secret = keys_to_remove = ""
-        if self._tcp_host:
-            secret = str(self._job_keys())
-            # Where the nodes may change, the last supervisor removes the file.
-            if not is_secret_file_named() and not environment.nodes_may_change:
-                keys_to_remove = secret
-        run_dir = str(config.run_dir.absolute())
-        settings = SupervisorConfig(
-            node_id=self._node_id,
-            log_dir=str(self._log_dir.absolute()),
-            run_dir=run_dir,
-            socket_dir=str(self._socket_dir),
-            tcp_host=self._tcp_host,
-            secret_file=secret,
-            keys_to_remove=keys_to_remove,
-            log_level=log_level(),
-            trace_dir=self._trace_dir,
-            is_lead=environment.node_rank == 0 and not environment.nodes_may_change,
-            nodes_may_change=environment.nodes_may_change,
-            owns_keys=environment.nodes_may_change and not is_secret_file_named(),
-            torchrun_pid=0 if self._agent is None else self._agent.pid,
-        )
-        program = [sys.executable, "-m", "umbra.runtime.supervisor.supervisor_main"]
-        with self._owner_pidfd() as owner_pidfd, contextlib.ExitStack() as until_started:
-            if keys_to_remove:
-                until_started.callback(Path(keys_to_remove).unlink, missing_ok=True)
-            guardian = start_guardian(
-                [*program, run_dir],
-                config=settings.to_json(),
-                socket_dir=SocketDir.create(self._job, self._node_id, socket_root()),
-                log_path=log_path,
-                grace_s=config.shutdown_grace_s,
-                owner_pidfd=owner_pidfd,
-                keys_to_remove=keys_to_remove,
-            )
-            until_started.pop_all()
-        return guardian
-
-    @contextlib.contextmanager
-    def _owner_pidfd(self) -> Generator[int]:
-        """A pidfd of the process whose end ends the job; in the block this rank may outlive it."""
-        agent = self._agent
-        pidfd = os.pidfd_open(os.getpid()) if agent is None else agent.open_pidfd()
-        try:
-            with contextlib.nullcontext() if agent is None else agent.outlived():
-                yield pidfd
-        finally:
-            os.close(pidfd)
-
-    def _job_keys(self) -> Path:
-        if not is_secret_file_named():
-            sweep_keys(self._secret_file.parent)
-        if not self._secret_file.exists():
-            with contextlib.suppress(FileExistsError):  # another node was faster
-                CurveKeys.generate().save(self._secret_file)
-        return self._secret_file
-
     @property
     def _is_outlived(self) -> bool:
         """Whether the supervisor stays for the ranks that torchrun starts next."""
@@ -347,7 +225,7 @@ class Session:
         return environment.nodes_may_change and self._was_stopped
 
     async def _open_client(self) -> Client:
-        return Client(self._node_id)
+        return Client(self._node.node_id)
 
     def _close_client(self) -> None:
         async def close() -> None:
@@ -399,21 +277,21 @@ class Session:
     def _meet_other_nodes(self) -> None:
         """Returns once the supervisors of all nodes are linked."""
         timeout_s = self._config.attach_timeout_s
-        if self._guardian is not None or (self._has_peers and self.local_rank == 0):
+        if self._guardian is not None or (self._environment.spans_nodes and self.local_rank == 0):
             gpus = visible_gpus(count_gpus())
             me = JobNode(
-                node_id=self._node_id,
+                node_id=self._node.node_id,
                 num_ranks=self._environment.local_world_size,
                 gpus=gpus,
                 gpu_nbytes=tuple(gpu_sizes(gpus)),
                 tcp_endpoint=self._tcp_endpoint,
-                key_digest=key_digest(CurveKeys.load(self._secret_file)),
+                key_digest=key_digest(CurveKeys.load(self._node.secret_file)),
                 epoch=self._epoch,
                 job=self._request_name,
                 choices=self._config.choices,
             )
             nodes = (me,)
-            if self._has_peers:
+            if self._environment.spans_nodes:
                 nodes = meet_nodes(self._environment, me, self._config.run_dir, timeout_s)
             self.supervisor_call(
                 "join_job",
@@ -453,14 +331,14 @@ class Session:
             raise self._loop.failure
         if not is_attached:
             raise JobFailed(
-                f"rank {self.rank}: no supervisor on node {self._node_id} within "
+                f"rank {self.rank}: no supervisor on node {self._node.node_id} within "
                 f"{self._config.attach_timeout_s:g} s; local rank 0 starts it: see its output and "
-                f"{self._log_dir / 'supervisor.log'}"
+                f"{self._node.log_dir / 'supervisor.log'}"
             )
 
     def _supervisor_loss(self) -> JobFailed:
         self._supervisor_lost = True
-        logs = self._log_dir / "supervisor.log"
+        logs = self._node.log_dir / "supervisor.log"
         return JobFailed(
             f"the supervisor of this node ended, and with it all processes that it owned: it was "
             f"killed (out of memory?) or crashed; see the end of {logs}"
@@ -502,7 +380,7 @@ class Session:
         # The supervisor's own deadline comes first: its error names the late rank or engine.
         wait_s = message.left_s + 2.0
         answer = self.lead_call("sync", encode(message), timeout_s=wait_s)
-        return cast("Answer", decode_answer(answer))
+        return decode_answer(message, answer)
 
     def raise_if_lost(self, within_s: float = 0.0) -> None:
         """Raises JobFailed if the job is lost, or is reported lost within `within_s` seconds.

@@ -25,6 +25,9 @@ import uvloop
 import zmq
 
 from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.cluster.environment import socket_root
+from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.orphans import end_orphans
@@ -55,6 +58,26 @@ def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
     """Where the supervisor of a socket directory listens: known before it runs."""
     endpoint = f"ipc://{socket_dir / 'supervisor'}"
     return ActorRef(name="supervisor", incarnation=1, node_id=node_id, ipc_endpoint=endpoint)
+
+
+def start_supervisor(
+    job: str, settings: SupervisorConfig, owner_pidfd: int, grace_s: float
+) -> GuardianProcess:
+    """Starts a node's guardian and supervisor; see `start_guardian`.
+
+    Args:
+        job: stands in the name of the socket directory.
+    """
+    program = [sys.executable, "-m", "umbra.runtime.supervisor.supervisor_main"]
+    return start_guardian(
+        [*program, settings.run_dir] if settings.run_dir else program,
+        config=settings.to_json(),
+        socket_dir=SocketDir.create(job, settings.node_id, socket_root()),
+        log_path=Path(settings.log_dir) / "supervisor.log",
+        grace_s=grace_s,
+        owner_pidfd=owner_pidfd,
+        keys_to_remove=settings.keys_to_remove,
+    )
 
 
 async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> None:

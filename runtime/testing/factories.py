@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 
 if TYPE_CHECKING:
     import pytest

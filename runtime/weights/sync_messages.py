@@ -227,9 +227,17 @@ def decode_call(raw: object) -> SyncCall:
     return _decode(raw, typing.get_args(SyncCall))
 
 
-def decode_answer(raw: object) -> SyncAnswer:
-    """Raises ProtocolError for values that `encode` could not have made of an answer."""
-    return None if raw is None else _decode(raw, (SyncGrant, LinkState, SyncReport))
+def decode_answer(message: SyncMessage[Answer], raw: object) -> Answer:
+    """The answer to `message`. Raises ProtocolError for values that `encode` could not have made of
+    an answer, or made of the answer to another kind of message."""
+    answer = None if raw is None else _decode(raw, (SyncGrant, LinkState, SyncReport))
+    (expected,) = typing.get_args(cast("Any", type(message)).__orig_bases__[0])
+    if type(answer) is not expected:
+        raise ProtocolError(
+            f"the answer to {type(message).__name__} must be {expected.__name__}, got "
+            f"{type(answer).__name__}"
+        )
+    return cast("Answer", answer)
 
 
 def _decode(raw: object, kinds: Sequence[Any]) -> Any:

@@ -38,7 +38,8 @@ from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}

@@ -31,7 +31,8 @@ from bench_result import describe_hardware, median_of
 from torch import Tensor
 
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
 _NEVER: Final = 1 << 30

@@ -115,7 +115,8 @@ async def measure_umbra(exec_at: float, duration_s: float) -> dict[str, Any]:
     from umbra.runtime.actor.actor_spec import ActorSpec
     from umbra.runtime.cli.command_parsers import umbra_version
     from umbra.runtime.rpc.rpc_client import Client
-    from umbra.runtime.session.session import Session, SessionConfig
+    from umbra.runtime.session.launch import SessionConfig
+    from umbra.runtime.session.session import Session
 
     folder = Path(__file__).parent
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as run_dir:

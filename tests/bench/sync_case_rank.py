@@ -29,7 +29,8 @@ from verl_protocol import timed_copy
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.rpc.sync_handle import SyncHandle
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
 from umbra.runtime.weights.shards import wire_manifest

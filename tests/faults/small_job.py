@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 
 
 class Idle:

@@ -11,7 +11,8 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConnectionLost, RewardError
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.services.services import open_policy_tokenizer, save_tokenizers, worker_specs
 

@@ -24,7 +24,8 @@ from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.trainer.checkpoint.run_dir import RunLock
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.services.services import POOL, starting_engines

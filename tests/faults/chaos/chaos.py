@@ -41,7 +41,8 @@ from chaos_world import ChaosWorld, injected_faults
 from run_traces import RunTraces
 
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 
 _GRACE_S: Final = 5.0
 """Time from the end of the session to the end of all its processes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -16,13 +17,28 @@ from umbra.runtime.rpc.envelopes import CALL, CANCEL, CREDIT, HELLO, ITEM, RESUL
 from umbra.runtime.rpc.wire import Decoder
 from umbra.runtime.weights.exports.exported_image import ExportedImage
 from umbra.runtime.weights.rank_exports import RankExports
-from umbra.runtime.weights.sync_messages import SyncBegin, decode_answer
+from umbra.runtime.weights.sync_messages import SyncBegin, SyncEnd, SyncProgressed, decode_answer
 
 _NOTHING_TO_OPEN: Final[Any] = SimpleNamespace(device_uuid=bytes)
 # There is no GPU, and nothing is read.
 _FROM_CALLERS: Final = frozenset({CALL, CANCEL, CREDIT, HELLO})
+_BEGIN: Final = SyncBegin(
+    pool="policy",
+    version=1,
+    rank=0,
+    world_size=1,
+    manifest=None,
+    offer="",
+    node_id="",
+    link_endpoint="",
+    deadline=0.0,
+)
+_END: Final = SyncEnd(sync_id="policy-1", rank=0, deadline=0.0)
+_PROGRESSED: Final = SyncProgressed(sync_id="policy-1", rank=0, num_filled=0, deadline=0.0)
 _ANSWERS: Final[Sequence[Callable[[Any], object]]] = (
-    decode_answer,
+    partial(decode_answer, _BEGIN),
+    partial(decode_answer, _PROGRESSED),
+    partial(decode_answer, _END),
     DeltaBatch.from_wire,
     Beat.decode,
 )

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 
 
 def main() -> None:

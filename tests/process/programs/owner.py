@@ -13,7 +13,8 @@ from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.descendants import child_pids
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 
 
 def main() -> None:

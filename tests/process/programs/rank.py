@@ -27,7 +27,8 @@ from pathlib import Path
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, ConnectionLost, JobFailed
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 
 AFTER_A_WHILE_S = 0.7
 

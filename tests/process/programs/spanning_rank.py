@@ -21,7 +21,8 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.session.session import Session, SessionConfig
+from umbra.runtime.session.launch import SessionConfig
+from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
 START_LIMIT_S = 600.0

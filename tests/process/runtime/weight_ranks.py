@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class RemoteRank:
 
     def sync(self, message: SyncMessage[Answer]) -> Answer:
         call = self.handle.call("sync", encode(message), timeout_s=message.left_s)
-        return cast("Answer", decode_answer(self.loop.run(call)))
+        return decode_answer(message, self.loop.run(call))
 
 
 def publish_shards(socket_dir: str, node_ids: list[str], versions: list[int]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from umbra.runtime.weights.sync_messages import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncMessage,
     SyncProgressed,
     SyncReport,
     decode_answer,
@@ -65,7 +65,22 @@ FILLED: dict[str, Any] = {
     "network_nbytes": 0,
     "is_released": True,
 }
-ANSWERS: Sequence[SyncAnswer] = (GRANT, REPORT, LinkState(is_aborted=True, gone=[1, 4]), None)
+STATE = LinkState(is_aborted=True, gone=[1, 4])
+
+BEGIN = SyncBegin(
+    pool="policy",
+    version=3,
+    rank=0,
+    world_size=1,
+    manifest=None,
+    offer="",
+    node_id="first",
+    link_endpoint="",
+    deadline=0.0,
+)
+PROGRESSED = SyncProgressed(sync_id="policy-1", rank=0, num_filled=4, deadline=0.0)
+END = SyncEnd(sync_id="policy-1", rank=0, deadline=0.0)
+ABORT = SyncAbort(sync_id="policy-1", rank=0, reason="it was killed", deadline=0.0)
 
 
 def calls(deadline: float) -> list[SyncCall]:
@@ -122,8 +137,25 @@ def test_a_call_arrives_as_it_was_sent() -> None:
 
 
 def test_an_answer_arrives_as_it_was_sent() -> None:
-    for answer in ANSWERS:
-        assert decode_answer(over_the_wire(answer)) == answer
+    assert decode_answer(BEGIN, over_the_wire(GRANT)) == GRANT
+    assert decode_answer(PROGRESSED, over_the_wire(STATE)) == STATE
+    assert decode_answer(END, over_the_wire(REPORT)) == REPORT
+    assert decode_answer(ABORT, None) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "answer", "text"),
+    [
+        (BEGIN, STATE, "answer to SyncBegin must be SyncGrant, got LinkState"),
+        (END, None, "answer to SyncEnd must be SyncReport, got NoneType"),
+        (ABORT, GRANT, "answer to SyncAbort must be NoneType, got SyncGrant"),
+    ],
+)
+def test_an_answer_to_another_kind_of_message_is_refused(
+    message: SyncMessage[Any], answer: SyncAnswer, text: str
+) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        decode_answer(message, over_the_wire(answer))
 
 
 def test_a_pool_whose_name_has_a_dash_is_found_by_its_sync() -> None:
@@ -139,9 +171,9 @@ def test_a_call_that_lacks_something_or_has_it_wrong_is_refused() -> None:
                     decode_call(raw)
 
 
-@pytest.mark.parametrize("answer", [GRANT, REPORT], ids=["grant", "report"])
+@pytest.mark.parametrize(("message", "answer"), [(BEGIN, GRANT), (END, REPORT)])
 def test_an_answer_that_lacks_something_or_has_it_wrong_is_refused(
-    answer: SyncGrant | SyncReport,
+    message: SyncMessage[Any], answer: SyncGrant | SyncReport
 ) -> None:
     sent = over_the_wire(answer)
     wrong: list[Any] = [[], "text", encode(calls(time.monotonic() + 1.0)[0])]
@@ -150,12 +182,12 @@ def test_an_answer_that_lacks_something_or_has_it_wrong_is_refused(
 
     for raw in wrong:
         with pytest.raises(ProtocolError):
-            decode_answer(raw)
+            decode_answer(message, raw)
 
 
 def test_an_answer_with_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ProtocolError, match="pigeon"):
-        decode_answer(over_the_wire(GRANT) | {"transport": "pigeon"})
+        decode_answer(BEGIN, over_the_wire(GRANT) | {"transport": "pigeon"})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, 1e300])
