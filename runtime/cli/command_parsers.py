@@ -179,10 +179,9 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
 def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "config",
-        nargs="?",
         metavar="CONFIG",
         help="a model directory or a model's name on the hub, or the TOML file of a training run, "
-        "whose model and engine settings are used; not with --url",
+        "whose model and engine settings are used",
     )
     _add_overrides(generate)
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
@@ -199,15 +198,13 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--pool",
         metavar="NAME",
-        help="policy (the default), or judge for [pools.judge]; with --url any of its models",
+        help="policy (the default), or judge for [pools.judge]",
     )
     generate.add_argument(
         "--engine",
         help="embedded (CPU and CUDA), vllm, sglang, echo (no model, for tests), or the "
         "module:Class of your own (default: the config's; embedded for a model directory)",
     )
-    generate.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
-    generate.add_argument("--api-key", metavar="KEY", help="default: UMBRA_API_KEY")
 
 
 def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
@@ -426,7 +423,7 @@ COMMANDS: Final = (
         "one completion",
         "umbra.trainer.serving.serve_command:generate",
         _add_generate_arguments,
-        "Generates one completion and prints it as it comes: with an engine started for it, or, "
-        "with --url, by a server that is running.",
+        "Starts one engine, and prints one completion as it comes. A running server answers any "
+        "OpenAI client.",
     ),
 )

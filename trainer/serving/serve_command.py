@@ -108,8 +108,6 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Prints one completion; the exit status is 128 + signal if one ended it. Raises as `serve`."""
-    if not arguments.config:
-        raise ConfigError("give a config file or a model directory, or --url of a running server")
     config, pool = read_one_engine_config(
         arguments.config, arguments.overrides, arguments.pool, arguments.engine
     )

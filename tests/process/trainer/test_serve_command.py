@@ -115,9 +115,6 @@ def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:
         ]
         right = server.ask("/v1/completions", body, headers={"Authorization": "Bearer secret"})
         assert server.ask("/health")[0] == 200
-        ask = ("generate", "--url", server.url, "--prompt", "1", "--max-tokens", 3)
-        assert run_umbra(folder, *ask).returncode == 2
-        assert run_umbra(folder, *ask, "--api-key", "secret").returncode == 0
         assert server.end(signal.SIGTERM) == 0
 
     assert right[0] == 200
@@ -171,8 +168,6 @@ def test_output_that_nobody_reads_ends_the_commands_quietly(folder: Path) -> Non
     ask = ("generate", "--prompt", "12+3=", "--temperature", 0)
 
     try:
-        with serving(folder, model, ECHO) as server:
-            asked = run_umbra(folder, *ask, "--url", server.url, stdout=unread)
         alone = run_umbra(folder, *ask, model, *ECHO, stdout=unread)
         served = run_umbra(
             folder, "serve", model, *ECHO, "--port", 0, f"run.dir={folder / 'run'}", stdout=unread
@@ -180,7 +175,7 @@ def test_output_that_nobody_reads_ends_the_commands_quietly(folder: Path) -> Non
     finally:
         os.close(unread)
 
-    for ended in (asked, alone, served):
+    for ended in (alone, served):
         assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
     assert not list((folder / "sockets").iterdir())
 
@@ -211,7 +206,9 @@ def test_a_setup_that_cannot_work_is_an_error_before_anything_starts(
             (("generate", strange, "--prompt", "1"), "model_type 'gpt2' is not supported"),
             (("serve", model, "--port", port), "choose others"),
             (("serve", model, "--port", 70000), "not a port"),
-            (("generate", "--prompt", "1"), "--url"),
+            (("serve", model, "--api-key", "a\nb"), "--api-key: a key has printable"),
+            (("serve", model, "--api-key", "na\u00efve"), "--api-key: a key has printable"),
+            (("generate", "--prompt", "1"), "CONFIG"),
             (("generate", model, "--prompt", ""), "has 0 tokens"),
             (("generate", model, "--prompt", "1", "--engine", "vlm"), "there is no engine 'vlm'"),
             (("generate", model, "--prompt", "1", "--temperature", "nan"), "not a temperature"),
@@ -259,14 +256,3 @@ def test_engines_that_cannot_start_are_a_failure_with_its_cause(folder: Path) ->
     assert done.returncode == 1
     assert "holds 'another.model', which this architecture does not have" in done.stderr
     assert not list((folder / "sockets").iterdir())
-
-
-def test_nobody_is_there(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-
-    done = run_umbra(folder, "generate", "--url", url, "--prompt", "1")
-
-    assert done.returncode == 1
-    assert "refused" in done.stderr

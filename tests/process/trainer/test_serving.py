@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import Server, run_umbra, serving
+from http_server import Server, serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_models import CHARS, VOCAB_SIZE, listed, make_model, save_model
 
@@ -283,19 +283,3 @@ def test_a_malformed_request_is_an_error(server: Server) -> None:
     assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
     models = server.ask("/v1/models")[1]["data"]
     assert [model["id"] for model in models] == ["tiny"]
-
-
-def test_one_prompt_can_be_asked_of_a_running_server(server: Server, tmp_path: Path) -> None:
-    body = {"max_tokens": 30, "seed": 4}
-    text = server.complete(prompt=PROMPT, **body)["choices"][0]["text"]
-    messages = [{"role": "user", "content": PROMPT}]
-    answer = server.chat(messages=messages, **body)["choices"][0]["message"]["content"]
-    ask = ("generate", "--url", server.url, "--prompt", PROMPT, "--max-tokens", 30, "--seed", 4)
-
-    plain, chat = run_umbra(tmp_path, *ask), run_umbra(tmp_path, *ask, "--chat")
-    wrong = run_umbra(tmp_path, "generate", "--url", server.url, "--prompt", "1" * 5000)
-
-    assert (plain.returncode, plain.stdout) == (0, text + "\n"), plain.stderr
-    assert (chat.returncode, chat.stdout) == (0, answer + "\n"), chat.stderr
-    assert wrong.returncode == 2
-    assert "context holds 4096 tokens" in wrong.stderr
