@@ -4,20 +4,10 @@ from collections.abc import Sequence
 
 from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
-    AbortUpdate,
-    BeginUpdate,
-    CommitUpdate,
     EngineLifecycle,
-    EngineStarted,
     EngineState,
-    Event,
-    Pause,
-    Resume,
-    Sleep,
     SleepLevel,
     Tag,
-    Wake,
-    Woken,
 )
 from umbra.runtime.errors import EngineError
 
@@ -28,7 +18,7 @@ class EngineGate:
     would corrupt it: serving without weights, overwriting weights in use."""
 
     def __init__(self) -> None:
-        self._lifecycle = EngineLifecycle().apply(EngineStarted())
+        self._lifecycle = EngineLifecycle().started()
         self._is_draining = False
 
     @property
@@ -63,7 +53,8 @@ class EngineGate:
 
     def start_serving(self, version: int) -> None:
         """Weights were loaded from disk: PENDING_WEIGHTS → SERVING(version)."""
-        self._apply(BeginUpdate(version), CommitUpdate(version), Resume())
+        loading = self._lifecycle.begin_update(version)
+        self._lifecycle = loading.commit_update(version).resume()
 
     def drain(self) -> None:
         self._is_draining = self.is_serving
@@ -71,22 +62,22 @@ class EngineGate:
     def pause(self) -> None:
         self._is_draining = False
         if self.is_serving:
-            self._apply(Pause())
+            self._lifecycle = self._lifecycle.pause()
 
     def check_resume(self) -> None:
         """Changes nothing: refuses a resumption before memory is taken for it."""
         if not self.is_serving:
-            self._lifecycle.apply(Resume())
+            self._lifecycle.resume()
 
     def resume(self) -> None:
         self._is_draining = False
         if not self.is_serving:
-            self._apply(Resume())
+            self._lifecycle = self._lifecycle.resume()
 
     def sleep(self, level: SleepLevel) -> None:
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
-        self._apply(Sleep(level))
+        self._lifecycle = self._lifecycle.sleep(level)
 
     def wake(self, tags: Sequence[Tag]) -> frozenset[Tag]:
         """Returns the tags to wake now; `woken` must follow."""
@@ -95,29 +86,23 @@ class EngineGate:
             raise ValueError(f"unknown wake tags {sorted(unknown)}; allowed: {sorted(ALL_TAGS)}")
         sleeping = frozenset(tags) - self.awake
         if sleeping:
-            self._apply(Wake(sleeping))
+            self._lifecycle = self._lifecycle.wake(sleeping)
         return sleeping
 
     def woken(self) -> None:
-        self._apply(Woken())
+        self._lifecycle = self._lifecycle.woken()
 
     def begin_update(self, version: int, *, is_idle: bool) -> None:
         """From here on the weights have no version. An idle engine need not be paused first."""
         if is_idle:
             self.pause()
-        self._apply(BeginUpdate(version))
+        self._lifecycle = self._lifecycle.begin_update(version)
 
     def commit_update(self) -> int:
         version = self.next_version
-        self._apply(CommitUpdate(version))
+        self._lifecycle = self._lifecycle.commit_update(version)
         return version
 
     def abort_update(self) -> None:
         if self.state == EngineState.UPDATING:
-            self._apply(AbortUpdate())
-
-    def _apply(self, *events: Event) -> None:
-        lifecycle = self._lifecycle
-        for event in events:
-            lifecycle = lifecycle.apply(event)
-        self._lifecycle = lifecycle
+            self._lifecycle = self._lifecycle.abort_update()

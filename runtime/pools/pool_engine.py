@@ -10,23 +10,10 @@ from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
-    AbortUpdate,
-    BeginUpdate,
-    CommitUpdate,
-    Died,
     EngineLifecycle,
-    EngineStarted,
     EngineState,
-    Event,
-    Invalidate,
-    Pause,
-    Restart,
-    Resume,
-    Sleep,
     SleepLevel,
     Tag,
-    Wake,
-    Woken,
 )
 from umbra.runtime.errors import (
     ActorError,
@@ -124,24 +111,23 @@ class PoolEngine:
             # Opened here, one by one. The first call to a whole pool would open all at once.
             self._client.connection(self.actor.ref)
             if self.state == EngineState.DEAD:
-                self.apply(Restart())
-            self.apply(EngineStarted(_OWN_VERSION if self._loads_weights else None))
+                self._enter(self.lifecycle.restart())
+            self._enter(self.lifecycle.started(_OWN_VERSION if self._loads_weights else None))
         elif self.state != EngineState.DEAD:
             if self._handle is not None:
                 self._client.drop(self._handle.ref, "its process ended")
             self._handle = None
-            self.apply(Died())
+            self._enter(self.lifecycle.died())
 
-    def apply(self, event: Event) -> None:
-        before = self.state
-        self.lifecycle = self.lifecycle.apply(event)
+    def _enter(self, lifecycle: EngineLifecycle) -> None:
+        before, self.lifecycle = self.state, lifecycle
         if self.state != before:
             self._entered_at = time.monotonic()
         self._on_change(self)
 
     def invalidate(self) -> None:
         if self.lifecycle.version is not None:
-            self.apply(Invalidate())
+            self._enter(self.lifecycle.invalidate())
 
     def kill(self, reason: str) -> None:
         """Ends this incarnation; the restart policy replaces it. While it is being stopped,
@@ -155,21 +141,21 @@ class PoolEngine:
         """SERVING → PAUSED, once the engine has stopped generating."""
         if self.state != EngineState.SERVING:
             return
-        self.apply(Pause())
+        self._enter(self.lifecycle.pause())
         await self._request("pause", mode, timeout_s=timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
         """PAUSED → SERVING."""
         if self.state == EngineState.SERVING:
             return
-        self.lifecycle.apply(Resume())  # refuses before the engine is asked
+        self.lifecycle.resume()  # refuses before the engine is asked
         async with self._allocating(ALL_TAGS):
             await self._request("resume", timeout_s=timeout_s)
-            self.apply(Resume())
+            self._enter(self.lifecycle.resume())
 
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """PAUSED or PENDING_WEIGHTS → ASLEEP."""
-        self.apply(Sleep(level))
+        self._enter(self.lifecycle.sleep(level))
         self._holds_memory = True
         await self._request("sleep", level, timeout_s=timeout_s)
         self._holds_memory = False
@@ -180,9 +166,9 @@ class PoolEngine:
         if not asleep:
             return
         async with self._allocating(asleep):
-            self.apply(Wake(asleep))
+            self._enter(self.lifecycle.wake(asleep))
             await self._request("wake", sorted(asleep), timeout_s=timeout_s)
-            self.apply(Woken())
+            self._enter(self.lifecycle.woken())
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         problem: str = await self._request("probe_import", allocations, timeout_s=timeout_s)
@@ -197,7 +183,7 @@ class PoolEngine:
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
         """→ UPDATING: the weights have no version. Returns once the engine's model has them."""
         async with self._allocating({"weights"}):
-            self.apply(BeginUpdate(version))
+            self._enter(self.lifecycle.begin_update(version))
             loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
         return loaded
 
@@ -210,16 +196,16 @@ class PoolEngine:
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         """UPDATING → PAUSED(version) → SERVING(version)."""
-        self.lifecycle.apply(CommitUpdate(version))  # refuses before the engine is asked
+        self.lifecycle.commit_update(version)  # refuses before the engine is asked
         async with self._allocating({"kv_cache"}):
             await self._request("commit_update", timeout_s=timeout_s)
-            self.apply(CommitUpdate(version))
-            self.apply(Resume())
+            self._enter(self.lifecycle.commit_update(version))
+            self._enter(self.lifecycle.resume())
 
     async def abort_update(self, timeout_s: float) -> None:
         """Ends the update; UPDATING → PENDING_WEIGHTS."""
         if self.state == EngineState.UPDATING:
-            self.apply(AbortUpdate())
+            self._enter(self.lifecycle.abort_update())
         await self._request("abort_update", timeout_s=timeout_s)
 
     async def count_requests(self, timeout_s: float) -> tuple[int, int] | None:

@@ -20,17 +20,7 @@ from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
-from umbra.runtime.engine_api.lifecycle import (
-    AbortUpdate,
-    BeginUpdate,
-    CommitUpdate,
-    Died,
-    EngineLifecycle,
-    EngineStarted,
-    EngineState,
-    Pause,
-    Resume,
-)
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.exports.exported_image import MakeOpener
@@ -100,7 +90,7 @@ class EngineInPool:
     node_id = "here"
 
     def __init__(self, engine: UpdatedEngine) -> None:
-        self.lifecycle = EngineLifecycle().apply(EngineStarted())
+        self.lifecycle = EngineLifecycle().started()
         self.killed: str | None = None
         self._engine = engine
 
@@ -110,11 +100,11 @@ class EngineInPool:
     async def pause(self, mode: str, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:
             await self._engine.pause("abort")
-            self.lifecycle = self.lifecycle.apply(Pause())
+            self.lifecycle = self.lifecycle.pause()
 
     async def resume(self, timeout_s: float) -> None:
         await self._engine.resume()
-        self.lifecycle = self.lifecycle.apply(Resume())
+        self.lifecycle = self.lifecycle.resume()
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
@@ -122,7 +112,7 @@ class EngineInPool:
         await self._engine.prepare_update(version, manifest, buckets)
 
     async def load(self, version: int, timeout_s: float) -> Mapping[str, Any]:
-        self.lifecycle = self.lifecycle.apply(BeginUpdate(version))
+        self.lifecycle = self.lifecycle.begin_update(version)
         return await self._engine.load()
 
     async def verify_update(self, regions: list[list[int | None]], timeout_s: float) -> list[str]:
@@ -130,16 +120,16 @@ class EngineInPool:
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._engine.commit_update()
-        self.lifecycle = self.lifecycle.apply(CommitUpdate(version)).apply(Resume())
+        self.lifecycle = self.lifecycle.commit_update(version).resume()
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._engine.abort_update()
         if self.lifecycle.state == EngineState.UPDATING:
-            self.lifecycle = self.lifecycle.apply(AbortUpdate())
+            self.lifecycle = self.lifecycle.abort_update()
 
     def kill(self, reason: str) -> None:
         self.killed = reason
-        self.lifecycle = self.lifecycle.apply(Died())
+        self.lifecycle = self.lifecycle.died()
 
 
 @asynccontextmanager

@@ -116,7 +116,7 @@ def test_sleep_and_wake_keep_or_lose_the_version(
 
             await engine.sleep(level)
 
-            with pytest.raises(IllegalTransition, match="Resume"):
+            with pytest.raises(IllegalTransition, match="resume"):
                 await engine.resume()
             asleep = await engine.stats()
             assert asleep["kv_nbytes"] == 0 or not frees_memory_asleep

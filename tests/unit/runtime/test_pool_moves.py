@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from local_images import LocalImages
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle
 from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
@@ -24,7 +24,7 @@ class LongDrain(PoolEngine):
     drain_s = 0.2
 
     def __init__(self) -> None:
-        self.lifecycle = EngineLifecycle().apply(EngineStarted(0))
+        self.lifecycle = EngineLifecycle().started(0)
         self.reasons: list[str] = []
 
     @property

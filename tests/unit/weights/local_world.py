@@ -19,20 +19,7 @@ from local_images import LocalImages
 from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
-from umbra.runtime.engine_api.lifecycle import (
-    AbortUpdate,
-    BeginUpdate,
-    CommitUpdate,
-    Died,
-    EngineLifecycle,
-    EngineStarted,
-    EngineState,
-    Event,
-    Pause,
-    Resume,
-    Sleep,
-    SleepLevel,
-)
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, SleepLevel
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.rpc.sync_handle import LoopThread
@@ -60,7 +47,7 @@ class ThreadEngine:
         self._make_opener = make_opener
         self.incarnation = 1
         self.node_id = "here"
-        self.lifecycle = EngineLifecycle().apply(EngineStarted())
+        self.lifecycle = EngineLifecycle().started()
         self._receiver = WeightReceiver({})
         self.destinations = tensors
         self.load_takes_s = 0.0
@@ -87,9 +74,6 @@ class ThreadEngine:
         self._receiver.close()
         self._receiver = WeightReceiver(self._destinations, make_opener=self._make_opener)
 
-    def apply(self, event: Event) -> None:
-        self.lifecycle = self.lifecycle.apply(event)
-
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         self.probed.append(allocations)
         if self.hang_at == "probe_import":
@@ -99,14 +83,14 @@ class ThreadEngine:
 
     async def pause(self, mode: str, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:
-            self.apply(Pause())
+            self.lifecycle = self.lifecycle.pause()
             await self._request(f"pause {mode}")
 
     async def resume(self, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:
             return
         await self._request("resume")
-        self.apply(Resume())
+        self.lifecycle = self.lifecycle.resume()
 
     async def prepare_update(
         self, version: int, manifest: bytes, buckets: dict[str, Any], timeout_s: float
@@ -117,7 +101,7 @@ class ThreadEngine:
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
     async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
-        self.apply(BeginUpdate(version))
+        self.lifecycle = self.lifecycle.begin_update(version)
         await self._request("load")
         await asyncio.sleep(self.load_takes_s)
         nbytes = await asyncio.to_thread(self._receiver.load)
@@ -134,29 +118,29 @@ class ThreadEngine:
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._request("commit_update")
         self._receiver.end()
-        self.apply(CommitUpdate(version))
-        self.apply(Resume())
+        self.lifecycle = self.lifecycle.commit_update(version)
+        self.lifecycle = self.lifecycle.resume()
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._request("abort_update")
         self._receiver.abort()
         if self.lifecycle.state == EngineState.UPDATING:
-            self.apply(AbortUpdate())
+            self.lifecycle = self.lifecycle.abort_update()
 
     async def die(self) -> None:
         """Ends what hangs, as the end of a process does."""
-        self.apply(Died())
+        self.lifecycle = self.lifecycle.died()
         self._has_died.set()
 
     def kill(self, reason: str) -> None:
         self.killed = reason
         self._receiver.close()
-        self.apply(Died())
+        self.lifecycle = self.lifecycle.died()
 
     def sleep(self, level: SleepLevel) -> None:
         if self.lifecycle.state == EngineState.SERVING:
-            self.apply(Pause())
-        self.apply(Sleep(level))
+            self.lifecycle = self.lifecycle.pause()
+        self.lifecycle = self.lifecycle.sleep(level)
 
     def unmap(self) -> None:
         self._receiver.close()

@@ -23,7 +23,7 @@ from local_world import (
 )
 from torch import Tensor
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
@@ -113,7 +113,7 @@ def restart(engine: ThreadEngine) -> None:
         engine.kill("the test restarts it")
     engine.destinations = empty_like(engine.destinations)
     engine.incarnation += 1
-    engine.lifecycle = EngineLifecycle().apply(EngineStarted())
+    engine.lifecycle = EngineLifecycle().started()
     engine.killed = engine.fail_at = None
 
 

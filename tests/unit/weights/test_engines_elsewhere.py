@@ -22,7 +22,7 @@ from local_world import (
 )
 from torch import Tensor
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.pools.sync_coordinator import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
@@ -218,7 +218,7 @@ def test_eight_nodes_are_connected_again_within_two_seconds_after_an_engine_is_r
         publish(supervisor, 1)
         for incarnation in range(2, 5):
             engines[3].incarnation = incarnation
-            engines[3].lifecycle = EngineLifecycle().apply(EngineStarted())
+            engines[3].lifecycle = EngineLifecycle().started()
             reports.append(publish(supervisor, incarnation))
 
     assert [len(report.engines) for report in reports] == [8, 8, 8]

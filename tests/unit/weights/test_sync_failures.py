@@ -23,12 +23,7 @@ from local_world import (
 )
 from torch import Tensor
 
-from umbra.runtime.engine_api.lifecycle import (
-    BeginUpdate,
-    EngineLifecycle,
-    EngineStarted,
-    EngineState,
-)
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WakeError, WeightSyncError
 from umbra.runtime.pools import engine_sync
 from umbra.runtime.pools.sync_coordinator import SyncSettings
@@ -206,11 +201,11 @@ def test_an_engine_that_fails_in_each_incarnation_leaves_one_note(
     engine = ThreadEngine("broken", empty_like(sources))
     with local_pool([engine], small) as supervisor:
         for life in range(1, 4):
-            engine.incarnation, engine.lifecycle = life, EngineLifecycle().apply(EngineStarted())
+            engine.incarnation, engine.lifecycle = life, EngineLifecycle().started()
             engine.fail_at = "load"
             with pytest.raises(WeightSyncError):
                 publish(supervisor, sources)
-        engine.incarnation, engine.lifecycle = 4, EngineLifecycle().apply(EngineStarted())
+        engine.incarnation, engine.lifecycle = 4, EngineLifecycle().started()
         engine.fail_at = None
         report = publish(supervisor, sources)
 
@@ -407,7 +402,7 @@ def test_an_engine_that_could_not_wake_is_replaced_even_if_the_sync_was_aborted(
 
     class CannotWake(ThreadEngine):
         async def load(self, version: int, timeout_s: float) -> dict[str, Any]:
-            self.apply(BeginUpdate(version))
+            self.lifecycle = self.lifecycle.begin_update(version)
             self.hanging.set()
             await asyncio.to_thread(aborted.wait, 10.0)
             raise WakeError("CUDA Error: out of memory")
