@@ -244,9 +244,6 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
         help="one sample's history: e0/7/3 for epoch 0, the prompt's id or row, sample 3",
     )
     ledger.add_argument(
-        "--text", action="store_true", help="with --sample: its text, as umbra samples shows it"
-    )
-    ledger.add_argument(
         "--samples",
         action="store_true",
         help="list samples, the last admitted first; --state, --step and --newest imply it",

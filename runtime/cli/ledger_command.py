@@ -10,9 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
-from umbra.runtime.dash.sample_texts import NO_LONGER_KEPT, read_texts, text_of
+from umbra.runtime.dash.sample_texts import (
+    NO_LONGER_KEPT,
+    Order,
+    SampleTexts,
+    choose_samples,
+    find_sample,
+    open_ledger,
+    text_of,
+)
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
@@ -37,18 +44,11 @@ _DEFAULT_LIMIT: Final = 3
 def run(arguments: argparse.Namespace) -> int:
     """Prints text, or with `--json` one object. Works while the job runs, too."""
     lists_samples = _lists_samples(arguments)
-    if arguments.text and arguments.sample is None:
-        raise ConfigError("--text shows one sample: name it (--sample ID), or use umbra samples")
-    index = open_index(Path(arguments.run_dir))
+    index = open_ledger(Path(arguments.run_dir))
     if lists_samples:
         facts, as_text = _samples(index, arguments), _samples_text
     elif arguments.sample is None:
         facts, as_text = _summary(index), _summary_text
-    elif arguments.text:
-        found = find_sample(index, arguments.sample)
-        (facts,) = read_texts(index, [found], Path(arguments.run_dir), None)
-        print(json.dumps(facts) if arguments.json else text_of(facts))
-        return 0
     else:
         facts, as_text = _sample(index, arguments.sample), _sample_text
     print(json.dumps(facts) if arguments.json else as_text(_escaped(facts)))
@@ -66,20 +66,6 @@ def _lists_samples(arguments: argparse.Namespace) -> bool:
     if arguments.state is not None and arguments.state not in list(SampleState):
         raise ConfigError(f"no state {arguments.state!r}: there are {', '.join(SampleState)}")
     return lists_samples
-
-
-def open_index(run_dir: Path) -> LedgerIndex:
-    if not run_dir.is_dir():
-        raise ConfigError(
-            f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
-        )
-    managers = managers_of(run_dir)  # a run has one
-    if not managers:
-        raise ConfigError(
-            f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "
-            "the job's config calls run.dir"
-        )
-    return LedgerIndex(ledger_folder(run_dir, managers[0]))
 
 
 def _summary(index: LedgerIndex) -> dict[str, Any]:
@@ -110,16 +96,6 @@ def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
         "history": index.story(row),
         "digest": index.digest(row),
     }
-
-
-def find_sample(index: LedgerIndex, sample_id: str) -> SampleRow:
-    """Raises ConfigError, with a hint, if there is none."""
-    found = index.find(sample_id)
-    if found is None:
-        similar = index.similar(sample_id)
-        hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
-        raise ConfigError(f"the ledger has no sample {sample_id!r}{hint}")
-    return found
 
 
 def _summary_text(facts: Mapping[str, Any]) -> str:
@@ -232,9 +208,9 @@ def run_samples(arguments: argparse.Namespace) -> int:
     if arguments.ids and (arguments.step or arguments.best or arguments.worst):
         raise ConfigError("samples given by id need no --step, --best or --worst: leave them out")
     run_dir = Path(arguments.run_dir)
-    index = open_index(run_dir)
+    index = open_ledger(run_dir)
     rows, choice = _choose(index, arguments)
-    samples = read_texts(index, rows, run_dir, arguments.model)
+    samples = SampleTexts(run_dir, arguments.model).read(index, rows) if rows else []
     if arguments.json:
         print(json.dumps({"samples": samples}))
         return 0
@@ -246,20 +222,16 @@ def _choose(index: LedgerIndex, arguments: argparse.Namespace) -> tuple[list[Sam
     """The rows of the wanted samples, and a line about the others."""
     if arguments.ids:
         return [find_sample(index, sample_id) for sample_id in arguments.ids], ""
-    step = None if arguments.step is None else arguments.step - 1
-    if arguments.best or arguments.worst:
-        what, of = ("best" if arguments.best else "worst"), "samples with a reward"
-        limit = arguments.best or arguments.worst
-        rows, num_samples = index.extremes(limit, best=bool(arguments.best), step=step)
-    else:
-        what, of = "newest", "samples with a completion; choose by id, --best N or --worst N"
-        rows, num_samples = index.with_tokens(_DEFAULT_LIMIT, step)
+    step: int | None = arguments.step
+    limit, of = arguments.best or arguments.worst or _DEFAULT_LIMIT, "samples with a reward"
+    order: Order = "best" if arguments.best else "worst"
+    if not (arguments.best or arguments.worst):
+        order, of = "newest", "samples with a completion; choose by id, --best N or --worst N"
+    rows, num_samples = choose_samples(index, order, limit, step)
     if not rows:
         if step is not None and (steps := index.steps()):
-            return (
-                [],
-                f"no samples of step {step + 1}: there are steps {steps[0] + 1} to {steps[1] + 1}",
-            )
+            there_are = f"there are steps {steps[0] + 1} to {steps[1] + 1}"
+            return [], f"no samples of step {step}: {there_are}"
         return [], "no such samples yet"
-    of_step = "" if step is None else f" of step {step + 1}"
-    return rows, f"the {what} {len(rows):,}{of_step}, of {num_samples:,} {of}"
+    of_step = "" if step is None else f" of step {step}"
+    return rows, f"the {order} {len(rows):,}{of_step}, of {num_samples:,} {of}"

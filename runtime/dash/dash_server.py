@@ -10,7 +10,7 @@ from typing import Any, Final, Self, cast, get_args
 from aiohttp import web
 
 from umbra.runtime.dash.run_view import RunView
-from umbra.runtime.dash.sample_index import Order
+from umbra.runtime.dash.sample_texts import Order
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.host_names import is_own_name, own_names
 

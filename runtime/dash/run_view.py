@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final, TypeVar, cast, get_args
 
-from umbra.runtime.dash.sample_index import Order, SampleIndex
+from umbra.runtime.dash.sample_texts import Order, SampleIndex
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.reports.metric_panels import PANELS
 from umbra.runtime.reports.step_metrics import recorded_choices, recorded_setting, total_steps

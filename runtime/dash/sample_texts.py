@@ -1,4 +1,4 @@
-"""Samples of a run as text: read from the ledger and the file of prompts, decoded, and laid out."""
+"""Samples of a run, from its ledger and its file of prompts: as facts, as text, and laid out."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.agents.sample_text import LoopHistory, SampleText
-from umbra.runtime.rollout.dispatch.token_store import Segment
+from umbra.runtime.rollout.ledger.ledger_events import GIVEN
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, managers_of
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleContent, SampleState
 from umbra.runtime.rollout.ledger.sample_table import SampleRow
-from umbra.runtime.rollout.prompts import Prompt, PromptSet
+from umbra.runtime.rollout.prompts import PromptSet
 from umbra.runtime.terminal_text import escape_unprintable
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 
 Row = dict[str, Any]
+Order = Literal["newest", "best", "worst"]
 
 _PROMPTS: Final = "prompts.msgpack"
 _REMEDY: Final = "give the directory of the run's model (umbra samples --model DIR)"
@@ -27,61 +29,137 @@ _MARGIN: Final = "  | "
 """Begins each line of a sample's text, so that no text can look like a line of this command."""
 
 
-def read_texts(
-    index: LedgerIndex, rows: Sequence[SampleRow], run_dir: Path, model: str | None
-) -> list[Row]:
-    """Facts and texts of samples, as plain data. `model` is a directory with the tokenizer; None
-    for the run's model. Raises DataError if there is no tokenizer, or the file of prompts is
-    missing or damaged."""
-    if not rows:
-        return []
-    tokenizer = open_tokenizer(run_dir, model)
-    prompts = _find_prompts(run_dir, {row.group.prompt_id for row in rows})
-    contents = index.contents(rows)
-    samples: list[Row] = []
-    for row in rows:
-        prompt, content = prompts.get(row.group.prompt_id), contents.get(row.uid)
-        samples.append(row.facts() | decode_content(tokenizer, prompt, content, row.runs()))
-    return samples
+def open_ledger(run_dir: Path) -> LedgerIndex:
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
+        )
+    managers = managers_of(run_dir)  # a run has one
+    if not managers:
+        raise ConfigError(
+            f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "
+            "the job's config calls run.dir"
+        )
+    return LedgerIndex(ledger_folder(run_dir, managers[0]))
 
 
-def open_tokenizer(run_dir: Path, model: str | None = None) -> ModelTokenizer:
-    path = tokenizer_path(run_dir)
-    if model is None and not path.exists():
-        raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")
-    return ModelTokenizer.open(model or path)
+def find_sample(index: LedgerIndex, sample_id: str) -> SampleRow:
+    """Raises ConfigError, with a hint, if there is none."""
+    found = index.find(sample_id)
+    if found is None:
+        similar = index.similar(sample_id)
+        hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
+        raise ConfigError(f"the ledger has no sample {sample_id!r}{hint}")
+    return found
 
 
-def decode_content(
-    tokenizer: ModelTokenizer,
-    prompt: Prompt | None,
-    content: SampleContent | None,
-    segments: Sequence[Segment],
-) -> Row:
-    """A sample's text as plain data: prompt, turns, and its agent loop's records. `prompt` is None
-    if the file of prompts lacks it, `content` if the ledger no longer has it."""
-    is_kept = content is not None
-    content = content or SampleContent()
-    tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens
-    history = LoopHistory.of_records(content.recorded)
-    text = SampleText.decode(
-        tokenizer.decode_all,
-        [] if tokens is None else tokens.tolist(),
-        content.tokens.tolist(),
-        segments if is_kept else [],
-        [turn for turn in history.turns if turn.stop <= len(content.tokens)],
-    )
-    return {
-        "prompt": None if tokens is None else text.prompt,
-        "is_kept": is_kept,
-        "is_prompt_of_loop": content.prompt is not None,
-        "turns": [asdict(turn) for turn in text.turns],
-        "recorded": _plain(history.once),
-    }
+class SampleIndex:
+    """The samples of one run directory, while its ledger grows. Blocking: one thread at a time may
+    use it. A ledger that was begun again, because the run was started again, is read from scratch.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._folder_inode = 0  # a run that overwrites another one has a new folder
+        self._ledger: LedgerIndex | None = None
+        self._texts: SampleTexts | None = None
+
+    def open(self) -> None:
+        """Reads the whole ledger, and opens the tokenizer and the prompts."""
+        self.refresh()
+        if self._ledger is not None:
+            self._texts = SampleTexts(self._run_dir)
+
+    def refresh(self) -> None:
+        has_ledger = bool(managers_of(self._run_dir))
+        inode = (self._run_dir / "ledger").stat().st_ino if has_ledger else 0
+        if inode != self._folder_inode:
+            self._ledger, self._texts, self._folder_inode = None, None, inode
+        if self._ledger is not None:
+            self._ledger.refresh()
+        elif has_ledger:
+            self._ledger = open_ledger(self._run_dir)
+
+    def choose(self, order: Order, limit: int, step: int | None = None) -> tuple[list[Row], int]:
+        """The facts of at most `limit` samples, and their total. `step` is from 1; None: all."""
+        if self._ledger is None:
+            return [], 0
+        chosen, num_samples = choose_samples(self._ledger, order, limit, step)
+        return [_facts(row) for row in chosen], num_samples
+
+    def sample(self, sample_id: str) -> Row:
+        """The facts and the text of one sample. Raises ConfigError if there is no such sample, or
+        the run's tokenizer is unknown; raises DataError if the model has no tokenizer, or the file
+        of prompts is damaged."""
+        if self._ledger is None:
+            raise ConfigError(f"the ledger has no sample {sample_id!r}")
+        row = find_sample(self._ledger, sample_id)
+        if self._texts is None:
+            self._texts = SampleTexts(self._run_dir)
+        return self._texts.read(self._ledger, [row])[0] | _facts(row)
+
+
+def choose_samples(
+    index: LedgerIndex, order: Order, limit: int, step: int | None
+) -> tuple[list[SampleRow], int]:
+    """At most `limit` samples, and their total. `step` is from 1; None: all."""
+    step = None if step is None else step - 1
+    if order == "newest":
+        return index.with_tokens(limit, step)
+    return index.extremes(limit, best=order == "best", step=step)
+
+
+def _facts(row: SampleRow) -> Row:
+    versions = {version for _, version in row.segments} - {GIVEN}
+    return row.facts() | {"state": row.state.words, "versions": sorted(versions)}
+
+
+class SampleTexts:
+    """The run's tokenizer, or the one in the directory `model`, and where each prompt is in their
+    file. Raises DataError if there is no tokenizer, or the file of prompts is missing or damaged.
+    """
+
+    def __init__(self, run_dir: Path, model: str | None = None) -> None:
+        path = tokenizer_path(run_dir)
+        if model is None and not path.exists():
+            raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")
+        self._tokenizer = ModelTokenizer.open(model or path)
+        self._prompts = PromptSet.open(run_dir / _PROMPTS)
+        self._idx_by_id = {self._prompts[idx].prompt_id: idx for idx in range(len(self._prompts))}
+
+    def read(self, ledger: LedgerIndex, rows: Sequence[SampleRow]) -> list[Row]:
+        """Facts and texts of samples, as plain data."""
+        contents = ledger.contents(rows)
+        return [row.facts() | self._decode(row, contents.get(row.uid)) for row in rows]
+
+    def _decode(self, row: SampleRow, content: SampleContent | None) -> Row:
+        """Prompt, turns, and the agent loop's records. `content` is None if the ledger no longer
+        has it."""
+        idx = self._idx_by_id.get(row.group.prompt_id)
+        is_kept = content is not None
+        content = content or SampleContent()
+        tokens = content.prompt
+        if tokens is None and idx is not None:
+            tokens = self._prompts[idx].tokens
+        history = LoopHistory.of_records(content.recorded)
+        text = SampleText.decode(
+            self._tokenizer.decode_all,
+            [] if tokens is None else tokens.tolist(),
+            content.tokens.tolist(),
+            row.runs() if is_kept else [],
+            [turn for turn in history.turns if turn.stop <= len(content.tokens)],
+        )
+        return {
+            "prompt": None if tokens is None else text.prompt,
+            "is_kept": is_kept,
+            "is_prompt_of_loop": content.prompt is not None,
+            "turns": [asdict(turn) for turn in text.turns],
+            "recorded": _plain(history.once),
+        }
 
 
 def text_of(sample: Mapping[str, Any]) -> str:
-    """One sample of `read_texts`, escaped for a terminal."""
+    """One sample of `SampleTexts.read`, escaped for a terminal."""
     state = [SampleState(sample["state"]).words]
     if sample["step"] is not None:
         state.append(f"step {sample['step']}")
@@ -116,14 +194,6 @@ def text_of(sample: Mapping[str, Any]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
-    prompts = PromptSet.open(run_dir / _PROMPTS)
-    try:
-        return prompts.find(prompt_ids)
-    finally:
-        prompts.close()
 
 
 def _plain(value: object) -> Any:

@@ -76,27 +76,10 @@ def parse_request(
     lora_names: Collection[str] = (),
 ) -> GenerationRequest:
     """Checks one wire request. Raises ValueError that names id, key and limit."""
-    unknown = sorted(set(raw) - REQUEST_KEYS - OPTIONAL_KEYS)
-    if unknown:
-        raise ValueError(
-            f"request {raw.get('id')!r}: unsupported keys {unknown}; allowed: "
-            f"{sorted(REQUEST_KEYS | OPTIONAL_KEYS)}"
-        )
-    missing = sorted(REQUEST_KEYS - set(raw))
-    if missing:
-        raise ValueError(f"request {raw.get('id')!r}: missing keys {missing}")
-    request = GenerationRequest(
-        id=_integer(raw, "id", low=-(1 << 63), high=(1 << 63) - 1),
-        tokens=_tokens(raw, vocab_size),
-        position=_integer(raw, "position", low=0, high=(1 << 31) - 1),
-        seed=_integer(raw, "seed", low=0, high=(1 << 63) - 1),
-        max_new_tokens=_integer(raw, "max_new_tokens", low=1, high=(1 << 31) - 1),
-        temperature=_temperature(raw),
-        stop_token_ids=_stop_token_ids(raw),
-        lora=_lora(raw, lora_names),
-        top_p=_top_p(raw),
-        top_k=_integer({"top_k": 0, **raw}, "top_k", low=0, high=(1 << 31) - 1),
-    )
+    try:
+        request = _parse(raw, vocab_size, lora_names)
+    except (RequestRefused, TypeError, ValueError) as error:
+        raise ValueError(f"request {raw.get('id')!r}: {error}") from None
     total = len(request.tokens) + request.max_new_tokens
     if total > max_context_len:
         raise ValueError(
@@ -107,75 +90,63 @@ def parse_request(
     return request
 
 
-def _integer(raw: Mapping[str, Any], key: str, *, low: int, high: int) -> int:
-    number = raw[key]
+def _parse(
+    raw: Mapping[str, Any], vocab_size: int | None, lora_names: Collection[str]
+) -> GenerationRequest:
+    known = REQUEST_KEYS | OPTIONAL_KEYS
+    if unknown := sorted(set(raw) - known):
+        raise ValueError(f"unsupported keys {unknown}; allowed: {sorted(known)}")
+    if missing := sorted(REQUEST_KEYS - set(raw)):
+        raise ValueError(f"missing keys {missing}")
+    values = {"lora": "", "top_p": 1.0, "top_k": 0, **raw}
+    temperature, top_p, lora = (
+        _number(values, "temperature"),
+        _number(values, "top_p"),
+        values["lora"],
+    )
+    if temperature and not MIN_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            "temperature must be 0 (greedy), or finite and at least "
+            f"{MIN_TEMPERATURE}, got {temperature}"
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie above 0 and be at most 1, got {top_p}")
+    if lora not in ("", *lora_names):
+        raise ValueError(
+            f"there is no LoRA adapter {lora!r}; known: {', '.join(sorted(lora_names)) or 'none'} "
+            "(the pool's setting lora_adapters names them)"
+        )
+    tokens = token_ids(raw["tokens"], vocab_size or 0)
+    if not tokens.size:
+        raise ValueError("tokens is empty")
+    return GenerationRequest(
+        id=_integer(values, "id", low=-(1 << 63), high=(1 << 63) - 1),
+        tokens=tokens,
+        position=_integer(values, "position", low=0, high=(1 << 31) - 1),
+        seed=_integer(values, "seed", low=0, high=(1 << 63) - 1),
+        max_new_tokens=_integer(values, "max_new_tokens", low=1, high=(1 << 31) - 1),
+        temperature=temperature,
+        stop_token_ids=tuple(token_ids(raw["stop_token_ids"], what="stop_token_ids").tolist()),
+        lora=lora,
+        top_p=top_p,
+        top_k=_integer(values, "top_k", low=0, high=(1 << 31) - 1),
+    )
+
+
+def _integer(values: Mapping[str, Any], key: str, *, low: int, high: int) -> int:
+    number = values[key]
     if isinstance(number, bool) or not isinstance(number, int):
-        raise ValueError(f"request {raw.get('id')!r}: {key} must be an integer, got {number!r}")
+        raise ValueError(f"{key} must be an integer, got {number!r}")
     if not low <= number <= high:
-        raise ValueError(
-            f"request {raw.get('id')!r}: {key} must lie in [{low}, {high}], got {number}"
-        )
+        raise ValueError(f"{key} must lie in [{low}, {high}], got {number}")
     return number
 
 
-def _tokens(raw: Mapping[str, Any], vocab_size: int | None) -> Int32Array:
-    array = np.asarray(raw["tokens"])
-    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"request {raw.get('id')!r}: tokens must be a non-empty list of integers, got shape "
-            f"{array.shape} of {array.dtype}"
-        )
-    problem = wrong_token(array, vocab_size)
-    if problem:
-        raise ValueError(f"request {raw.get('id')!r}: {problem}")
-    return array.astype(np.int32, copy=False)
-
-
-def _temperature(raw: Mapping[str, Any]) -> float:
-    value = raw["temperature"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"request {raw.get('id')!r}: temperature must be a number, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or (number != 0 and number < MIN_TEMPERATURE):
-        raise ValueError(
-            f"request {raw.get('id')!r}: temperature must be 0 (greedy), or finite and at least "
-            f"{MIN_TEMPERATURE}, got {number}"
-        )
-    return number
-
-
-def _top_p(raw: Mapping[str, Any]) -> float:
-    value = raw.get("top_p", 1.0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(
-            f"request {raw.get('id')!r}: top_p must lie above 0 and be at most 1, got {value!r}"
-        )
-    return float(value)
-
-
-def _stop_token_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    values = raw["stop_token_ids"]
-    try:
-        array = np.asarray(values, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):
-        array = np.zeros((0, 0), np.int64)
-    if array.ndim != 1 or (array.size and int(array.min()) < 0):
-        raise ValueError(
-            f"request {raw.get('id')!r}: stop_token_ids must be a list of token ids, got {values!r}"
-        )
-    return tuple(int(token) for token in array)
-
-
-def _lora(raw: Mapping[str, Any], known: Collection[str]) -> str:
-    name = raw.get("lora", "")
-    if not isinstance(name, str):
-        raise ValueError(f"request {raw.get('id')!r}: lora must be a name, got {name!r}")
-    if name and name not in known:
-        raise ValueError(
-            f"request {raw.get('id')!r}: there is no LoRA adapter {name!r}; known: "
-            f"{', '.join(sorted(known)) or 'none'} (the pool's setting lora_adapters names them)"
-        )
-    return name
+def _number(values: Mapping[str, Any], key: str) -> float:
+    number = values[key]
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"{key} must be a number, got {number!r}")
+    return float(number)
 
 
 def token_ids(

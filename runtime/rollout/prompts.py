@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgpack
 import numpy as np
@@ -77,58 +77,31 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 
 
 def row_problem(row: Mapping[str, Any]) -> str:
-    """Why a row cannot be encoded, with the remedy; "" if it can."""
-    message: object = row
-    for _ in range(_MESSAGE_DEPTH):
-        message = [message]
-    error = _refusal(message)
-    if error is None:
+    """The first column that cannot be encoded, why, and the remedy; "" if all can."""
+    if not _problem(row):
         return ""
-    value, where = row, ""
-    while not _is_too_deep(error) and (part := _refused_part(value)):
-        key, value, error = part
-        where += f"[{key!r}]" if where else f"column {key!r}"
-    return f"{where:.200} {_describe(value, error)}".strip()
+    problems = ((name, _problem({name: value})) for name, value in row.items())
+    return next(f"column {name!r:.200} {problem}" for name, problem in problems if problem)
 
 
-def _refused_part(value: Any) -> tuple[object, Any, Exception] | None:
-    """The first part of a list or map that cannot be encoded: its key, value and error."""
-    parts: Iterable[tuple[object, Any]] = ()
-    if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-        parts = (pair for key, item in items for pair in ((key, key), (key, item)))
-    elif isinstance(value, list | tuple):
-        parts = enumerate(cast("Sequence[Any]", value))
-    refusals = ((key, part, _refusal(part)) for key, part in parts)
-    return next(((key, part, error) for key, part, error in refusals if error is not None), None)
-
-
-def _refusal(value: object) -> Exception | None:
+def _problem(value: object) -> str:
+    for _ in range(_MESSAGE_DEPTH):
+        value = [value]
     try:
         msgpack.packb(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        return error
-    return None
-
-
-def _is_too_deep(error: Exception) -> bool:
-    return isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError)
-
-
-def _describe(value: Any, error: Exception) -> str:
-    if isinstance(error, UnicodeEncodeError):
+    except UnicodeEncodeError as error:
         return (
-            f"holds a lone surrogate ({value[error.start]!r} at character {error.start + 1}), half "
-            "of a character, which no file can hold: remove it, or write both halves"
+            f"holds a lone surrogate ({error.object[error.start]!r} at character "
+            f"{error.start + 1}), half of a character, which no file can hold: remove it, or write "
+            "both halves"
         )
-    if isinstance(error, OverflowError):
+    except OverflowError:
         return "holds an integer beyond 64 bits (-2**63 to 2**64 - 1): write it as text"
-    if _is_too_deep(error):
-        return TOO_DEEP
-    return (
-        f"holds a {type(value).__name__}, which cannot be encoded ({error}): convert it to text, a "
-        "number, a list or a map"
-    )
+    except ValueError:
+        return f"is {TOO_DEEP}"
+    except TypeError as error:
+        return f"cannot be encoded ({error}): convert it to text, numbers, lists and maps"
+    return ""
 
 
 class PromptSet:
@@ -162,17 +135,6 @@ class PromptSet:
             raise DataError(f"{self.path}: record {idx} is not a prompt")
         tokens = np.frombuffer(record["tokens"], "<i4").astype(np.int32)
         return Prompt(record["id"], record["prompt"], tokens, record["row"])
-
-    def find(self, prompt_ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids that are in the file, which is read up to the last of them."""
-        found: dict[str, Prompt] = {}
-        for idx in range(len(self)):
-            if len(found) == len(prompt_ids):
-                break
-            prompt = self[idx]
-            if prompt.prompt_id in prompt_ids:
-                found[prompt.prompt_id] = prompt
-        return found
 
     def close(self) -> None:
         self._data.close()

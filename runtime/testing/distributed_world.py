@@ -15,7 +15,6 @@ each rank; arguments and results travel as umbra's wire values (plain data and n
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import signal
@@ -23,9 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, TypeVar
 
 import msgpack
 
@@ -33,6 +32,8 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.process_end import ExitStatus
 from umbra.runtime.rpc.wire import Decoder, Encoder
+
+T = TypeVar("T")
 
 # Time from the first rank's failure to the end of the others, which mostly fail with it, with more
 # useful errors than a kill. A longer time makes a failing test slow.
@@ -97,7 +98,7 @@ class _Rank:
         self._outcome_path = folder / f"rank{rank}.outcome"
         self._output_path = folder / f"rank{rank}.log"
         call_path = folder / f"rank{rank}.call"
-        call_path.write_bytes(call.encode())
+        call_path.write_bytes(pack(call))
         command = [
             *(sys.executable, "-m", "umbra.runtime.testing.world_rank"),
             *(str(os.getpid()), str(call_path), str(self._outcome_path)),
@@ -117,7 +118,7 @@ class _Rank:
 
     def outcome(self) -> WorldOutcome:
         if self._outcome_path.exists():
-            return WorldOutcome.decode(self._outcome_path.read_bytes())
+            return unpack(WorldOutcome, self._outcome_path.read_bytes())
         return WorldOutcome(error=f"its process {ExitStatus(self.status)}")
 
     def describe(self, outcome: WorldOutcome) -> str:
@@ -156,10 +157,24 @@ class DistributedWorld:
             RankFailed: a rank raised, died, or was late; all ranks have ended by then.
             ValueError: the function cannot be imported by name, for example a lambda.
         """
+        name = function.__qualname__
+        if "<" in name or function.__module__ == "__main__":
+            raise ValueError(
+                f"{function.__module__}.{name} cannot be imported in another process: define it at "
+                "the top of a module"
+            )
         folder = self._folder / f"world{next(self._numbers)}"
         folder.mkdir()
-        call = WorldCall.of(
-            function, args, kwargs, str(folder / "store"), num_ranks, timeout_s, backend
+        call = WorldCall(
+            module=function.__module__,
+            function=name,
+            args=list(args),
+            kwargs=kwargs,
+            store_path=str(folder / "store"),
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            backend=backend,
+            sys_path=sys.path,
         )
         with contextlib.ExitStack() as stack:
             ranks: list[_Rank] = []
@@ -236,48 +251,6 @@ class WorldCall:
     backend: str
     sys_path: list[str]
 
-    @classmethod
-    def of(
-        cls,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        store_path: str,
-        num_ranks: int,
-        timeout_s: float,
-        backend: str,
-    ) -> Self:
-        name = function.__qualname__
-        if "<" in name or function.__module__ == "__main__":
-            raise ValueError(
-                f"{function.__module__}.{name} cannot be imported in another process: define it at "
-                "the top of a module"
-            )
-        return cls(
-            module=function.__module__,
-            function=name,
-            args=list(args),
-            kwargs=dict(kwargs),
-            store_path=store_path,
-            num_ranks=num_ranks,
-            timeout_s=timeout_s,
-            backend=backend,
-            sys_path=sys.path,
-        )
-
-    def encode(self) -> bytes:
-        return _pack(asdict(self))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        return cls(**_unpack(data))
-
-    def run(self) -> Any:
-        target: Any = importlib.import_module(self.module)
-        for part in self.function.split("."):
-            target = getattr(target, part)
-        return target(*self.args, **self.kwargs)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldOutcome:
@@ -289,22 +262,14 @@ class WorldOutcome:
     traceback: str = ""
     failed_at: float = 0.0
 
-    def encode(self) -> bytes:
-        return _pack(asdict(self))
 
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        return cls(**_unpack(data))
-
-
-def _pack(value: object) -> bytes:
-    header, frames = Encoder().encode(value)
+def pack(value: WorldCall | WorldOutcome) -> bytes:
+    header, frames = Encoder().encode({f.name: getattr(value, f.name) for f in fields(value)})
     packed: bytes = msgpack.packb([header, *(bytes(frame) for frame in frames)])
     return packed
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def unpack(kind: type[T], data: bytes) -> T:
     header, *frames = msgpack.unpackb(data)
-    value: dict[str, Any]
     (value,) = Decoder().decode(header, frames)
-    return value
+    return kind(**value)

@@ -10,6 +10,7 @@ makes it write the stacks of all threads to its output.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -17,10 +18,11 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.prctl import die_with_parent, exit_as_orphan
-from umbra.runtime.testing.distributed_world import WorldCall, WorldOutcome
+from umbra.runtime.testing.distributed_world import WorldCall, WorldOutcome, pack, unpack
 
 
 def main() -> None:
@@ -31,16 +33,16 @@ def main() -> None:
         exit_as_orphan("the test has ended: exiting")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    call = WorldCall.decode(Path(sys.argv[2]).read_bytes())
+    call = unpack(WorldCall, Path(sys.argv[2]).read_bytes())
     sys.path[:] = call.sys_path
     try:
-        data = WorldOutcome(value=_run(call)).encode()
+        data = pack(WorldOutcome(value=_run(call)))
         status = 0
     except Exception as error:  # noqa: BLE001 -- passed to the test's process
         failed_at = time.monotonic()
         text = f"{type(error).__name__}: {error}"
         trace = traceback.format_exc()
-        data = WorldOutcome(error=text, traceback=trace, failed_at=failed_at).encode()
+        data = pack(WorldOutcome(error=text, traceback=trace, failed_at=failed_at))
         status = 1
     path = Path(sys.argv[3])
     partial = path.with_suffix(".partial")
@@ -64,7 +66,10 @@ def _run(call: WorldCall) -> object:
         world_size=call.num_ranks,
         timeout=timedelta(seconds=call.timeout_s),
     )
-    value = call.run()
+    function: Any = importlib.import_module(call.module)
+    for part in call.function.split("."):
+        function = getattr(function, part)
+    value = function(*call.args, **call.kwargs)
     # A rank that leaves early would break connections that others still use.
     dist.barrier()
     dist.destroy_process_group()

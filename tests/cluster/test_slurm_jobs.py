@@ -15,7 +15,7 @@ import pytest
 from run_traces import RunTraces, command_of
 from slurm_cluster import SlurmCluster
 
-from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.trainer.reporting.metrics_log import read_metrics
 
@@ -112,7 +112,7 @@ class Submission:
         self, num_steps: int, run_dir: Path | None = None
     ) -> None:
         run_dir = run_dir or self.run_dir
-        rows, _ = open_index(run_dir).newest(None, SampleState.TRAINED)
+        rows, _ = open_ledger(run_dir).newest(None, SampleState.TRAINED)
         assert len({row.sample_id for row in rows}) == len(rows)
         assert Counter(row.step for row in rows) == dict.fromkeys(
             range(num_steps), SAMPLES_PER_STEP

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Ended, start_run, write_config
 
-from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -122,7 +122,7 @@ def test_a_new_run_from_a_checkpoint_of_another_begins_its_data(
     begun = run_to_end(folder, f"run.resume={ended}/checkpoints/step-000002", *others)
 
     assert begun.status == 0, begun.output
-    rows, _ = open_index(folder / "run").newest(None, SampleState.TRAINED)
+    rows, _ = open_ledger(folder / "run").newest(None, SampleState.TRAINED)
     assert {row.group.group_id for row in rows} == {f"e0/{idx}" for idx in range(GROUPS_PER_STEP)}
 
 
@@ -135,7 +135,7 @@ def test_a_killed_job_without_a_checkpoint_keeps_what_was_generated(
 
     assert resumed.status == 0, resumed.output
     assert "the rollout manager resumes with" in resumed.output
-    index = open_index(folder / "run")
+    index = open_ledger(folder / "run")
     assert [len(index.of_step(step)) for step in (0, 1)] == [GROUPS_PER_STEP * GROUP_SIZE] * 2
 
 
@@ -146,7 +146,7 @@ def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended
     failed = run_to_end(folder, "run.overwrite=true", "pool.engine_args.bogus=1")
 
     assert failed.status == 1
-    counts = open_index(folder / "run" / "replaced").table.counts
+    counts = open_ledger(folder / "run" / "replaced").table.counts
     assert counts[SampleState.TRAINED] > GROUPS_PER_STEP * GROUP_SIZE
 
     fresh = run_to_end(folder, "run.overwrite=true", "train.steps=1")
@@ -154,7 +154,7 @@ def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended
     assert fresh.status == 0, fresh.output
     assert "the earlier run is kept in" in fresh.output
     assert not (folder / "run" / "replaced").exists()
-    index = open_index(folder / "run")
+    index = open_ledger(folder / "run")
     counts = index.table.counts
     assert [life.life for life in index.lives()] == [1]
     assert counts[SampleState.TRAINED] == counts.total() == GROUPS_PER_STEP * GROUP_SIZE

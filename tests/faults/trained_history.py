@@ -17,7 +17,7 @@ from typing import Any
 
 from ledger_replay import replay
 
-from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.rollout.ledger.ledger_events import Event, Leased
 from umbra.runtime.rollout.ledger.ledger_history import Entry, ledger_folder, read_history
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
@@ -93,7 +93,7 @@ def check_order(history: History, run_dir: Path, *, group_size: int, seed: int =
 def check_ledger(history: History, run_dir: Path) -> None:
     """Asserts that the ledger has the same samples, steps, tokens and versions."""
     trained = {sample_id: step for step, batch in history.items() for sample_id in batch}
-    rows, num_samples = open_index(run_dir).newest(None)
+    rows, num_samples = open_ledger(run_dir).newest(None)
     assert len({row.sample_id for row in rows}) == len(rows) == num_samples
     done = [row for row in rows if row.state is SampleState.TRAINED]
     assert {row.sample_id: row.step for row in done} == trained

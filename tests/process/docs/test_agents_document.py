@@ -13,7 +13,7 @@ import pytest
 from documented_examples import files_of
 from small_quickstart import write_assets
 
-from umbra.runtime.cli.ledger_command import open_index
+from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 FILES = files_of("agents.md")
@@ -57,7 +57,7 @@ def test_the_example_trains(folder: Path) -> None:
         capture_output=True,
     )
 
-    index = open_index(folder / "runs" / "agent")
+    index = open_ledger(folder / "runs" / "agent")
     assert index.table.counts[SampleState.TRAINED] == 2 * 32 * 8
     assert index.table.totals.given_tokens > 0
     assert index.table.totals.resets == 0

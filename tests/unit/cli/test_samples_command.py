@@ -130,7 +130,6 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(run: Run) -> None:
         "recorded judge",
         r'  | {"verdict": "right\né", "score": 1, "raw": "b' r"'\\xff'" '"}',
     ]
-    assert run.show("ledger", "--sample", "e0/a/0", "--text") == text
     (sample,) = json.loads(run.show("samples", "e0/a/0", "--json"))["samples"]
     assert [turn["versions"] for turn in sample["turns"]] == [[0, 1], [], [1], [1]]
     assert sample["turns"][1]["text"] == "\nno: \x1b[2J"
@@ -274,7 +273,6 @@ def test_texts_that_left_the_ledger_are_said_to_be_no_longer_kept(run: Run) -> N
     [
         (["samples", "e0/a/7"], "has no sample 'e0/a/7'; did you mean e0/a/0 or e0/a/1?"),
         (["samples", "e0/a/0", "--best", "1"], "given by id need no --step, --best or --worst"),
-        (["ledger", "--text"], "--text shows one sample: name it (--sample ID), or use umbra"),
     ],
 )
 def test_wrong_use_is_an_error(run: Run, wrong: list[str], message: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from byte_tokenizer import byte_tokenizer
 from ledger_samples import admitted, life_of_a_group, runs_of
 
-from umbra.runtime.dash.sample_index import Order, SampleIndex
+from umbra.runtime.dash.sample_texts import Order, SampleIndex
 from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Event,
