@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,44 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spread
 _MASK: Final = (1 << 64) - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoSettings:
+    """Settings of an echo engine: its own, and the embedded engine's, of which model_path, dtype,
+    device, kv_cache_num_tokens and num_threads are ignored.
+
+    Attributes:
+        vocab_size: tokens are below it; a prompt with others is refused.
+        tokens_per_s: speed of each running request; None: as fast as possible.
+        verify_checksums: check what a sync delivers (imports torch).
+        weights_in_logprobs: keep the bytes that syncs deliver, and derive every logprob from
+            them, the token and its context (`echo_logprobs`); otherwise it is 0. A test that knows
+            each version's bytes can prove which weights made a token, whatever its label.
+        load_weights: serve as version 0 at once.
+    """
+
+    vocab_size: int = 256
+    tokens_per_s: float | None = None
+    verify_checksums: bool = False
+    weights_in_logprobs: bool = False
+    max_num_seqs: int = 256
+    max_context_len: int = 4096
+    tick_ms: float = 50.0
+    load_weights: bool = False
+    model_path: str = ""
+    dtype: str = "float32"
+    device: str = "cpu"
+    kv_cache_num_tokens: int | None = None
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        is_slow = self.tokens_per_s is not None and self.tokens_per_s <= 0
+        if self.vocab_size < 1 or self.max_num_seqs < 1 or is_slow:
+            raise ConfigError(
+                f"vocab_size={self.vocab_size}, max_num_seqs={self.max_num_seqs} and "
+                f"tokens_per_s={self.tokens_per_s} must be above 0"
+            )
+
+
 class EchoCore(PolledCore):
     """Makes tokens when they are taken, as many as time and `tokens_per_s` of each request allow. A
     level 2 sleep loses `weights`; with `weights_in_logprobs`, logprobs depend on them."""
@@ -29,23 +69,15 @@ class EchoCore(PolledCore):
     name = "echo"
     keeps_requests_asleep = True
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        tokens_per_s: float | None,
-        max_num_seqs: int,
-        weights: EchoWeights | None,
-        weights_in_logprobs: bool,
-    ) -> None:
+    def __init__(self, settings: EchoSettings, weights: EchoWeights | None) -> None:
         super().__init__()
-        self._tokens_per_s = tokens_per_s
-        self._max_num_seqs = max_num_seqs
+        self._tokens_per_s = settings.tokens_per_s
+        self._max_num_seqs = settings.max_num_seqs
+        self._weights_in_logprobs = settings.weights_in_logprobs
         self._weights = weights
-        self._weights_in_logprobs = weights_in_logprobs
         self._live: dict[str, _EchoOutput] = {}  # in order of arrival
         self._num_running = 0
-        self.vocab_size = vocab_size
+        self.vocab_size = settings.vocab_size
 
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
@@ -118,56 +150,22 @@ class EchoEngine(EngineShell[EchoCore]):
     It serves tests, benchmarks and trials of a cluster. Each token depends on the trajectory's
     seed, its position and all tokens before it (`EchoTokens`), so a trajectory that was cut
     resumes exactly, on any engine, and differs if it is resumed from another context. The
-    embedded engine's settings are accepted; model_path, dtype, device, kv_cache_num_tokens and
-    num_threads are ignored.
-
-    Args:
-        vocab_size: tokens are below it; a prompt with others is refused.
-        tokens_per_s: speed of each running request; None: as fast as possible.
-        verify_checksums: check what a sync delivers (imports torch).
-        weights_in_logprobs: keep the bytes that syncs deliver, and derive every logprob from
-            them, the token and its context (`echo_logprobs`); otherwise it is 0. A test that knows
-            each version's bytes can prove which weights made a token, whatever its label.
-        load_weights: serve as version 0 at once.
+    settings are those of `EchoSettings`, by name.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 256,
-        tokens_per_s: float | None = None,
-        verify_checksums: bool = False,
-        weights_in_logprobs: bool = False,
-        max_num_seqs: int = 256,
-        max_context_len: int = 4096,
-        tick_ms: float = 50.0,
-        load_weights: bool = False,
-        model_path: str = "",
-        dtype: str = "float32",
-        device: str = "cpu",
-        kv_cache_num_tokens: int | None = None,
-        num_threads: int = 1,
-    ) -> None:
-        if vocab_size < 1 or max_num_seqs < 1 or (tokens_per_s is not None and tokens_per_s <= 0):
-            raise ConfigError(
-                f"vocab_size={vocab_size}, max_num_seqs={max_num_seqs} and tokens_per_s="
-                f"{tokens_per_s} must be above 0"
-            )
+    __signature__: ClassVar = inspect.signature(EchoSettings)
+
+    def __init__(self, **settings: Any) -> None:
+        made = EchoSettings(**settings)
         self._held = EchoWeights()
-        kept = self._held if verify_checksums or weights_in_logprobs else None
-        core = EchoCore(
-            vocab_size=vocab_size,
-            tokens_per_s=tokens_per_s,
-            max_num_seqs=max_num_seqs,
-            weights=kept,
-            weights_in_logprobs=weights_in_logprobs,
-        )
+        kept = self._held if made.verify_checksums or made.weights_in_logprobs else None
+        core = EchoCore(made, kept)
         super().__init__(
             core,
-            PolledRequests(core, max_num_seqs=max_num_seqs, tick_ms=tick_ms),
-            EchoUpdates(kept, verify=verify_checksums),
-            max_context_len=max_context_len,
-            load_weights=load_weights,
+            PolledRequests(core, max_num_seqs=made.max_num_seqs, tick_ms=made.tick_ms),
+            EchoUpdates(kept, verify=made.verify_checksums),
+            max_context_len=made.max_context_len,
+            load_weights=made.load_weights,
         )
 
     def weights_fingerprint(self) -> int:

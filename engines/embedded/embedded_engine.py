@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
@@ -15,43 +17,26 @@ from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 
 class EmbeddedEngine(EngineShell["EmbeddedCore"]):
-    """umbra's own engine as an actor, in plain torch, for CPU and CUDA; see `EmbeddedConfig`.
+    """umbra's own engine as an actor, in plain torch, for CPU and CUDA. The settings are those of
+    `EmbeddedConfig`, by name.
 
     All torch work happens in one compute thread, so the event loop answers at once whatever the
-    model does. If the thread fails, `run` and all later calls and streams raise. `tick_ms` is the
-    shortest time between two deltas in which no request ends.
+    model does. If the thread fails, `run` and all later calls and streams raise.
     """
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        dtype: str = "float32",
-        device: str = "cpu",
-        max_num_seqs: int = 256,
-        max_context_len: int,
-        kv_cache_num_tokens: int | None = None,
-        tick_ms: float = 50.0,
-        num_threads: int = 1,
-        load_weights: bool = False,
-    ) -> None:
-        config = EmbeddedConfig(
-            model_path=local_model(model_path, with_weights=load_weights),
-            dtype=dtype,
-            device=device,
-            max_num_seqs=max_num_seqs,
-            max_context_len=max_context_len,
-            kv_cache_num_tokens=kv_cache_num_tokens,
-            num_threads=num_threads,
-            load_weights=load_weights,
-        )
-        requests = EmbeddedRequests(lambda: EmbeddedWorker(config), tick_ms=tick_ms)
+    __signature__: ClassVar = inspect.signature(EmbeddedConfig)
+
+    def __init__(self, **settings: Any) -> None:
+        made = EmbeddedConfig(**settings)
+        folder = local_model(made.model_path, with_weights=made.load_weights)
+        config = replace(made, model_path=folder)
+        requests = EmbeddedRequests(lambda: EmbeddedWorker(config), tick_ms=config.tick_ms)
         super().__init__(
             EmbeddedCore(requests.thread),
             requests,
             EmbeddedUpdates(requests.thread),
-            max_context_len=max_context_len,
-            load_weights=load_weights,
+            max_context_len=config.max_context_len,
+            load_weights=config.load_weights,
         )
 
 

@@ -25,18 +25,20 @@ class EmbeddedConfig:
     Attributes:
         kv_cache_num_tokens: for all sequences together. None: enough for max_num_seqs sequences
             of max_context_len, but at most most of a GPU's free memory, or half of a host's.
+        tick_ms: shortest time between two deltas in which no request ends.
         num_threads: threads of torch's operations on the CPU.
         load_weights: whether to read `model_path` and serve as version 0.
     """
 
     model_path: str
-    dtype: str
-    device: str
-    max_num_seqs: int
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_num_seqs: int = 256
     max_context_len: int
-    kv_cache_num_tokens: int | None
-    num_threads: int
-    load_weights: bool
+    kv_cache_num_tokens: int | None = None
+    tick_ms: float = 50.0
+    num_threads: int = 1
+    load_weights: bool = False
 
 
 def parse_device(name: str) -> torch.device:

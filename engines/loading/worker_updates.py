@@ -35,7 +35,7 @@ from umbra.engines.loading.exported_weights import ExportedWeights
 from umbra.engines.loading.image_weights import CompleteImage, FillingImage
 from umbra.engines.loading.loader_recording import LoaderRecording
 from umbra.engines.loading.weight_source import WeightSource
-from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.errors import EngineError, ProtocolError, WeightSyncError
 from umbra.runtime.weights.exports.exported_image import MakeOpener, OpenedMemory
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, probe_import
 from umbra.runtime.weights.image.mapped_image import KeptImage
@@ -91,7 +91,13 @@ class WorkerUpdates:
         self._loader = loader
         self._load_adapter = load_adapter
         self._memory = memory or WorkerMemory()
-        self._device = next(model.parameters()).device
+        parameter = next(model.parameters(), None)
+        if parameter is None:
+            raise EngineError(
+                f"the engine's model, {type(model).__name__}, has no parameters: no weights can be "
+                "loaded into it"
+            )
+        self._device = parameter.device
         self._opened = ExitStack()
         self._source: WeightSource | None = None
         self.plan: CopyPlan | None = None

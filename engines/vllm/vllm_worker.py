@@ -30,7 +30,15 @@ class UmbraWorkerExtension:
     _updates: WorkerUpdates | None = None
 
     def umbra_update(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """See `WorkerUpdates.obey`. Does what vLLM's own `update_weights` does around a load."""
+        """See `WorkerUpdates.obey`. Never raises: vLLM would read one worker's error, and leave the
+        other workers' reports to the next order."""
+        try:
+            return self._obey(order)
+        except Exception as error:  # noqa: BLE001 - the report carries any error to the engine
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Does what vLLM's own `update_weights` does around a load."""
         runner = self.model_runner
         if self._updates is None:
             model = runner.get_model()

@@ -167,32 +167,13 @@ class SendingLink(_Link):
 
 
 class ReceivingLink(_Link):
-    """A receiver's end, which fills the image of its node, whose contents are `holds`, with one
-    rank's shards. It connects with `key` to the rank's `LinkListener` at `endpoint`, "HOST:PORT".
-    `on_error` is called in the link's thread."""
+    """A receiver's end, which fills the image of its node with one rank's shards. It connects to
+    the rank's `LinkListener` at `endpoint`, "HOST:PORT"."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        key: str,
-        rank: int,
-        grid: BucketGrid,
-        image: MappedImage,
-        progress: SyncProgress,
-        deadline: float,
-        on_error: Callable[[int, Exception], None],
-        *,
-        holds: str = "",
-    ) -> None:
+    def __init__(self, receiver: NodeReceiver, rank: int, endpoint: str) -> None:
+        self._receiver = receiver
         self._rank = rank
-        self._holds = holds
-        self._grid = grid
-        self._image = image
-        self._progress = progress
         self._writing = threading.Lock()
-        self._fail = on_error
-        self._key = key
-        self._deadline = deadline
         super().__init__()
         args = (endpoint,)
         threading.Thread(target=self._open, args=args, name="weight-link", daemon=True).start()
@@ -207,25 +188,26 @@ class ReceivingLink(_Link):
     def _open(self, endpoint: str) -> None:
         host, _, port = endpoint.rpartition(":")
         try:
-            limit_s = min(remaining_s(self._deadline), _MEETING_LIMIT_S)
+            limit_s = min(remaining_s(self._receiver.deadline), _MEETING_LIMIT_S)
             stream = socket.create_connection((host, int(port)), limit_s)
         except (OSError, DeadlineExceeded) as error:
             self._on_error(error)
         else:
-            self.run(LinkConnection(stream, self._deadline))
+            self.run(LinkConnection(stream, self._receiver.deadline))
 
     def _exchange(self, connection: LinkConnection) -> None:
-        connection.send_frame(self._key.encode())
+        receiver, grid = self._receiver, self._receiver.grid
+        connection.send_frame(receiver.key.encode())
         base = connection.receive_frame().decode()
-        if base and base != self._holds:
+        if base and base != receiver.holds:
             raise ProtocolError(
                 f"rank {self._rank} sends what has changed since {base}, but the image holds "
-                f"{self._holds or 'nothing complete'}"
+                f"{receiver.holds or 'nothing complete'}"
             )
-        image, progress = buffer_bytes(self._image.memory), self._progress
-        for idx, pieces in enumerate(self._grid.cut(self._receive_extents(connection))):
-            window = self._grid.window(idx)
-            self._image.make_present(window)
+        image = buffer_bytes(receiver.image.memory)
+        for idx, pieces in enumerate(grid.cut(self._receive_extents(connection))):
+            window = grid.window(idx)
+            receiver.image.make_present(window)
             memory = image[window]
             delta = self._receive_delta(connection, len(memory)) if base else None
             with self._writing:
@@ -235,9 +217,9 @@ class ReceivingLink(_Link):
                         connection.receive(_memory(memory[start:stop]))
                 else:
                     apply_delta(memory, delta)
-            if idx == self._grid.num_buckets - 1:
+            if idx == grid.num_buckets - 1:
                 self._is_complete = True  # the engine may close the link once this one is filled
-            progress.set_filled(self._rank, idx + 1)
+            receiver.progress.set_filled(self._rank, idx + 1)
         connection.send_frame(b"")
 
     def _receive_delta(self, connection: LinkConnection, bucket_nbytes: int) -> Tensor | None:
@@ -260,18 +242,18 @@ class ReceivingLink(_Link):
         if count:
             connection.receive(_memory(rows))
         numbers: list[list[int]] = rows.numpy().tolist()
-        end = 0
+        end, image_nbytes = 0, self._receiver.grid.image_nbytes
         for offset, nbytes in numbers:
-            if offset < end or nbytes < 1 or offset + nbytes > self._grid.image_nbytes:
+            if offset < end or nbytes < 1 or offset + nbytes > image_nbytes:
                 raise ProtocolError(
                     f"a rank holds bytes [{offset}, {offset + nbytes}) of the image, after byte "
-                    f"{end} of {self._grid.image_nbytes}"
+                    f"{end} of {image_nbytes}"
                 )
             end = offset + nbytes
         return [Extent(key, offset, nbytes) for key, (offset, nbytes) in enumerate(numbers)]
 
     def _on_error(self, error: Exception) -> None:
-        self._fail(self._rank, error)
+        self._receiver.fail(self._rank, error)
 
 
 def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
@@ -345,7 +327,14 @@ class LinkConnection:
 class NodeReceiver:
     """Between nodes, an engine's part: fills the image of its node for the ranks of other nodes,
     until `close`. Owns the links and their mapping of the control block. `on_error` is called in
-    the thread of a link that has failed; `error` is why."""
+    the thread of a link that has failed.
+
+    Attributes:
+        error: why the first link that failed did; "" while all work.
+        key: opens the ranks' listeners.
+        holds: contents of the image, which deltas are for; "" for none.
+        deadline: of the sync, on the monotonic clock.
+    """
 
     def __init__(
         self,
@@ -355,39 +344,29 @@ class NodeReceiver:
         timeout_s: float,
         on_error: Callable[[], None],
     ) -> None:
+        receives: Mapping[str, Any] = wire["receives"]
         self.error = ""
-        self._image = image
-        self._grid = grid
-        self._receives: Mapping[str, Any] = wire["receives"]
+        self.image = image
+        self.grid = grid
+        self.key: str = receives["key"]
+        self.holds: str = receives["holds"]
+        self.deadline = time.monotonic() + float(wire["progress"]["timeout_s"])
+        self.progress = SyncProgress.receive(wire["fd_socket"], wire["progress"], timeout_s)
         self._on_error = on_error
-        self._deadline = time.monotonic() + float(wire["progress"]["timeout_s"])
-        self._progress = SyncProgress.receive(wire["fd_socket"], wire["progress"], timeout_s)
         self._lock = threading.Lock()
-        self._links = [
-            ReceivingLink(
-                endpoint,
-                self._receives["key"],
-                rank,
-                self._grid,
-                self._image,
-                self._progress,
-                self._deadline,
-                self._fail,
-                holds=self._receives["holds"],
-            )
-            for rank, endpoint in self._receives["ranks"]
-        ]
+        self._links = [ReceivingLink(self, rank, endpoint) for rank, endpoint in receives["ranks"]]
 
     def close(self) -> None:
         """Ends the links. Nothing is written to the image any more when it returns."""
         for link in self._links:
             link.close()
-        self._progress.close()
+        self.progress.close()
 
-    def _fail(self, rank: int, error: Exception) -> None:
+    def fail(self, rank: int, error: Exception) -> None:
+        """The link from `rank` has failed; called in its thread."""
         with self._lock:
             if not self.error:
-                num_filled, total = self._progress.num_filled()[rank], self._grid.num_buckets
+                num_filled, total = self.progress.num_filled()[rank], self.grid.num_buckets
                 self.error = (
                     f"bucket {num_filled} of {total} did not arrive from rank {rank}: {error}"
                 )

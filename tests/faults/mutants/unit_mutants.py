@@ -254,8 +254,8 @@ _DELTA_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="delta not refused",
         path="runtime/weights/links/weight_links.py",
-        old="if base and base != self._holds:",
-        new="if base and base == self._holds == 0:",
+        old="if base and base != receiver.holds:",
+        new="if base and base == receiver.holds == 0:",
         command=_DELTAS,
         says=r"FAILED .*test_a_delta_to_an_image_with_other_contents_is_refused",
     ),

@@ -17,6 +17,7 @@ from umbra.engines.loading.loader_recording import LoaderRecording
 from umbra.engines.loading.watched_loader import WatchedLoader
 from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.loading.worker_updates import WorkerUpdates
+from umbra.runtime.errors import EngineError
 from umbra.runtime.weights.copy_planner import ShardBlock
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -528,6 +529,11 @@ def test_values_that_change_after_loading_are_found_by_poisoning() -> None:
     twin_loader.load(None, source_of(version(2)).tensors())
     assert bytes_of(model) == bytes_of(twin)
     assert loader.loaded == [None, [model.gate_up]]
+
+
+def test_a_model_without_parameters_is_refused_by_name() -> None:
+    with pytest.raises(EngineError, match="Identity, has no parameters"):
+        WorkerUpdates(nn.Identity(), NotingLoader(Model()))
 
 
 class Dropping(LoaderRecording):
