@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast, get_args
+from typing import Annotated, Any, Final, Literal, cast, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from umbra.runtime.engine_api.engine_protocol import Engine
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import Bounds, Count, Positive, Seconds
 
 FaultKind = Literal["kill", "stop", "stall", "slow", "drop", "repeat", "error"]
 
@@ -26,24 +30,10 @@ _OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 assert tuple(_OWN_KEYS) == get_args(FaultKind)
 _REQUIRED: Final = {"stall": ("for_s",), "slow": ("for_s",), "error": ("call",)}
-_NAMES: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
-    ("drop", "what"): ("batch", "run"),
-    ("repeat", "what"): ("batch", "earlier"),
-    ("error", "call"): CALLS,
-}
-_CHECKS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "after_tokens": (lambda v: _is_whole(v, 0), "a whole number of at least 0"),
-    "every_tokens": (lambda v: _is_number(v) and v >= 1, "a number of at least 1"),
-    "times": (lambda v: _is_whole(v, 1), "a whole number of at least 1"),
-    "for_s": (lambda v: _is_number(v) and v > 0, "a number of seconds above 0"),
-    "incarnations": (
-        lambda v: _is_list_of(v, lambda item: _is_whole(item, 1)),
-        "a list of incarnations, such as [1, 2]",
-    ),
-    "engines": (
-        lambda v: _is_list_of(v, lambda item: isinstance(item, str)),
-        'a list of names, such as ["policy-0"]',
-    ),
+_NAMES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "drop": ("what", ("batch", "run")),
+    "repeat": ("what", ("batch", "earlier")),
+    "error": ("call", CALLS),
 }
 
 
@@ -72,13 +62,13 @@ class Fault:
     """
 
     kind: FaultKind
-    after_tokens: int = 0
-    every_tokens: float | None = None
-    times: int | None = 1
-    incarnations: frozenset[int] | None = None
+    after_tokens: Count = 0
+    every_tokens: Annotated[float, Bounds(ge=1)] | None = None
+    times: Positive | None = 1
+    incarnations: frozenset[Positive] | None = None
     engines: frozenset[str] | None = None
-    for_s: float = 0.0
-    what: str = ""
+    for_s: Seconds = 0.0
+    what: str = "batch"
     call: str = ""
 
     def concerns(self, engine: str, incarnation: int) -> bool:
@@ -109,61 +99,30 @@ def parse_faults(raw: object) -> list[Fault]:
 def _parse_fault(path: str, raw: object) -> Fault:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path} must be a table such as {{kind = 'kill'}}, got {raw!r}")
-    values = cast("Mapping[str, Any]", raw)
+    values = dict(cast("Mapping[str, Any]", raw))
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in _OWN_KEYS:
         raise ConfigError(f"{path}.kind is {kind!r}; allowed: {', '.join(_OWN_KEYS)}")
     allowed = ("kind", *_POINT_KEYS, *_OWN_KEYS[kind])
-    for key, value in values.items():
-        if key not in allowed:
-            raise ConfigError(
-                f"{path}.{key} is unknown for kind {kind!r}; allowed: {', '.join(allowed)}"
-            )
-        _check(f"{path}.{key}", value, key, kind)
+    if unknown := [key for key in values if key not in allowed]:
+        raise ConfigError(
+            f"{path}.{unknown[0]} is unknown for kind {kind!r}; allowed: {', '.join(allowed)}"
+        )
     for key in _REQUIRED.get(kind, ()):
         if key not in values:
             raise ConfigError(f"{path}.{key} is missing: kind {kind!r} needs it")
     if not {"after_tokens", "every_tokens"} & values.keys():
         raise ConfigError(f"{path} never comes: give it after_tokens, every_tokens or both")
-    return _make_fault(cast(FaultKind, kind), values)
-
-
-def _check(path: str, value: Any, key: str, kind: str) -> None:
-    names = _NAMES.get((kind, key))
-    if names is not None:
-        if value not in names:
-            raise ConfigError(f"{path} is {value!r}; allowed: {', '.join(names)}")
-    elif key in _CHECKS:
-        is_right, expected = _CHECKS[key]
-        if not is_right(value):
-            raise ConfigError(f"{path} must be {expected}, got {value!r}")
-
-
-def _make_fault(kind: FaultKind, values: Mapping[str, Any]) -> Fault:
-    comes_again = "every_tokens" in values and "times" in _OWN_KEYS[kind]
-    return Fault(
-        kind=kind,
-        after_tokens=values.get("after_tokens", 0),
-        every_tokens=values.get("every_tokens"),
-        times=values.get("times", None if comes_again else 1),
-        incarnations=frozenset(values["incarnations"]) if "incarnations" in values else None,
-        engines=frozenset(values["engines"]) if "engines" in values else None,
-        for_s=values.get("for_s", 0.0),
-        what=values.get("what", "batch"),
-        call=values.get("call", ""),
-    )
-
-
-def _is_whole(value: Any, low: int) -> bool:
-    return type(value) is int and value >= low
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_list_of(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | tuple) and all(map(is_right, cast("list[Any]", value)))
+    key, names = _NAMES.get(kind, ("", ()))
+    if key in values and values[key] not in names:
+        raise ConfigError(f"{path}.{key} is {values[key]!r}; allowed: {', '.join(names)}")
+    if "every_tokens" in values and "times" in _OWN_KEYS[kind]:
+        values.setdefault("times", None)
+    try:
+        return TypeAdapter(Fault).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise ConfigError(f"{path}.{problem['loc'][0]}: {problem['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
-from types import TracebackType
-from typing import Any, Self, assert_never
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +14,14 @@ import numpy.typing as npt
 from umbra.engines.faulty.fault import DueFault, FaultSchedule, parse_faults
 from umbra.runtime.actor.actor_spec import actor_context, make_target
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.runtime.engine_api.engine_protocol import Engine, EngineStats, PauseMode
-from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
+from umbra.runtime.engine_api.engine_protocol import Engine
 from umbra.runtime.engine_api.token_deltas import DeltaColumns, Int32Array
 from umbra.runtime.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class FaultyEngine:
@@ -58,13 +59,8 @@ class FaultyEngine:
             await self._entered.enter_async_context(inner)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return await self._entered.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc_info: Any) -> bool | None:
+        return await self._entered.__aexit__(*exc_info)
 
     async def run(self) -> None:
         inner: Any = self._inner
@@ -113,12 +109,6 @@ class FaultyEngine:
         if max(self._hold_s, left_s) > 0:
             await asyncio.sleep(max(self._hold_s, left_s))
 
-    def _may_fail(self, call: str) -> None:
-        due = self._schedule.on_call(call)
-        if due is not None:
-            self._log(due)
-            raise _error(due)
-
     def _log(self, due: DueFault) -> None:
         logger.warning(
             "injecting a fault: %s at token %d (due at %d)",
@@ -127,59 +117,36 @@ class FaultyEngine:
             due.point,
         )
 
-    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        self._may_fail("submit")
-        await self._inner.submit(requests)
+    @staticmethod
+    def _failing(
+        method: Callable[Concatenate[Engine, P], Awaitable[T]],
+    ) -> Callable[Concatenate[FaultyEngine, P], Coroutine[Any, Any, T]]:
+        """The inner engine's method, unless a fault of that call is due."""
+        name = method.__name__
 
-    async def abort(self, ids: Sequence[int] | None) -> int:
-        self._may_fail("abort")
-        return await self._inner.abort(ids)
+        async def call(self: FaultyEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            due = self._schedule.on_call(name)
+            if due is not None:
+                self._log(due)
+                raise _error(due)
+            inner: Callable[P, Awaitable[T]] = getattr(self._inner, name)
+            return await inner(*args, **kwargs)
 
-    async def pause(self, mode: PauseMode) -> None:
-        self._may_fail("pause")
-        await self._inner.pause(mode)
+        return call
 
-    async def resume(self) -> None:
-        self._may_fail("resume")
-        await self._inner.resume()
-
-    async def sleep(self, level: SleepLevel) -> None:
-        self._may_fail("sleep")
-        await self._inner.sleep(level)
-
-    async def wake(self, tags: Sequence[Tag]) -> None:
-        self._may_fail("wake")
-        await self._inner.wake(tags)
-
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        self._may_fail("probe_import")
-        return await self._inner.probe_import(allocations)
-
-    async def prepare_update(
-        self, version: int, manifest: bytes, buckets: Mapping[str, Any]
-    ) -> None:
-        self._may_fail("prepare_update")
-        await self._inner.prepare_update(version, manifest, buckets)
-
-    async def load(self) -> dict[str, int]:
-        self._may_fail("load")
-        return await self._inner.load()
-
-    async def verify_update(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        self._may_fail("verify_update")
-        return await self._inner.verify_update(regions)
-
-    async def commit_update(self) -> None:
-        self._may_fail("commit_update")
-        await self._inner.commit_update()
-
-    async def abort_update(self) -> None:
-        self._may_fail("abort_update")
-        await self._inner.abort_update()
-
-    async def stats(self) -> EngineStats:
-        self._may_fail("stats")
-        return await self._inner.stats()
+    submit = _failing(Engine.submit)
+    abort = _failing(Engine.abort)
+    pause = _failing(Engine.pause)
+    resume = _failing(Engine.resume)
+    sleep = _failing(Engine.sleep)
+    wake = _failing(Engine.wake)
+    probe_import = _failing(Engine.probe_import)
+    prepare_update = _failing(Engine.prepare_update)
+    load = _failing(Engine.load)
+    verify_update = _failing(Engine.verify_update)
+    commit_update = _failing(Engine.commit_update)
+    abort_update = _failing(Engine.abort_update)
+    stats = _failing(Engine.stats)
 
     def progress(self) -> object | None:
         """The inner engine's progress, if any: a falsified batch is no stall of the engine."""
