@@ -20,7 +20,7 @@ if [[ $# -lt 1 || -z ${NUM_NODES:-} || -z ${RDZV_ENDPOINT:-} || -z ${RDZV_ID:-} 
     exit 2
 fi
 
-num_ranks=${NUM_RANKS:-$(python -m umbra.trainer.config.rank_count "$@")}
+num_ranks=${NUM_RANKS:-$(python -m umbra.trainer.config.launch_values num_ranks "$@")}
 
 # torchrun would handle SIGHUP and pass it on to the ranks even if it is ignored.
 if [[ -n $(trap -p HUP) ]]; then

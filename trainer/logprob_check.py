@@ -20,7 +20,7 @@ from umbra.runtime.settings import Dtype
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS, ROLLOUT_LOGPROBS, TrainBatch
 from umbra.trainer.model.micro_batches import MicroBatch
-from umbra.trainer.world.world import first_text, max_over_ranks, sum_over_ranks
+from umbra.trainer.world.mesh import first_text, max_over_ranks, sum_over_ranks
 
 MAX_MEAN: Final[dict[Dtype, float]] = {"float64": 1e-5, "float32": 0.01, "bfloat16": 0.15}
 """Largest mean difference, in nats, if the config sets none; docs/engines.md has measured ones.

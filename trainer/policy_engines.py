@@ -22,9 +22,8 @@ from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
 from umbra.trainer.services.services import MANAGER, POOL
-from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.mesh import Mesh, any_rank, from_lead
 from umbra.trainer.world.signals import StopRequested, StopSignals
-from umbra.trainer.world.world import any_rank
 
 T = TypeVar("T")
 

@@ -19,11 +19,10 @@ from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.advantages import batch_advantages
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.base import PolicyLoss
-from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
-from umbra.trainer.checkpoint.trainer_state import TrainerState
+from umbra.trainer.checkpoint.trainer_state import BestCheckpoint, TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
@@ -37,16 +36,15 @@ from umbra.trainer.policy_engines import PolicyEngines
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.services.job_plan import JobPlan, collective_timeout_s
 from umbra.trainer.services.rollout_start import start_rollouts
 from umbra.trainer.services.services import POOL, ServiceStarter, user_folders
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.mesh import Mesh, agree_on_signal, any_rank, from_lead
 from umbra.trainer.world.signals import StopSignals
 from umbra.trainer.world.stop_forecast import StopForecast
-from umbra.trainer.world.world import agree_on_signal, any_rank
 
 T = TypeVar("T")
 

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
+from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, assert_never
 
 import numpy as np
@@ -120,7 +121,7 @@ class FaultyEngine:
     @staticmethod
     def _failing(
         method: Callable[Concatenate[Engine, P], Awaitable[T]],
-    ) -> Callable[Concatenate[FaultyEngine, P], Coroutine[Any, Any, T]]:
+    ) -> Callable[Concatenate[FaultyEngine, P], CoroutineType[Any, Any, T]]:
         """The inner engine's method, unless a fault of that call is due."""
         name = method.__name__
 

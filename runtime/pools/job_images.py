@@ -6,7 +6,7 @@ from typing import Any
 
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.settings import to_wire
-from umbra.runtime.weights.image.node_images import ImageOrder, NodeImages
+from umbra.runtime.weights.image.image_memory import ImageOrder, NodeImages
 
 
 class JobImages:

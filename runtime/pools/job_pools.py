@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
     from umbra.runtime.pools.engine_pool import EnginePool
     from umbra.runtime.pools.pool_slicing import PoolSlicing
-    from umbra.runtime.weights.image.node_images import NodeImages
+    from umbra.runtime.weights.image.image_memory import NodeImages
 
 # Time for another node to end engines that no pool uses: their grace, and the reaping.
 _END_WARM_LIMIT_S: Final = 60.0
@@ -74,7 +74,7 @@ class JobPools:
     def images(self) -> NodeImages:
         """The images of this node. Loaded with the first pool, or for another node's."""
         if self._loaded_images is None:
-            from umbra.runtime.weights.image.node_images import NodeImages
+            from umbra.runtime.weights.image.image_memory import NodeImages
 
             self._loaded_images = NodeImages(self._fd_server)
         return self._loaded_images

@@ -73,7 +73,7 @@ class PoolCalls:
     async def hold_image(
         self, epoch: int, order: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        from umbra.runtime.weights.image.node_images import ImageOrder
+        from umbra.runtime.weights.image.image_memory import ImageOrder
 
         await self._links.check_epoch(epoch)
         held = self._pools.images.hold(from_wire(ImageOrder, order))

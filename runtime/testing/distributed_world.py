@@ -12,17 +12,23 @@ Ranks find each other through a file, so no port is taken. The function is impor
 each rank; arguments and results travel as umbra's wire values (plain data and numpy arrays).
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import importlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -30,6 +36,8 @@ import msgpack
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import descendants
+from umbra.runtime.process.descendants import process_stat
+from umbra.runtime.process.prctl import die_with_parent, exit_as_orphan
 from umbra.runtime.process.process_end import ExitStatus
 from umbra.runtime.rpc.wire import Decoder, Encoder
 
@@ -98,9 +106,9 @@ class _Rank:
         self._outcome_path = folder / f"rank{rank}.outcome"
         self._output_path = folder / f"rank{rank}.log"
         call_path = folder / f"rank{rank}.call"
-        call_path.write_bytes(pack(call))
+        call_path.write_bytes(_pack(call))
         command = [
-            *(sys.executable, "-m", "umbra.runtime.testing.world_rank"),
+            *(sys.executable, "-m", "umbra.runtime.testing.distributed_world"),
             *(str(os.getpid()), str(call_path), str(self._outcome_path)),
         ]
         self.process = start(command, env, self._output_path)
@@ -118,7 +126,7 @@ class _Rank:
 
     def outcome(self) -> WorldOutcome:
         if self._outcome_path.exists():
-            return unpack(WorldOutcome, self._outcome_path.read_bytes())
+            return _unpack(WorldOutcome, self._outcome_path.read_bytes())
         return WorldOutcome(error=f"its process {ExitStatus(self.status)}")
 
     def describe(self, outcome: WorldOutcome) -> str:
@@ -263,13 +271,74 @@ class WorldOutcome:
     failed_at: float = 0.0
 
 
-def pack(value: WorldCall | WorldOutcome) -> bytes:
+def _pack(value: WorldCall | WorldOutcome) -> bytes:
     header, frames = Encoder().encode({f.name: getattr(value, f.name) for f in fields(value)})
     packed: bytes = msgpack.packb([header, *(bytes(frame) for frame in frames)])
     return packed
 
 
-def unpack(kind: type[T], data: bytes) -> T:
+def _unpack(kind: type[T], data: bytes) -> T:
     header, *frames = msgpack.unpackb(data)
     (value,) = Decoder().decode(header, frames)
     return kind(**value)
+
+
+def main() -> None:
+    """One rank's process: `python -m umbra.runtime.testing.distributed_world TEST CALL OUTCOME`.
+
+    It imports the function, initialises `torch.distributed` and writes the function's result or
+    error to the file OUTCOME; the exit status is 1 after an error. It ends with its parent, which
+    is the process TEST or ends with it. SIGUSR1 makes it write the stacks of all threads to its
+    output.
+    """
+    die_with_parent(os.getppid())
+    test = process_stat(int(sys.argv[1]))
+    if test is None or test.is_ending:  # it ended before the kernel knew that this one should
+        exit_as_orphan("the test has ended: exiting")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    call = _unpack(WorldCall, Path(sys.argv[2]).read_bytes())
+    sys.path[:] = call.sys_path
+    try:
+        data = _pack(WorldOutcome(value=_run(call)))
+        status = 0
+    except Exception as error:  # noqa: BLE001 -- passed to the test's process
+        failed_at = time.monotonic()
+        text = f"{type(error).__name__}: {error}"
+        trace = traceback.format_exc()
+        data = _pack(WorldOutcome(error=text, traceback=trace, failed_at=failed_at))
+        status = 1
+    path = Path(sys.argv[3])
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.rename(path)
+    # No orderly end: it takes a second with torch, and a broken process group may block in
+    # its destructor.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _run(call: WorldCall) -> object:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.store_path}",
+        rank=int(os.environ["RANK"]),
+        world_size=call.num_ranks,
+        timeout=timedelta(seconds=call.timeout_s),
+    )
+    function: Any = importlib.import_module(call.module)
+    for part in call.function.split("."):
+        function = getattr(function, part)
+    value = function(*call.args, **call.kwargs)
+    # A rank that leaves early would break connections that others still use.
+    dist.barrier()
+    dist.destroy_process_group()
+    return value
+
+
+if __name__ == "__main__":
+    main()

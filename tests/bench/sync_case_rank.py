@@ -34,8 +34,7 @@ from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.tracing.spans import span
 from umbra.runtime.weights.shards import wire_manifest
-from umbra.trainer.world.mesh import Mesh, from_lead
-from umbra.trainer.world.world import barrier, usable_gpus
+from umbra.trainer.world.mesh import Mesh, barrier, from_lead, usable_gpus
 
 _TIMEOUT_S: Final = 400.0
 # The other ranks wait for the engine's start, which takes up to 300 s.

@@ -33,7 +33,7 @@ from qwen3_shapes import SHAPES, save_model
 
 from umbra.runtime.testing.tiny_model import make_tiny_model
 from umbra.runtime.tracing.trace_files import TraceFiles, trace_json, write_trace
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 CONFIG: Final = """
 run = {{dir = "{}"}}

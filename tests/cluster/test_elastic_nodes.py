@@ -36,7 +36,7 @@ from umbra.runtime.cluster.node_link import LOST_AFTER_S
 from umbra.runtime.cluster.run_requests import RunNotice
 from umbra.runtime.cluster.socket_dir import sweep
 from umbra.runtime.process.descendants import child_pids, process_stat
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]
 

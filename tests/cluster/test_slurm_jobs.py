@@ -17,7 +17,7 @@ from slurm_cluster import SlurmCluster
 
 from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.cluster, pytest.mark.process]
 

@@ -41,7 +41,7 @@ from trained_history import (
 from whole_runs import Run
 
 from umbra.runtime.process.child_process import resident_nbytes
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 _CONFIG: Final = Path(__file__).parents[2] / "launch/configs/quickstart.toml"
 _GROUP_SIZE: Final = 8  # the quickstart's

@@ -25,7 +25,7 @@ from typing import Final, Literal, Self
 from trained_history import History, read_lines, surviving_history
 from whole_runs import START_LIMIT_S, Ended, Run, start_run
 
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 Moment = Literal["start", "step", "checkpoint"]
 _MOMENTS: Final[tuple[Moment, ...]] = ("checkpoint", "step", "step", "checkpoint", "start")

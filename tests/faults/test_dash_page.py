@@ -20,7 +20,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from run_assets import write_rows
 from whole_runs import start_run
 
-from umbra.trainer.reporting.run_report import write_report
+from umbra.trainer.reporting.run_reporter import write_report
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from pool_log import assert_never_both_awake
 from test_training_runs import read_summary, run, write_config
 from training_models import save_model
 
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

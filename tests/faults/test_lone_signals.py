@@ -13,7 +13,7 @@ from held_places import HeldPlaces
 from run_assets import write_rows
 from whole_runs import END_LIMIT_S, Run, start_run
 
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from whole_runs import start_run
 
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [needs_smollm2, pytest.mark.process, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ import pytest
 from whole_runs import END_LIMIT_S, START_LIMIT_S, Run, start_run
 
 from umbra.runtime.cluster.run_events import read_events
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Ended, Run, start_run
 
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.alone]
 

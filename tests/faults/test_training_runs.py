@@ -19,7 +19,7 @@ from whole_runs import start_run
 
 from umbra.runtime.reports.metric_panels import PANELS
 from umbra.trainer.config.config_file import load_config
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -24,7 +24,7 @@ from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.rollout.manager.admission import PromptOrder
 from umbra.runtime.rollout.prompts import PromptSet
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 LOGPROB_TOLERANCE = 1e-6
 """Tolerance of float32 logprobs that were computed in float64, in batches of other shapes."""

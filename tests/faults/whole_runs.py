@@ -32,7 +32,7 @@ from preloaded_python import PreloadedProcess
 from run_traces import RunTraces, command_of, environment_of
 
 from umbra.runtime.process.descendants import child_pids
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 T = TypeVar("T")
 

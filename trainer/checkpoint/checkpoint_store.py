@@ -38,13 +38,13 @@ from torch.futures import Future
 
 from umbra.runtime.disk import check_free_space, sync
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.trainer.checkpoint.best_checkpoint import best_checkpoint
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     IF_DAMAGED,
     STATE_FILE,
     TrainerState,
+    best_checkpoint,
     checkpoint_step,
     complete_checkpoints,
     describe_cause,
@@ -53,7 +53,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     reading_checkpoint,
 )
 from umbra.trainer.model.train_model import POLICY, TrainModel
-from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.mesh import Mesh, any_rank, barrier, first_text, from_each_rank, from_lead
 from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
@@ -61,7 +61,6 @@ from umbra.trainer.world.run_files import (
     write_json,
     writing,
 )
-from umbra.trainer.world.world import any_rank, barrier, first_text, from_each_rank
 
 _METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."

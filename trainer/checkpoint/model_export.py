@@ -29,9 +29,8 @@ from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
 from umbra.trainer.model.train_model import TrainModel
-from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.mesh import Mesh, barrier, from_lead
 from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, writing
-from umbra.trainer.world.world import barrier
 
 MAX_SHARD_NBYTES: Final = 5 * 10**9
 """Size of a file of weights. Larger files take more memory in an export of a checkpoint; with

@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from umbra.runtime.errors import ConfigError
@@ -338,7 +337,7 @@ class RunLock:
             time.sleep(_LOOK_INTERVAL_S)
         if not is_held:
             holder = os.read(self._fd, 200).decode(errors="replace").strip()
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise ConfigError(
                 f"run.dir: {self._path.parent} is in use by {holder or 'another run'}: wait for "
                 "its end, or choose another directory"
@@ -348,7 +347,7 @@ class RunLock:
                 os.truncate(self._fd, 0)
                 os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
@@ -359,10 +358,5 @@ class RunLock:
             return False
         return True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         os.close(self._fd)

@@ -343,7 +343,7 @@ class TrainSection(Settings):
             of samples and `rollout.max_new_tokens`.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
-        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.token_terms`. The
+        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.losses`. The
             estimator k1 is not among them: as a loss, its expected gradient is 0.
         max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
             the trainer's, of the same tokens under the same weights. A single token may differ by

@@ -29,7 +29,7 @@ from umbra.runtime.errors import DataError, UmbraError
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.terminal_text import escape_unprintable
 from umbra.trainer.config.config_file import load_config
-from umbra.trainer.config.rank_count import num_ranks
+from umbra.trainer.config.launch_values import num_ranks
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.hub_paths import with_local_paths
 from umbra.trainer.doctor.node_checks import HUB, NodeChecks, Verdict, not_checked, verdict_of
@@ -43,7 +43,7 @@ from umbra.trainer.doctor.rank_checks import (
     nodes_met,
 )
 from umbra.trainer.services.chosen_settings import with_chosen_settings
-from umbra.trainer.world.world import usable_gpus
+from umbra.trainer.world.mesh import usable_gpus
 
 _dist: Final[Any] = torch.distributed
 _NODE_LIMIT_S: Final = 600.0

@@ -65,8 +65,8 @@ from umbra.trainer.services.setup_check import (
     check_rotary_frequencies,
     check_stop_tokens,
 )
+from umbra.trainer.world.mesh import pick_device, usable_gpus
 from umbra.trainer.world.run_files import writing
-from umbra.trainer.world.world import pick_device, usable_gpus
 
 HUB: Final = "hub"
 """The check of downloads, which `umbra doctor` makes before these."""

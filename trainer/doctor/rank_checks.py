@@ -42,7 +42,7 @@ from umbra.runtime.weights.image.fd_server import serve_fds
 from umbra.runtime.weights.rank_exports import RankExports
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.doctor.node_checks import NotApplicable, listen
-from umbra.trainer.world.world import pick_device, usable_gpus
+from umbra.trainer.world.mesh import pick_device, usable_gpus
 
 _dist: Final[Any] = torch.distributed
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.trainer.algorithms.token_terms import Aggregation, token_weights
+from umbra.trainer.algorithms.losses import Aggregation, token_weights
 from umbra.trainer.data.train_batch import ADVANTAGES, MiniBatch, TrainBatch
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
 

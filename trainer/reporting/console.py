@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TextIO, cast
 
 from umbra.runtime.errors import UmbraError
@@ -178,12 +177,7 @@ class ProgressDisplay:
             self._ticker.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._is_closed.set()
         with self._lock:
             if self._rows is not None:

@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from umbra.runtime.errors import (
@@ -59,12 +58,7 @@ class FatalErrorReporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         failure = self._failure
@@ -90,11 +84,7 @@ class FatalErrorReporter:
             traceback.print_exception(error)
 
     def announce(
-        self,
-        session: Session,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, session: Session, kind: object, error: BaseException | None, trace: object
     ) -> None:
         """Reports the cause to the other ranks, before they notice that their collectives break.
         Raises JobFailed in place of an error that is only the consequence of another rank's or

@@ -11,7 +11,7 @@ import torch
 
 from umbra.runtime.cluster.memory_plan import GIB, Phase
 from umbra.runtime.process.nvml import LIBRARY, Nvml
-from umbra.trainer.world.world import max_over_ranks
+from umbra.trainer.world.mesh import max_over_ranks
 
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")

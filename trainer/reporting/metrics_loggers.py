@@ -1,11 +1,12 @@
-"""The interface of metrics loggers, and the loggers that `run.loggers` names, which are for people.
-umbra itself reads what `MetricsLog` writes."""
+"""The metrics of a run: `MetricsLog`, which umbra itself reads, and the loggers that `run.loggers`
+names, which are for people."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import socket
@@ -13,13 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, cast
 
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.rollout.agents.sample_text import SampleText, TurnText
 from umbra.runtime.rollout.dispatch.token_store import Segment
-from umbra.trainer.world.run_files import writing
+from umbra.trainer.world.run_files import HeldFolder, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class LoggedRun:
 class MetricsLogger(Protocol):
     """Receives metrics of each step, and samples of each evaluation. Rank 0 owns it.
 
-    It is a context manager, constructed with a `LoggedRun`. A step waits for its writes. An
-    UmbraError ends the run; after any other exception, only this logger is no longer used.
+    It is constructed with a `LoggedRun`. A step waits for its writes. An UmbraError ends the run;
+    after any other exception, only this logger is no longer used.
     """
 
     def write(self, step: int, row: MetricsRow) -> None:
@@ -59,14 +59,9 @@ class MetricsLogger(Protocol):
         """Logs a few samples of an evaluation after `step` steps, the lowest reward first."""
         ...
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def close(self, *, failed: bool) -> None:
+        """Called once, even after a failed write. `failed`: whether an error ended the run."""
+        ...
 
 
 def logger_names(names: Sequence[str] | None) -> Sequence[str]:
@@ -101,14 +96,9 @@ class MetricsLoggers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         for name in list(self._open):  # loggers that failed hold connections, too
-            self._use(name, lambda opened: opened.__exit__(kind, error, traceback))
+            self._use(name, lambda opened: opened.close(failed=kind is not None))
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Raises UmbraErrors of the loggers."""
@@ -122,8 +112,7 @@ class MetricsLoggers:
         if name not in self._open:
             # As late as possible: the imports take seconds of processor time that engines can use.
             module, _, cls = LOGGER_TARGETS[name].partition(":")
-            made: MetricsLogger = getattr(importlib.import_module(module), cls)(self._run)
-            self._open[name] = made.__enter__()
+            self._open[name] = getattr(importlib.import_module(module), cls)(self._run)
         return self._open[name]
 
     def _use_all(self, use: Callable[[MetricsLogger], object]) -> None:
@@ -196,15 +185,7 @@ class TensorboardLogger:
             self._records = records.RecordWriter(self._file)
             self._put(file_version="brain.Event:2")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self, *, failed: bool) -> None:
         # All events were flushed, so a failure to close is not an error.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -254,16 +235,8 @@ class MlflowLogger:
         self._run_id: str = self._client.create_run(experiment, run_name=run.name).info.run_id
         self._client.log_dict(self._run_id, dict(run.settings), "config.json")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._client.set_terminated(self._run_id, "FAILED" if error is not None else "FINISHED")
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
     def write(self, step: int, row: MetricsRow) -> None:
         now_ms = int(time.time() * 1000)
@@ -285,16 +258,8 @@ class WandbLogger:
             dir=str(run.folder), name=run.name, group=run.name, config=dict(run.settings)
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._run.finish(exit_code=int(error is not None))
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
     def write(self, step: int, row: MetricsRow) -> None:
         self._run.log(dict(row), step=step)
@@ -304,3 +269,60 @@ class WandbLogger:
         rows = [[getattr(sample, name) for name in columns] for sample in samples]
         table = self._wandb.Table(columns=columns, data=rows)
         self._run.log({"eval/samples": table}, step=step)
+
+
+class MetricsLog:
+    """Appends a line per step to `folder`/metrics.jsonl, and one per evaluation to
+    `folder`/eval_samples.jsonl. umbra reads both itself. A `MetricsLogger`. Lines from `first_step`
+    on are from before a rollback, and are removed."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._samples_path = folder / "eval_samples.jsonl"
+        self._first_step = first_step
+        self._folder = HeldFolder(folder)
+
+    def __enter__(self) -> Self:
+        for path in (self.path, self._samples_path):
+            _keep_steps_before(path, self._first_step)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Has nothing to close."""
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        """A reader sees the step at once. Raises RunDirectoryError as `append` does."""
+        self._append(self.path.name, step, row)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        self._append(self._samples_path.name, step, {"samples": [asdict(s) for s in samples]})
+
+    def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
+        line = {"step": step, "time": round(time.time(), 3), **row}
+        self._folder.append(name, json.dumps(line))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics.jsonl, except torn lines and lines that are not metrics."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                row: Any = json.loads(line)
+                if isinstance(row, dict) and "step" in row:
+                    rows.append(cast("dict[str, Any]", row))
+    return rows
+
+
+def merge_steps(rows: Sequence[MetricsRow]) -> list[dict[str, float]]:
+    """One row for each step, with its evaluation: the last, because a resumed run repeats one."""
+    merged: dict[float, dict[str, float]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(row)
+    return list(merged.values())
+
+
+def _keep_steps_before(path: Path, first_step: int) -> None:
+    """Replaces the file as a whole, so that a kill halfway does not lose rows."""
+    kept = [row for row in read_metrics(path) if row["step"] < first_step]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))

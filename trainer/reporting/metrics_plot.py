@@ -13,7 +13,7 @@ from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.reports.metric_panels import PANELS, REST
 from umbra.trainer.checkpoint.run_dir import RunDir
-from umbra.trainer.reporting.metrics_log import merge_steps, read_metrics
+from umbra.trainer.reporting.metrics_loggers import merge_steps, read_metrics
 
 Rows = Sequence[Mapping[str, float]]
 _HEIGHT: Final = 2.0

@@ -14,7 +14,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.services.memory_needs import plan_job_memory
 from umbra.trainer.services.pool_placement import plan_pools
 from umbra.trainer.services.services import POOL
-from umbra.trainer.world.world import pick_device, usable_gpus
+from umbra.trainer.world.mesh import pick_device, usable_gpus
 
 _LEAST_S: Final = 1800.0
 """Least timeout of a collective. Ranks that fail end the others through the session long before,

@@ -82,7 +82,7 @@ def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
     if an engine has no place."""
     device_type, gpus = _device_type(config), tuple[str, ...]()
     if any(engine_device(pool, device_type) == "cuda" for pool in _pools(config)):
-        from umbra.trainer.world.world import usable_gpus  # imports torch
+        from umbra.trainer.world.mesh import usable_gpus  # imports torch
 
         gpus = usable_gpus()
     return plan_pools(
@@ -170,6 +170,6 @@ def _pools(config: ServeConfig) -> list[EnginePoolSettings]:
 def _device_type(config: ServeConfig) -> str:
     if all(pool.device != "auto" for pool in _pools(config)):
         return config.pool.device
-    from umbra.trainer.world.world import pick_device  # imports torch, which finds GPUs
+    from umbra.trainer.world.mesh import pick_device  # imports torch, which finds GPUs
 
     return pick_device("auto" if config.train is None else config.train.device, 0).type

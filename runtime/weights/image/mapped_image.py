@@ -10,7 +10,7 @@ from umbra.runtime.weights.bucket_grid import PIECE_NBYTES
 from umbra.runtime.weights.image.fd_client import received_fd
 
 if TYPE_CHECKING:
-    from umbra.runtime.weights.image.page_locks import PageLocks
+    from umbra.runtime.weights.image.gpu_copies import PageLocks
 
 
 class MappedImage:
@@ -54,7 +54,7 @@ class MappedImage:
     def _lock(self, start: int, nbytes: int) -> None:
         if self._locks is None:
             # Imports torch, which some engines otherwise do without.
-            from umbra.runtime.weights.image.page_locks import PageLocks
+            from umbra.runtime.weights.image.gpu_copies import PageLocks
 
             self._locks = PageLocks(self.memory)
         self._locks.lock(start, nbytes)

@@ -24,8 +24,7 @@ from typing import Any, Protocol, cast
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, brief
 from umbra.runtime.weights.bucket_grid import BucketGrid
-from umbra.runtime.weights.image.image_memory import numbered
-from umbra.runtime.weights.image.node_images import ImageOrder
+from umbra.runtime.weights.image.image_memory import ImageOrder, numbered
 from umbra.runtime.weights.sync_messages import LinkState, SyncBegin, SyncProgressed, TransportName
 from umbra.runtime.weights.transport import (
     Layout,

@@ -32,7 +32,7 @@ from umbra.runtime.weights.exports.cuda_driver import cuda_driver
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, MemoryExporter, probe_import
 from umbra.runtime.weights.image.fd_server import MAX_FDS
 from umbra.runtime.weights.rank_exports import Allocation, ChunksHandle, RankExports
-from umbra.trainer.world.world import usable_gpus
+from umbra.trainer.world.mesh import usable_gpus
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.trainer.world.world import usable_gpus
+from umbra.trainer.world.mesh import usable_gpus
 
 GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
 

@@ -26,7 +26,7 @@ from umbra.runtime.rpc.sync_handle import Pool
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.shards import wire_manifest
-from umbra.trainer.world.world import usable_gpus
+from umbra.trainer.world.mesh import usable_gpus
 
 GPUS = usable_gpus()[:1]  # here: the driver keeps descriptors of the question
 

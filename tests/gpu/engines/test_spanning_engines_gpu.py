@@ -30,7 +30,7 @@ from umbra.runtime.process import descendants
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
-from umbra.trainer.world.world import usable_gpus
+from umbra.trainer.world.mesh import usable_gpus
 
 GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
 

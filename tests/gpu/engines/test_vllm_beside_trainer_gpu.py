@@ -23,7 +23,7 @@ from vllm_runs import needs_vllm
 from umbra.engines.shell import engine_core
 from umbra.engines.vllm.vllm_engine import VllmCore
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
-from umbra.trainer.world.world import usable_gpus
+from umbra.trainer.world.mesh import usable_gpus
 
 __all__ = [
     "cuda_context",

@@ -146,7 +146,7 @@ def run_program(program: str) -> str:
 
 RANK = """
 import os, threading, torch
-from umbra.trainer.world.world import share_cores
+from umbra.trainer.world.mesh import share_cores
 
 end = threading.Event()
 other = threading.Thread(target=end.wait)
@@ -171,7 +171,7 @@ def test_a_rank_moves_to_the_cores_near_its_gpu_with_threads_that_it_has(
 
 LONE_RANK = """
 import torch
-from umbra.trainer.world.world import share_cores
+from umbra.trainer.world.mesh import share_cores
 
 share_cores(0, 1, ())
 print(torch.get_num_threads())

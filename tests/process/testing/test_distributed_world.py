@@ -62,7 +62,7 @@ def test_a_late_rank_is_ended_and_its_stack_shown(
         umbra_distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=6.0)
 
     # Where it was, sleeping or still importing, depends on the machine.
-    assert re.search(r'File ".*world_rank.py", line \d+ in main', str(caught.value))
+    assert re.search(r'File ".*distributed_world.py", line \d+ in main', str(caught.value))
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_what_cannot_travel_is_refused_by_name(umbra_distributed_world: Distribu
 def test_a_rank_whose_test_has_ended_before_it_began_ends_at_once(tmp_path: Path) -> None:
     test = subprocess.Popen([sys.executable, "-c", ""])
     test.wait(30.0)
-    command = [sys.executable, "-m", "umbra.runtime.testing.world_rank", str(test.pid)]
+    command = [sys.executable, "-m", "umbra.runtime.testing.distributed_world", str(test.pid)]
 
     rank = subprocess.run(
         [*command, str(tmp_path / "call"), str(tmp_path / "outcome")],

@@ -22,8 +22,13 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting import metrics_plot
 from umbra.trainer.reporting.console import ProgressDisplay
-from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.metrics_loggers import LoggedRun, MetricsLogger, TensorboardLogger
+from umbra.trainer.reporting.metrics_loggers import (
+    LoggedRun,
+    MetricsLog,
+    MetricsLogger,
+    TensorboardLogger,
+    read_metrics,
+)
 from umbra.trainer.reporting.run_reporter import RunReporter, finish
 from umbra.trainer.world.run_files import RunDirectoryError, check_writable, write_text, writing
 
@@ -118,8 +123,9 @@ def test_events_name_their_folder_and_fail_at_once(mount_disk: MountDisk, tmp_pa
     (tmp_path / "tensorboard").symlink_to(disk)
     log = TensorboardLogger(LoggedRun(folder=tmp_path, name="run", settings={}))
 
-    with log, pytest.raises(RunDirectoryError, match=rf"tensorboard: {is_full(disk)}"):
+    with pytest.raises(RunDirectoryError, match=rf"tensorboard: {is_full(disk)}"):
         write_until_full(log, disk)
+    log.close(failed=True)
 
     (events,) = disk.glob("events*")
     seen = [event.step for event in event_file_loader.EventFileLoader(str(events)).Load()]

@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from umbra.runtime.weights.image.fd_server import FdServer
-from umbra.runtime.weights.image.node_images import ImageOrder, NodeImages
+from umbra.runtime.weights.image.image_memory import ImageOrder, NodeImages
 
 
 class LocalImages:

@@ -28,7 +28,6 @@ from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
 from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
-from umbra.trainer.algorithms.metric_totals import MetricTotals
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -52,9 +51,8 @@ from umbra.trainer.model.train_model import (
     TrainModel,
     Wrap,
 )
-from umbra.trainer.step import TrainStep
-from umbra.trainer.world.mesh import Mesh, from_lead
-from umbra.trainer.world.world import agree_on_signal, barrier, share_cores
+from umbra.trainer.step import MetricTotals, TrainStep
+from umbra.trainer.world.mesh import Mesh, agree_on_signal, barrier, from_lead, share_cores
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # Of batches that have their advantages.

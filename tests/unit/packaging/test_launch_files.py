@@ -48,8 +48,8 @@ def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
     # The trainer has three GPUs.
     asked = (
         'case "$*" in '
-        '"-m umbra.trainer.config.rank_count $CONFIG train.steps=1") echo 3;; '
-        '"-m umbra.trainer.config.run_folder $CONFIG train.steps=1") echo runs/this;; '
+        '"-m umbra.trainer.config.launch_values num_ranks $CONFIG train.steps=1") echo 3;; '
+        '"-m umbra.trainer.config.launch_values run_dir $CONFIG train.steps=1") echo runs/this;; '
         "*) exit 1;; esac"
     )
     # In the place of the programs, these show what they were given.

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from umbra.trainer.checkpoint.best_checkpoint import BestCheckpoint, best_checkpoint
-from umbra.trainer.checkpoint.trainer_state import COMPLETE, STATE_FILE, TrainerState
+from umbra.trainer.checkpoint.trainer_state import (
+    COMPLETE,
+    STATE_FILE,
+    BestCheckpoint,
+    TrainerState,
+    best_checkpoint,
+)
 
 ROWS = [
     {"step": step, "eval/accuracy": accuracy, "eval/reward_mean": -accuracy}

@@ -16,10 +16,9 @@ from torch import Tensor
 from training_models import listed
 
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
-from umbra.trainer.algorithms.losses import clipped_loss, decoupled_loss, limit_importance
-from umbra.trainer.algorithms.metric_totals import MetricTotals
-from umbra.trainer.algorithms.token_terms import kl_terms
+from umbra.trainer.algorithms.losses import clipped_loss, decoupled_loss, kl_terms, limit_importance
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.step import MetricTotals
 
 LOW, HIGH = 0.2, 0.28
 

@@ -11,8 +11,13 @@ from torch import Tensor
 from training_models import listed
 
 from umbra.trainer.algorithms.base import LossInputs, LossOutput
-from umbra.trainer.algorithms.losses import clipped_loss
-from umbra.trainer.algorithms.token_terms import Aggregation, KlEstimator, kl_terms, token_weights
+from umbra.trainer.algorithms.losses import (
+    Aggregation,
+    KlEstimator,
+    clipped_loss,
+    kl_terms,
+    token_weights,
+)
 from umbra.trainer.config.trainer_config import TrainSection
 
 LENS = [3, 1, 5, 0, 2]

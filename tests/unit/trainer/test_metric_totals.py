@@ -7,7 +7,7 @@ import torch
 
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import LossMetric
-from umbra.trainer.algorithms.metric_totals import MetricTotals
+from umbra.trainer.step import MetricTotals
 
 
 def test_each_metric_is_reduced_as_it_asks() -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import pytest
 
@@ -133,10 +133,7 @@ class LosesItsServer:
     def __init__(self, run: LoggedRun) -> None:
         del run
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self, *, failed: bool) -> None:
         LosesItsServer.is_closed = True
 
     def write(self, step: int, row: Mapping[str, float]) -> None:

@@ -9,7 +9,7 @@ from minimal_config import config_with
 
 from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.config.rank_count import num_ranks
+from umbra.trainer.config.launch_values import num_ranks
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,6 @@ from training_models import save_model
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.checkpoint.run_dir import record_settings
-from umbra.trainer.checkpoint.run_identity import (
-    check_identity,
-    instead_of_resuming,
-    run_identity,
-)
 from umbra.trainer.config.trainer_config import (
     DataSection,
     ModelSection,
@@ -26,6 +21,11 @@ from umbra.trainer.config.trainer_config import (
     RunSection,
     TrainerConfig,
     TrainSection,
+)
+from umbra.trainer.services.rollout_start import (
+    check_identity,
+    instead_of_resuming,
+    run_identity,
 )
 
 

@@ -36,9 +36,15 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.reporting.console import ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
-from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.run_report import reward_ends, write_report
-from umbra.trainer.reporting.run_reporter import RunReporter, StepPace, closing_lines, finish
+from umbra.trainer.reporting.metrics_loggers import MetricsLog, read_metrics
+from umbra.trainer.reporting.run_reporter import (
+    RunReporter,
+    StepPace,
+    closing_lines,
+    finish,
+    reward_ends,
+    write_report,
+)
 from umbra.trainer.world.run_files import RunDirectoryError, check_writable, write_text, writing
 
 ROW = {

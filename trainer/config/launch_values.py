@@ -1,5 +1,10 @@
-"""`python -m umbra.trainer.config.rank_count CONFIG.toml [section.key=value ...]`: prints how many
-ranks a launch script has to start on this node. Loads no torch."""
+"""Prints what a launch script needs of a config. Loads no torch.
+
+    python -m umbra.trainer.config.launch_values num_ranks CONFIG.toml [section.key=value ...]
+    python -m umbra.trainer.config.launch_values run_dir CONFIG.toml [section.key=value ...]
+
+`num_ranks` is the number of ranks to start on this node.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +37,11 @@ def num_ranks(config: TrainerConfig, num_gpus: int) -> int:
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     try:
-        config = load_config(argv[0], argv[1:])
-        print(num_ranks(config, len(visible_gpus(count_gpus()))))
+        config = load_config(argv[1], argv[2:])
+        if argv[0] == "run_dir":
+            print(config.run.dir)
+        else:
+            print(num_ranks(config, len(visible_gpus(count_gpus()))))
     except UmbraError as error:
         print(f"umbra: {error}", file=sys.stderr)
         return 1
