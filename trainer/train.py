@@ -30,6 +30,7 @@ def train(run: TrainingRun) -> None:
             with run.training_owns_gpus():
                 run.add_advantages(batch)
                 run.update(batch)
+            del batch  # its memory is free while the next one is generated
         run.finish_step(step.seconds)
         if run.should_stop():
             break

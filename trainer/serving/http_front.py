@@ -1,6 +1,6 @@
 """The HTTP front of all pools: an actor that serves the OpenAI API and calls umbra's engines.
 
-    client ──HTTP──▶ HttpFront ──▶ Endpoints ──▶ ServedPool ──▶ the pool's engines, of any kind
+    client ──HTTP──▶ HttpFront ──▶ ServedPool ──▶ the pool's engines, of any kind
 
 A client that disconnects cancels the handler of its request, and with it its generations.
 """
@@ -14,7 +14,7 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final, Self
 
@@ -79,7 +79,7 @@ class HttpFront:
             ServedPool(from_wire(ServedPoolConfig, pool), context, self._operator_messages.put)
             for pool in pools
         ]
-        self._endpoints = Endpoints(self._pools)
+        self._by_name = {name: pool for pool in self._pools for name in pool.names}
         self._api_key = api_key
         self._names = own_names(host)
         self._address: tuple[str, int] = (host, port)
@@ -187,22 +187,66 @@ class HttpFront:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
+        """Status 200 if each pool can answer, possibly after waking."""
         del request
-        is_up, body = self._endpoints.health()
-        return web.json_response(body, status=200 if is_up else 503)
+        waiting = ", ".join(pool.model for pool in self._pools if not self._is_up(pool))
+        engines: dict[str, Any] = {}
+        for pool in self._pools:
+            engines |= pool.generator.engines()
+        body = {
+            "status": f"no engine serves {waiting}" if waiting else "ok",
+            "engines": engines,
+            "generations": sum(pool.generator.num_open for pool in self._pools),
+        }
+        return web.json_response(body, status=503 if waiting else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
         del request
-        return web.json_response(self._endpoints.models())
+        models = [model for pool in self._pools for model in pool.describe()]
+        return web.json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.Response:
-        return web.json_response(self._endpoints.model(request.match_info["name"]))
+        name = request.match_info["name"]
+        return web.json_response(self._pool(name).describe_model(name))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, self._endpoints.completion)
+        async def check(body: object) -> GenerationJob:
+            asked = parse_body(body, CompletionRequest)
+            return await self._asked(asked).completion(asked)
+
+        return await self._respond(request, check)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._respond(request, self._endpoints.chat)
+        async def check(body: object) -> GenerationJob:
+            asked = parse_body(body, ChatRequest)
+            return await self._asked(asked).chat(asked)
+
+        return await self._respond(request, check)
+
+    def _asked(self, request: SamplingRequest) -> ServedPool:
+        return self._pools[0] if request.model is None else self._pool(request.model)
+
+    def _pool(self, name: str) -> ServedPool:
+        pool = self._by_name.get(name)
+        if pool is None:
+            known = ", ".join(
+                repr(model["id"]) for pool in self._pools for model in pool.describe()
+            )
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here; there are: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return pool
+
+    def _is_up(self, pool: ServedPool) -> bool:
+        """Whether a pool can answer. An engine that dies while its pool sleeps is restarted when
+        the pool wakes, so pools that share GPUs count as one."""
+        if not pool.is_time_sliced:
+            return pool.has_engine
+        time_sliced = [other for other in self._pools if other.is_time_sliced]
+        return pool.has_started and any(other.has_engine for other in time_sliced)
 
     async def _respond(
         self, request: web.Request, check: Callable[[object], Awaitable[GenerationJob]]
@@ -217,7 +261,7 @@ class HttpFront:
     async def _answer(self, request: web.Request, job: GenerationJob) -> web.StreamResponse:
         if not job.is_stream:
             async with self._until_the_end():
-                answer = await self._endpoints.whole(job)
+                answer = await _whole(job)
             return web.json_response(answer)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -230,7 +274,7 @@ class HttpFront:
 
         try:
             async with self._until_the_end():
-                await self._endpoints.stream(job, write)
+                await _stream(job, write)
             await response.write(b"data: [DONE]\n\n")
         except Exception as error:  # if the status was sent, the stream itself must report it
             if isinstance(first_leaf(error), ConnectionError):
@@ -308,97 +352,34 @@ def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-class Endpoints:
-    """The endpoints of all pools, without HTTP: turns requests into generations, and their choices
-    into answers. Pools have distinct names; requests that name no model go to the first."""
+async def _whole(job: GenerationJob) -> dict[str, Any]:
+    """The answer as one object; raises the errors of `Generator.stream`, in a group."""
+    async with asyncio.TaskGroup() as tasks:
+        choices = [tasks.create_task(collect(steps)) for steps in job.pool.choices(job)]
+    steps = [choice.result() for choice in choices]
+    return job.form.whole(steps, _usage(job, sum(len(step.tokens) for step in steps)))
 
-    def __init__(self, pools: Sequence[ServedPool]) -> None:
-        self._pools = pools
-        self._by_name = {name: pool for pool in pools for name in pool.names}
 
-    async def completion(self, body: object) -> GenerationJob:
-        """Checks a request to /v1/completions. Raises ApiError."""
-        request = parse_body(body, CompletionRequest)
-        return await self._asked(request).completion(request)
-
-    async def chat(self, body: object) -> GenerationJob:
-        """Checks a request to /v1/chat/completions. Raises ApiError."""
-        request = parse_body(body, ChatRequest)
-        return await self._asked(request).chat(request)
-
-    async def whole(self, job: GenerationJob) -> dict[str, Any]:
-        """The answer as one object; raises the errors of `Generator.stream`, in a group."""
-        async with asyncio.TaskGroup() as tasks:
-            choices = [tasks.create_task(collect(steps)) for steps in job.pool.choices(job)]
-        steps = [choice.result() for choice in choices]
-        return job.form.whole(steps, _usage(job, sum(len(step.tokens) for step in steps)))
-
-    async def stream(
-        self, job: GenerationJob, write: Callable[[dict[str, Any]], Awaitable[None]]
-    ) -> None:
-        """Writes the answer chunk by chunk, as it is generated; raises as `whole` does."""
-        steps: asyncio.Queue[tuple[int, Step]] = asyncio.Queue(_STREAM_AHEAD)
-        unopened = set(range(job.num_choices))
-        num_open, num_tokens = job.num_choices, 0
-        async with asyncio.TaskGroup() as tasks:
-            for index, choice in enumerate(job.pool.choices(job)):
-                tasks.create_task(_feed(steps, index, choice))
-            while num_open:
-                index, step = await steps.get()
-                num_open -= bool(step.finish_reason)
-                num_tokens += len(step.tokens)
-                opening = job.form.opening(index)
-                if index in unopened and opening is not None:
-                    await write(opening)
-                unopened.discard(index)
-                if step.text or step.finish_reason or job.form.wants_logprobs:
-                    await write(job.form.chunk(index, step))
-        if job.wants_usage:
-            await write(job.form.usage_chunk(_usage(job, num_tokens)))
-
-    def models(self) -> dict[str, Any]:
-        """GET /v1/models."""
-        return {"object": "list", "data": [m for pool in self._pools for m in pool.describe()]}
-
-    def model(self, name: str) -> dict[str, Any]:
-        """GET /v1/models/NAME. Raises ApiError."""
-        return self._pool(name).describe_model(name)
-
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether each pool can answer, possibly after waking; and the body of GET /health."""
-        waiting = ", ".join(pool.model for pool in self._pools if not self._is_up(pool))
-        engines: dict[str, Any] = {}
-        for pool in self._pools:
-            engines |= pool.generator.engines()
-        body = {
-            "status": f"no engine serves {waiting}" if waiting else "ok",
-            "engines": engines,
-            "generations": sum(pool.generator.num_open for pool in self._pools),
-        }
-        return not waiting, body
-
-    def _asked(self, request: SamplingRequest) -> ServedPool:
-        return self._pools[0] if request.model is None else self._pool(request.model)
-
-    def _pool(self, name: str) -> ServedPool:
-        pool = self._by_name.get(name)
-        if pool is None:
-            known = ", ".join(repr(model["id"]) for model in self.models()["data"])
-            raise ApiError(
-                404,
-                f"there is no model {name!r} here; there are: {known}",
-                param="model",
-                code="model_not_found",
-            )
-        return pool
-
-    def _is_up(self, pool: ServedPool) -> bool:
-        """Whether a pool can answer. An engine that dies while its pool sleeps is restarted when
-        the pool wakes, so pools that share GPUs count as one."""
-        if not pool.is_time_sliced:
-            return pool.has_engine
-        time_sliced = [other for other in self._pools if other.is_time_sliced]
-        return pool.has_started and any(other.has_engine for other in time_sliced)
+async def _stream(job: GenerationJob, write: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    """Writes the answer chunk by chunk, as it is generated; raises as `_whole` does."""
+    steps: asyncio.Queue[tuple[int, Step]] = asyncio.Queue(_STREAM_AHEAD)
+    unopened = set(range(job.num_choices))
+    num_open, num_tokens = job.num_choices, 0
+    async with asyncio.TaskGroup() as tasks:
+        for index, choice in enumerate(job.pool.choices(job)):
+            tasks.create_task(_feed(steps, index, choice))
+        while num_open:
+            index, step = await steps.get()
+            num_open -= bool(step.finish_reason)
+            num_tokens += len(step.tokens)
+            opening = job.form.opening(index)
+            if index in unopened and opening is not None:
+                await write(opening)
+            unopened.discard(index)
+            if step.text or step.finish_reason or job.form.wants_logprobs:
+                await write(job.form.chunk(index, step))
+    if job.wants_usage:
+        await write(job.form.usage_chunk(_usage(job, num_tokens)))
 
 
 async def _feed(

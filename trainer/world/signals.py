@@ -33,11 +33,12 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, NoReturn, Protocol, Self
+from typing import Any, Final, NoReturn, Self
 
 from umbra.runtime.cluster.run_requests import NOTHING_TO_SAVE, PREEMPT_SIGNAL, stop_status
 from umbra.runtime.errors import JobFailed
 from umbra.runtime.process.signal_handling import keep_from_forks
+from umbra.trainer.world.stop_forecast import StopForecast
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_REQUEST_S: Final = 1.0
@@ -76,28 +77,11 @@ class StopNow(SystemExit):
         return f" failed: {StopNow.__name__}: " in str(failure)
 
 
-class Deferral(Protocol):
-    """The work that a stop waits for. Its methods are called on several threads and in handlers,
-    and must return at once."""
-
-    def grace_s(self, number: signal.Signals) -> float:
-        """The time that the work in progress has after a signal; infinite for no limit."""
-        ...
-
-    def announce(self, cause: str) -> None:
-        """Tells the operator what a stop waits for. Called on a thread of its own."""
-        ...
-
-    def loss(self) -> str:
-        """The steps that an end now would lose, as the end of a sentence; "" for none."""
-        ...
-
-
 class StopSignals:
     """Handles stop signals while entered; restores former handlers on exit. Main thread only.
 
     Until `defer()` is called there is nothing to save, and a signal ends the process at once. Owns
-    the thread that ends the process as a last resort, `grace_s` after a signal where no `Deferral`
+    the thread that ends the process as a last resort, `grace_s` after a signal where no forecast
     gives another time; `on_last_resort` reports it on that thread.
     """
 
@@ -109,7 +93,7 @@ class StopSignals:
         self._asked_grace_s: float | None = None
         self._on_last_resort = on_last_resort
         self._is_deferring = False
-        self._deferral: Deferral | None = None
+        self._forecast: StopForecast | None = None
         self._is_second = False  # a second signal came
         self._is_interruptible = False
         self._is_importing = False
@@ -215,13 +199,13 @@ class StopSignals:
             return 0.0
         if self._asked_grace_s is not None:
             return self._asked_grace_s
-        return self._grace_s if self._deferral is None else self._deferral.grace_s(number)
+        return self._grace_s if self._forecast is None else self._forecast.grace_s(number)
 
     def _announce(self, number: signal.Signals) -> None:
-        if self._is_deferring and self._deferral is not None:
+        if self._is_deferring and self._forecast is not None:
             # The output may be stuck, and the last resort must not be.
             args = (self._asker or number.name,)
-            threading.Thread(target=self._deferral.announce, args=args, daemon=True).start()
+            threading.Thread(target=self._forecast.announce, args=args, daemon=True).start()
 
     @property
     def requested(self) -> bool:
@@ -241,12 +225,12 @@ class StopSignals:
     def defer(
         self,
         pass_on: Callable[[signal.Signals], None] | None = None,
-        deferral: Deferral | None = None,
+        forecast: StopForecast | None = None,
     ) -> None:
         """Makes a first signal wait for the step boundary from now on. `pass_on` passes it to the
         other ranks; called in the handler, it must return at once and raise nothing."""
         self._pass_on = pass_on
-        self._deferral = deferral
+        self._forecast = forecast
         self._is_deferring = True
 
     def pass_in(self, number: int, grace_s: float | None = None) -> None:
@@ -364,5 +348,5 @@ class StopSignals:
         else:
             limit_s = self._limit_s if self._asked_grace_s is None else self._asked_grace_s
             why = f"the step in progress did not end within {limit_s:g} s of {cause}"
-        loss = "" if self._deferral is None else self._deferral.loss()
+        loss = "" if self._forecast is None else self._forecast.loss()
         return StopNow(number, f"{why}; {loss}" if loss else why)

@@ -16,7 +16,8 @@ _UNMEASURED_CHECKPOINT_S: Final = 30.0
 
 
 class StopForecast:
-    """Foretells when a stop ends, and what an end before that would lose; a `Deferral`.
+    """Foretells when a stop ends, and what an end before that would lose. Its methods are called on
+    several threads and in signal handlers, and return at once.
 
     A signal ends a wait for rollouts at once. Training on a batch and writing a checkpoint end by
     themselves, and take about as long as they took before. All `step` steps done so far are in the
@@ -57,8 +58,8 @@ class StopForecast:
             self._saved_step = self._step
 
     def grace_s(self, number: signal.Signals) -> float:
-        """SIGINT has no limit: a person at a terminal sees what it waits for, and can
-        press Ctrl-C again."""
+        """The time that the work in progress has after a signal. SIGINT has no limit: a person at a
+        terminal sees what it waits for, and can press Ctrl-C again."""
         if number == signal.SIGINT:
             return math.inf
         if self._given_grace_s is not None:
@@ -69,6 +70,7 @@ class StopForecast:
         return max(_LEAST_GRACE_S, 2 * (self._longest_s["step"] + save_s))
 
     def announce(self, cause: str) -> None:
+        """Shows what a stop waits for. Called on a thread of its own."""
         again = " Ctrl-C again ends the run at once" if cause == signal.SIGINT.name else ""
         if again and (loss := self.loss()):
             again += f": {loss}"
@@ -90,6 +92,7 @@ class StopForecast:
         return "ending what is in progress; there is no new step to save"
 
     def loss(self) -> str:
+        """The steps that an end now would lose, as the end of a sentence; "" for none."""
         is_training = self._phase is not None and self._phase[0] == "step"
         first, last = self._saved_step + 1, self._step + is_training
         if first > last:

@@ -272,7 +272,7 @@ def test_ctrl_c_cuts_nothing_until_it_comes_again() -> None:
         import ctypes
         lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
         with StopSignals(grace_s=0.2, on_last_resort=say) as stop:
-            stop.defer(deferral=StopForecast(4, 0.2, say))
+            stop.defer(forecast=StopForecast(4, 0.2, say))
             lock(mutex)
             say("ready")
             lock(mutex)
