@@ -1,5 +1,3 @@
-"""`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`."""
-
 import signal
 
 if __name__ == "__main__":

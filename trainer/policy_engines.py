@@ -1,5 +1,3 @@
-"""The engines that generate with the policy's weights, as one rank sees them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -142,7 +140,6 @@ class PolicyEngines:
             self._offload.send_away()
 
     def _wait(self, ask: Callable[[], T]) -> T | None:
-        """The result of `ask`; None if a signal ended the wait."""
         try:
             # A signal that reaches one rank during a sync fails the sync on all ranks.
             with self._stop.interruptible(WeightSyncError):

@@ -1,5 +1,3 @@
-"""The parts of a training run: how they start, and what a step does with them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
@@ -18,7 +16,7 @@ from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.advantages import batch_advantages
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
-from umbra.trainer.algorithms.base import PolicyLoss
+from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
@@ -31,7 +29,7 @@ from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_model
-from umbra.trainer.model.train_model import POLICY, REFERENCE
+from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
 from umbra.trainer.policy_engines import PolicyEngines
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -53,6 +51,23 @@ class TrainingRun:
     """Opens and owns the parts of one rank's run. Every rank has one, and calls each method with
     the others; `train` has their order. `starter`, on rank 0 only, has begun to start the rollout
     workers."""
+
+    # Set by `open`, in this order.
+    _estimate: AdvantageEstimator
+    _plan: JobPlan
+    _gpu_memory: GpuMemorySeen
+    _mesh: Mesh
+    _memory: MemoryAccount
+    _checkpoints: CheckpointStore
+    _models: dict[str, TrainModel]
+    _offload: HostOffload
+    _engines: PolicyEngines
+    _first_step: int  # optimizer steps done before this start
+    _saved_step: int  # the step of the newest checkpoint
+    _reporter: RunReporter
+    _forecast: StopForecast
+    _best: BestCheckpoint | None
+    _train_step: TrainStep
 
     def __init__(
         self,

@@ -82,7 +82,6 @@ class TrainStep:
                 micro_batch.columns[PROXIMAL_LOGPROBS] = self._policy.logprobs(micro_batch)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
-        """Computes the gradients of a mini-batch; adds this rank's part of the metrics."""
         for idx, micro_batch in enumerate(micro_batches, 1):
             self._backward(micro_batch, totals, is_last=idx == len(micro_batches))
 

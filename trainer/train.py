@@ -1,5 +1,3 @@
-"""The training loop of one rank. All ranks run it in step."""
-
 from __future__ import annotations
 
 from umbra.runtime.tracing.spans import span

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings, read_config
 from umbra.runtime.engine_api.engine_names import kv_token_nbytes
-from umbra.runtime.engine_api.lora import LoraAdapter
+from umbra.runtime.engine_api.lora import read_adapter_rank
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import physical_nbytes
 
@@ -180,7 +180,7 @@ class VllmSettings(SpanningSettings):
             )
         model_path = Path(self.model_path)
         ranks = {
-            f"LoRA adapter {name!r}": LoraAdapter.read(name, Path(path), model_path).rank
+            f"LoRA adapter {name!r}": read_adapter_rank(name, Path(path), model_path)
             for name, path in self.lora_adapters.items()
         } or {"a LoRA adapter of a sync": self.lora_rank}
         largest = max(ranks, key=lambda name: ranks[name])

@@ -111,7 +111,6 @@ def load_adapter(runner: Any, source: WeightSource) -> str:
 
 
 def _renaming(model: Any) -> Any:
-    """vLLM's map from checkpoint names to module names; None if they are equal."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None

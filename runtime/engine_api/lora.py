@@ -21,30 +21,24 @@ _PREFIX: Final = "base_model.model."
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraAdapter:
-    """A LoRA adapter's folder, as PEFT saves it. `rank` is its largest matrices'."""
+def read_adapter_rank(name: str, path: Path, model_path: Path) -> int:
+    """The rank of the largest matrices in an adapter's folder, as PEFT saves it.
 
-    name: str
-    path: Path
-    rank: int
-
-    @classmethod
-    def read(cls, name: str, path: Path, model_path: Path) -> Self:
-        """Reads the folder, and compares its matrices with the model's. Models that are quantised,
-        or whose checkpoint has other names than their modules, are not compared. Raises DataError
-        for a folder that is missing, damaged, or for another model."""
-        try:
-            config = _read_config(path / _CONFIG)
-            shapes = {name: each.shape for name, each in read_header(path / _WEIGHTS).items()}
-            ranks = _ranks(config, shapes)
-            check_fits(shapes, model_shapes(model_path))
-        except (DataError, OSError, ValueError) as error:
-            raise DataError(
-                f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected a folder as "
-                "PEFT's save_pretrained writes it)"
-            ) from error
-        return cls(name=name, path=path, rank=max(ranks))
+    Compares the matrices with the model's, unless the model is quantised or its checkpoint has
+    other names than its modules. Raises DataError for a folder that is missing, damaged, or for
+    another model.
+    """
+    try:
+        config = _read_config(path / _CONFIG)
+        shapes = {name: each.shape for name, each in read_header(path / _WEIGHTS).items()}
+        ranks = _ranks(config, shapes)
+        check_fits(shapes, model_shapes(model_path))
+    except (DataError, OSError, ValueError) as error:
+        raise DataError(
+            f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected a folder as PEFT's "
+            "save_pretrained writes it)"
+        ) from error
+    return max(ranks)
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

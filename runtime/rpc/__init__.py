@@ -1,1 +1,0 @@
-"""Calls between processes: msgpack over ZMQ, one outcome a call."""

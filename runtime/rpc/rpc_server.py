@@ -309,7 +309,6 @@ class ActorServer:
     async def _stream(
         self, peer: _Peer, call_id: int, running: _Running, items: AsyncGenerator[Any, Any]
     ) -> None:
-        """Advances a generator while the caller has credits."""
         assert running.credit_added is not None
         try:
             while True:

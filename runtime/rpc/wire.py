@@ -180,7 +180,6 @@ def _reason(error: Exception) -> str:
 
 
 def _first_two_integers(header: Frame, position: int) -> tuple[int, int] | None:
-    """Reads the first two fields of an undecodable envelope, if they are valid."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(header[position : position + 32])
     try:

@@ -1,5 +1,3 @@
-"""Makes sessions and embedded engines for tests."""
-
 from __future__ import annotations
 
 import contextlib

@@ -256,7 +256,6 @@ def _decode(raw: object, kinds: Sequence[Any]) -> Any:
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """A value of a field with the annotation `hint`."""
     arguments: tuple[Any, ...] = typing.get_args(hint)
     match typing.get_origin(hint):
         case None if hint is Any or type(value) is hint or (hint is float and type(value) is int):

@@ -283,7 +283,6 @@ def _random_state(rank: int) -> dict[str, Tensor]:
 
 
 def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Compares names and shapes before anything is overwritten."""
     for name, tensor in tensors.items():
         if name not in saved:
             raise ConfigError(f"checkpoint {path} is of another model: it has no tensor {name}")

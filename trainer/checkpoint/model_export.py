@@ -242,7 +242,6 @@ def write_shards(
 
 
 def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
-    """The names of each file, in order."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():

@@ -132,7 +132,6 @@ def check_run_dir(run: RunSection, incarnation: int) -> None:
 
 
 def _what_to_do(run_dir: Path) -> str:
-    """The options for an earlier run, which may have failed early."""
     found = complete_checkpoints(RunDir(run_dir).checkpoints)
     if found:
         return (
@@ -207,7 +206,6 @@ def changed_settings(config: TrainerConfig) -> list[str]:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their full names."""
     sections = dict(settings)
     pools: Mapping[str, Any] = sections.pop("pools", {})
     sections |= {f"pools.{name}": pool for name, pool in pools.items()}

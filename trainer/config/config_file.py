@@ -87,7 +87,6 @@ def check_config(
 
 
 def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
-    """A problem and its source: the file, or settings on the command line."""
     if not behind:
         return f"{source}: {text}"
     given = " ".join(override.shown for override in behind)
@@ -126,7 +125,6 @@ def _shown(given: object) -> str:
 
 
 def _unknown_hint(location: tuple[int | str, ...], given: Any) -> str:
-    """The setting that was probably meant, and those that the section has."""
     section: Any = TrainerConfig
     for part in location[:-1]:
         section = inner_annotation(section, part)
@@ -147,7 +145,6 @@ def _unknown_hint(location: tuple[int | str, ...], given: Any) -> str:
 
 
 def _settings() -> dict[str, list[str]]:
-    """The full names of all settings, by their name within the section."""
     found: dict[str, list[str]] = {}
     for name, section in annotations_of(TrainerConfig).items():
         for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():

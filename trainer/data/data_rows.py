@@ -135,7 +135,6 @@ def _plain(value: Any) -> Any:
 
 
 def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]]:
-    """Raises DataError with row and column of a value that Python cannot hold."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="lossy")
         return rows

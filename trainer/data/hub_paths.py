@@ -112,7 +112,6 @@ def _model(key: str, name: HubName) -> Path:
 
 
 def _not_here(path: Path) -> str:
-    """The message that there is no such directory, with what a mistyped path may have meant."""
     text, folder = f"no directory {path.absolute()}", path.parent
     if not folder.is_dir():
         return text

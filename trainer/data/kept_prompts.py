@@ -87,7 +87,6 @@ class KeptPrompts:
 
 
 def _difference(before: Prompt | None, now: dict[str, Any] | None) -> str:
-    """The difference between two prompts at one position, or ""."""
     if before is None:
         assert now is not None
         return f"it is new (id {now['id']!r}): {now['prompt'][:_SHOWN_LEN]!r}"
@@ -117,7 +116,6 @@ def _shown(text: str, difference: int) -> str:
 
 
 def _changed_column(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first column that another row has differently, or ""."""
     if msgpack.packb(before) == msgpack.packb(now):  # unlike ==, this takes NaN for equal to NaN
         return ""
     pairs = ((name, before.get(name), now.get(name)) for name in (*before, *now))

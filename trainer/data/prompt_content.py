@@ -78,7 +78,6 @@ def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[
 
 
 def _column(data: DataSection, where: str, row: Mapping[str, Any]) -> tuple[str, str]:
-    """The column of the prompt, and the setting that names it."""
     prompt, messages = (data.prompt_column, _PROMPT), (data.messages_column, _MESSAGES)
     if data.format != "auto":
         chosen = messages if data.format == "chat" else prompt

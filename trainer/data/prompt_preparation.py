@@ -226,7 +226,6 @@ def _empty(paths: Sequence[Path], cause: str) -> DataError:
 def _tokenize(
     data: DataSection, tokenizer: ModelTokenizer, where: str, row: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
-    """The prompt's text and tokens."""
     content = prompt_content(data, where, row)
     if isinstance(content, str):
         text, tokens = content, tokenizer.encode_prompt(content)

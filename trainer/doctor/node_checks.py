@@ -229,7 +229,6 @@ class NodeChecks:
         )
 
     def _prompts(self) -> str:
-        """Reads and tokenizes all rows."""
         config = self._config
         with tempfile.TemporaryDirectory(prefix="umbra-doctor-") as folder:
             files = prepare_prompts(

@@ -94,7 +94,6 @@ async def _find_problem(tensors: Sequence[tuple[int, torch.Tensor]], fd_socket: 
 
 
 def _read_elsewhere(exports: RankExports) -> str:
-    """Why another process cannot read the memory, or ""."""
     raw = [allocation.to_wire() for allocation in exports.allocations]
     try:
         child = subprocess.run(

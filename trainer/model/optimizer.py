@@ -1,5 +1,3 @@
-"""AdamW over sharded parameters, gradient clipping and the learning-rate schedule."""
-
 from __future__ import annotations
 
 import math

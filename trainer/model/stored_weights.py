@@ -1,5 +1,3 @@
-"""The weights in a model directory; each rank reads only the parts that it needs."""
-
 from __future__ import annotations
 
 import math

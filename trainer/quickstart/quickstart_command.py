@@ -1,5 +1,3 @@
-"""The command that makes the quickstart's files."""
-
 from __future__ import annotations
 
 import argparse

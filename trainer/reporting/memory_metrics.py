@@ -1,5 +1,3 @@
-"""The memory that a rank, and all processes of a GPU, use in each phase of a step."""
-
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
@@ -48,7 +46,6 @@ class MemoryAccount:
         return {f"memory/{name}_gib": value for name, value in zip(names, gib, strict=True)}
 
     def _reset(self) -> int:
-        """Resets the peak; returns the memory used now."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)

@@ -89,7 +89,6 @@ def with_choices(config: _Config, choices: Mapping[str, str]) -> _Config:
 
 
 def _has_usable_gpu() -> bool:
-    """Whether there is a GPU, and torch is built for CUDA."""
     if not visible_gpus(count_gpus()):
         return False
     torch = importlib.util.find_spec("torch")

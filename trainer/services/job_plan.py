@@ -1,5 +1,3 @@
-"""Where a job's ranks and engines run, how much memory they have, and how long ranks may wait."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

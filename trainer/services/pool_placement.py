@@ -68,7 +68,6 @@ def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
 def _check_spanning(
     section: str, pool: PoolSettings | AuxiliaryPoolSettings, addresses: Sequence[str]
 ) -> None:
-    """Raises ConfigError if the pool's engines may not each be on several nodes, at `addresses`."""
     what = f"{section}: each of its engines needs several nodes"
     if not engine_kind(pool.engine).spans_nodes:
         raise ConfigError(

@@ -11,7 +11,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.engine_api.engine_names import engine_kind
-from umbra.runtime.engine_api.lora import LoraAdapter
+from umbra.runtime.engine_api.lora import read_adapter_rank
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, EnginePoolSettings
 from umbra.runtime.errors import DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -59,7 +59,7 @@ def pool_spec(
     }
     if pool.lora_adapters:
         for adapter, path in pool.lora_adapters.items():
-            LoraAdapter.read(adapter, path, model_path)
+            read_adapter_rank(adapter, path, model_path)
         kwargs["lora_adapters"] = {
             adapter: str(path.absolute()) for adapter, path in pool.lora_adapters.items()
         }

@@ -83,7 +83,6 @@ def start_rollouts(
 def _record_settings(
     config: TrainerConfig, num_prompts: int, identity: Mapping[str, Any], display: ProgressDisplay
 ) -> None:
-    """Records the settings, with the steps of the epochs, and shows what is only known now."""
     shown = setting_rules.warnings(config)
     config = config.with_steps(num_prompts)
     if config.train.epochs is not None:
@@ -165,7 +164,6 @@ def _written(value: object) -> str:
 
 
 def _source(function: str, folders: Sequence[str]) -> bytes:
-    """The function's name and the source of its module, if that is in one of the folders."""
     module = function.partition(":")[0].replace(".", "/")
     paths = [
         Path(folder) / each

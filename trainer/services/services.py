@@ -152,7 +152,6 @@ class ServiceStarter:
         self._started.append(future)
 
     def _on_started(self, future: Future[object]) -> None:
-        """Fails the job on every rank if a process could not be started."""
         error = None if future.cancelled() else future.exception()
         if error is not None:
             with contextlib.suppress(UmbraError):
@@ -204,7 +203,6 @@ def engine_pool_spec(
 
 
 def _count_nodes(session: Session) -> int:
-    """Number of nodes with ranks."""
     return max(1, len(session.nodes))
 
 

@@ -152,7 +152,6 @@ class StopScanner:
         return held
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop."""
         return max((_num_begun(stop, text) for stop in self._stops), default=0)
 
 

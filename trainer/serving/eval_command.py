@@ -136,7 +136,6 @@ def _no_sync(version: int) -> None:
 
 
 def _table(outcome: Mapping[str, Any], num_samples: int) -> list[str]:
-    """Lines of columns: each set, and all together if there are several."""
     rows = dict(outcome["sets"])
     if len(rows) > 1:
         rows["all"] = outcome

@@ -149,7 +149,6 @@ class HttpFront:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks the API key; converts every error to the API's format."""
         self._num_requests += 1
         self._all_answered.clear()
         try:

@@ -1,5 +1,3 @@
-"""The JSON of completions and chats, whole and in chunks."""
-
 from __future__ import annotations
 
 import secrets

@@ -156,7 +156,6 @@ def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: st
 def _encode(
     text: ModelText, arguments: argparse.Namespace, pool: ServedPoolConfig
 ) -> NDArray[np.int32]:
-    """The prompt's tokens. Raises ConfigError or DataError if the prompt cannot be used."""
     if arguments.chat:
         messages = [{"role": "user", "content": arguments.prompt}]
         tokens = text.encode_chat_now(messages, pool.template_variables)

@@ -188,7 +188,6 @@ class ServedPool:
         }
 
     def _model(self, name: str | None) -> str:
-        """The model that answers: the named adapter, else the pool's model."""
         return name if name is not None and name in self._adapters else self.model
 
     def _decode(self, request: SamplingRequest) -> Callable[[Sequence[int]], str]:
@@ -261,7 +260,6 @@ class ServedPool:
 
 
 def _checked(tokens: list[int], param: str, vocab_size: int = 0) -> list[int]:
-    """Returns the tokens; raises ApiError if one is outside the vocabulary."""
     try:
         token_ids(tokens, vocab_size, param)
     except RequestRefused as error:

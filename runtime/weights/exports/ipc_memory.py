@@ -177,7 +177,6 @@ class MemoryExporter:
 
 
 def _find_problem(tensors: Sequence[Tensor]) -> str:
-    """Why the tensors cannot be exported, or ""."""
     for tensor in tensors:
         if not tensor.is_cuda:
             return f"its tensors are in {tensor.device.type} memory, not on a GPU"

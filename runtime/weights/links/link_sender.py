@@ -263,7 +263,6 @@ class _Sending:
         return not self._is_aborted
 
     def _exchange(self) -> LinkState:
-        """Reports the buckets read."""
         self._session.raise_if_lost()
         self._report_at = time.monotonic() + self._interval_s
         return self._session.sync(
@@ -350,7 +349,6 @@ class LinkListener:
     def _hear(
         self, stream: socket.socket, selector: selectors.BaseSelector, deadline: float
     ) -> None:
-        """Reads a part of a connection's key, and starts its link once the key is whole."""
         try:
             key = self._unnamed[stream].read(stream)
             if key is None:
