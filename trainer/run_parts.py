@@ -15,8 +15,12 @@ from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.advantages import batch_advantages
-from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
-from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+from umbra.trainer.algorithms.base import (
+    AdvantageEstimator,
+    PolicyLoss,
+    load_advantage_estimator,
+    load_loss,
+)
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, begin_run

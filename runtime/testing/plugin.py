@@ -110,7 +110,7 @@ def umbra_tiny_model_dir(
 ) -> Path:
     """A Hugging Face directory of a tiny Qwen3, always the same; skips without transformers. Kept
     in pytest's cache, so that later runs need not import transformers."""
-    from umbra.runtime.testing.tiny_model import make_tiny_model
+    from umbra.runtime.testing.factories import make_tiny_model
 
     cache: pytest.Cache | None = getattr(request.config, "cache", None)
     parent = tmp_path_factory.mktemp("umbra") if cache is None else cache.mkdir("umbra-models")

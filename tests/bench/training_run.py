@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from qwen3_shapes import SHAPES, save_model
 
-from umbra.runtime.testing.tiny_model import make_tiny_model
+from umbra.runtime.testing.factories import make_tiny_model
 from umbra.runtime.tracing.trace_files import TraceFiles, trace_json, write_trace
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 

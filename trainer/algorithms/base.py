@@ -6,14 +6,17 @@ G: samples of a group; M: generated tokens of a micro-batch; N: samples of a mic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from umbra.runtime.rollout.user_function import check_call, load_function
+from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, algorithm_target
 from umbra.trainer.config.trainer_config import TrainSection
 
 Reduction = Literal["mean", "max", "sum"]
@@ -78,3 +81,29 @@ class PolicyLoss(Protocol):
         """`logprobs`, [M], are the tokens' under the policy, with gradient. `settings` is the
         section `[train]` of the config."""
         ...
+
+
+def load_loss(name: str, folders: Sequence[str] = ()) -> PolicyLoss:
+    """The loss that `train.loss` names. A user's module is searched for in `folders`
+    before Python's own path. Raises ConfigError if it cannot be imported or does not take
+    a loss's arguments."""
+    return _load("train.loss", name, LOSSES, ("logprobs", "inputs", "settings"), folders)
+
+
+def load_advantage_estimator(name: str, folders: Sequence[str] = ()) -> AdvantageEstimator:
+    """The estimator that `train.advantage` names; see `load_loss`."""
+    return _load("train.advantage", name, ADVANTAGE_ESTIMATORS, ("rewards",), folders)
+
+
+def _load(
+    setting: str,
+    name: str,
+    registered: Mapping[str, str],
+    arguments: Sequence[str],
+    folders: Sequence[str],
+) -> Callable[..., Any]:
+    if name not in registered:
+        sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    function = load_function(algorithm_target(name, registered), setting)
+    check_call(function, f"{setting} {name!r}", positional=arguments, keywords=[])
+    return function

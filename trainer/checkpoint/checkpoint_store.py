@@ -161,13 +161,6 @@ class CheckpointStore:
                     _remove(path)
 
 
-def load_parameters(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Loads the parameters of a complete checkpoint, in place, and nothing else. Collective."""
-    tensors = {f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()}
-    _read(path, tensors, {})
-    barrier()
-
-
 class StoredParameters:
     """Reads the parameters of a complete checkpoint one at a time."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import huggingface_hub
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.text.model_files import read_model_config
-from umbra.trainer.checkpoint.checkpoint_store import StoredParameters, load_parameters
+from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.run_dir import recorded_model
 from umbra.trainer.checkpoint.trainer_state import is_complete
@@ -88,12 +89,16 @@ def export_checkpoint(
         )
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
+    trained = StoredParameters(checkpoint)
     if prepared.weights is None:
         model = prepared.model
-        load_parameters(checkpoint, dict(model.named_parameters()))
+        parameters = dict(model.named_parameters())
+        trained.check_fit(parameters)
+        for name, parameter in parameters.items():
+            parameter.data.copy_(trained.read(name, parameter.dtype))
         write_whole_model(model, model.state_dict(), target, section.path, dtype)
         return
-    tensors = _Tensors(prepared.model, prepared.weights, StoredParameters(checkpoint), dtype)
+    tensors = _Tensors(prepared.model, prepared.weights, trained, dtype)
     config = read_model_config(section.path)
     changes = untied(config) if has_own_head(section.path, config) else {}
     with model_folder(target, section.path, sum(tensors.sizes.values())) as folder:
@@ -216,38 +221,21 @@ def correct_config(
 
 
 def write_shards(
-    folder: Path,
-    sizes: Mapping[str, int],
-    read: Callable[[str], Tensor],
-    max_nbytes: int = MAX_SHARD_NBYTES,
+    folder: Path, sizes: Mapping[str, int], read: Callable[[str], Tensor], max_nbytes: int
 ) -> None:
     """Writes tensors as safetensors, with an index if there are several files. `sizes` are in
     bytes; one file's tensors are in memory at a time, and a tensor above `max_nbytes` has a
     file of its own."""
-    shards = _split(sizes, max_nbytes)
-    files: dict[str, str] = {}
-    for idx, names in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{idx:05d}-of-{len(shards):05d}.safetensors"
+    library: Any = huggingface_hub
+    split = library.split_state_dict_into_shards_factory(
+        dict(sizes),
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_nbytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index: dict[str, Any] = {
-            "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": files,
-        }
+    if split.is_sharded:
+        index: dict[str, Any] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, nbytes in sizes.items():
-        if shards[-1] and filled + nbytes > max_nbytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-    return shards

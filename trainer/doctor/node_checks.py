@@ -39,7 +39,7 @@ from umbra.runtime.package_versions import outside_tested_range
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
+from umbra.trainer.algorithms.base import load_advantage_estimator, load_loss
 from umbra.trainer.checkpoint.file_digests import check_format
 from umbra.trainer.checkpoint.run_dir import RunDir, RunLock, check_run_dir
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state

@@ -15,7 +15,7 @@ from whole_model import load_whole_model
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.settings import Dtype
-from umbra.trainer.algorithms.algorithm_loading import load_loss
+from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.data.train_batch import ROLLOUT_LOGPROBS, TrainBatch

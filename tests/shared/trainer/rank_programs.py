@@ -26,8 +26,7 @@ from whole_model import load_whole_model
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
-from umbra.trainer.algorithms.algorithm_loading import load_loss
-from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
+from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState

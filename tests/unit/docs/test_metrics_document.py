@@ -17,8 +17,7 @@ import torch
 from documented_names import check_metrics, documented
 
 from umbra.runtime.cluster.memory_plan import Phase
-from umbra.trainer.algorithms.algorithm_loading import load_loss
-from umbra.trainer.algorithms.base import LossInputs
+from umbra.trainer.algorithms.base import LossInputs, load_loss
 from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
-from umbra.trainer.algorithms.base import LossInputs
+from umbra.trainer.algorithms.base import LossInputs, load_advantage_estimator, load_loss
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
 from umbra.trainer.config.trainer_config import TrainSection
 
