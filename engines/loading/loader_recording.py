@@ -16,7 +16,6 @@ import bisect
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, cast
 
 import torch
@@ -173,13 +172,8 @@ class LoaderRecording:
         self._mode.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._mode.__exit__(*exc_info)
 
     @contextmanager
     def paused(self) -> Generator[None]:

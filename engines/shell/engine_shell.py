@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
-from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from umbra.engines.shell.engine_core import Core, WeightUpdates
@@ -76,13 +75,8 @@ class EngineShell(Generic[_Core]):
             self._gate.start_serving(0)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._owned.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._owned.__aexit__(*exc_info)
 
     async def _start_core(self) -> None:
         with span("start the engine"):

@@ -21,7 +21,6 @@ import shutil
 import stat
 import time
 from pathlib import Path
-from types import TracebackType
 
 from umbra.runtime.errors import ConfigError
 
@@ -91,12 +90,7 @@ class SocketDir:
     def __enter__(self) -> SocketDir:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Final
 
 from umbra.runtime.disk import explain
@@ -173,12 +172,7 @@ class ChildProcess:
     async def __aenter__(self) -> ChildProcess:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.terminate(grace_s=0)
 
     def _reap(self) -> None:

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import actor_context
@@ -213,14 +212,9 @@ class ExtendableDeadline:
         self._runs = True
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         self._runs = False
-        await self._timeout.__aexit__(kind, error, trace)
+        await self._timeout.__aexit__(*exc_info)
 
     def start(self) -> None:
         """Lets the time run. Called once, in the block; after the block it does nothing."""
