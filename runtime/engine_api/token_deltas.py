@@ -146,12 +146,8 @@ class DeltaBuffer:
     """Collects runs and finishes between two ticks. Not thread-safe: one owner."""
 
     def __init__(self) -> None:
-        self._ids: list[Int64Array] = []
-        self._positions: list[Int64Array] = []
-        self._counts: list[Int64Array] = []
-        self._tokens: list[Int32Array] = []
-        self._logprobs: list[Float32Array] = []
-        self._versions: list[Int64Array] = []
+        # Columns: ids, positions, counts, tokens, logprobs, versions.
+        self._runs: list[tuple[NDArray[Any], ...]] = []
         self._finished_ids: list[int] = []
         self._finish_reasons: list[str] = []
 
@@ -161,7 +157,7 @@ class DeltaBuffer:
 
     @property
     def is_empty(self) -> bool:
-        return not self._ids and not self._finished_ids
+        return not self._runs and not self._finished_ids
 
     def add_runs(
         self,
@@ -174,44 +170,33 @@ class DeltaBuffer:
         version: int,
     ) -> None:
         """Adds runs that lie one after the other in `tokens` and `logprobs`; copies all of them."""
-        self._ids.append(ids)
-        self._positions.append(positions)
-        self._counts.append(counts)
-        self._tokens.append(tokens)
-        self._logprobs.append(logprobs)
-        self._versions.append(np.full(len(ids), version, np.int64))
+        versions = np.full(len(ids), version, np.int64)
+        self._runs.append((ids, positions, counts, tokens, logprobs, versions))
 
     def add_finish(self, request_id: int, reason: str) -> None:
         self._finished_ids.append(request_id)
         self._finish_reasons.append(reason)
 
     def clear(self) -> None:
-        for column in (
-            self._ids,
-            self._positions,
-            self._counts,
-            self._tokens,
-            self._logprobs,
-            self._versions,
-            self._finished_ids,
-        ):
-            column.clear()
+        self._runs.clear()
+        self._finished_ids.clear()
         self._finish_reasons = []  # the old list left with a batch
 
     def take(self) -> DeltaColumns | None:
         if self.is_empty:
             return None
         batch = empty_batch()
-        if self._ids:
-            counts = np.concatenate(self._counts)
-            offsets = np.zeros(len(counts) + 1, np.int32)
-            np.cumsum(counts, out=offsets[1:])
-            batch["ids"] = np.concatenate(self._ids)
-            batch["positions"] = np.concatenate(self._positions).astype(np.int32)
-            batch["offsets"] = offsets
-            batch["tokens"] = np.concatenate(self._tokens)
-            batch["logprobs"] = np.concatenate(self._logprobs)
-            batch["versions"] = np.concatenate(self._versions)
+        if self._runs:
+            ids, positions, counts, tokens, logprobs, versions = map(
+                np.concatenate, zip(*self._runs, strict=True)
+            )
+            batch["ids"] = ids
+            batch["positions"] = positions.astype(np.int32)
+            batch["offsets"] = np.zeros(len(counts) + 1, np.int32)
+            np.cumsum(counts, out=batch["offsets"][1:])
+            batch["tokens"] = tokens
+            batch["logprobs"] = logprobs
+            batch["versions"] = versions
         batch["finished_ids"] = np.array(self._finished_ids, np.int64)
         batch["finish_reasons"] = self._finish_reasons
         self.clear()

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -67,41 +67,17 @@ _LOOK_INTERVAL_S: Final = 0.5
 """Between attempts to get the lock. A longer one delays a restart; each asks the file system."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def versions(self) -> Path:
-        return self.path / "versions.jsonl"
-
-    @property
-    def resumed(self) -> Path:
-        return self.path / "resumed.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "metrics.png"
-
-    @property
-    def replaced(self) -> Path:
-        return self.path / _REPLACED
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.export = path / "export"
+        self.metrics = path / "metrics.jsonl"
+        self.versions = path / "versions.jsonl"
+        self.resumed = path / "resumed.json"
+        self.report = path / "report.html"
+        self.plot = path / "metrics.png"
+        self.replaced = path / _REPLACED
 
     def remove_replaced(self) -> None:
         """Called once the new run has done a step."""
