@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import uvloop
@@ -72,26 +72,19 @@ class Look:
 
     def since(self, before: Look) -> Look:
         return Look(
-            processes=self.processes - before.processes,
-            descriptors=self.descriptors - before.descriptors,
-            threads=self.threads - before.threads,
-            mappings=self.mappings - before.mappings,
-            shared_memory=self.shared_memory - before.shared_memory,
+            **{
+                field.name: getattr(self, field.name) - getattr(before, field.name)
+                for field in fields(self)
+            }
         )
 
     def __bool__(self) -> bool:
-        return bool(
-            self.processes
-            or self.descriptors
-            or self.threads
-            or self.mappings
-            or self.shared_memory
-        )
+        return any(getattr(self, field.name) for field in fields(self))
 
 
 class LeakCheck:
     def __init__(self) -> None:
-        self._helpers = _helper_pids()
+        self._helpers = _of_helpers("_pid", "_forkserver_pid")
         self._has_cuda = _has_cuda()
         self._children = _children()
         self._before = Look.take()
@@ -120,8 +113,8 @@ class LeakCheck:
         new = Look.take().since(self._before)
         if not new:
             return new
-        helpers = self._helpers | _helper_pids()
-        pipes = _helper_pipes()
+        helpers = self._helpers | _of_helpers("_pid", "_forkserver_pid")
+        pipes = _of_helpers("_fd", "_forkserver_alive_fd")
         if _has_cuda() and not self._has_cuda:
             # The first test that uses CUDA creates its context, which the process keeps.
             pipes |= {number for number, _ in new.descriptors}
@@ -199,27 +192,19 @@ def _children() -> frozenset[Identity]:
     return frozenset(found)
 
 
-def _helper_pids() -> frozenset[int]:
-    """Processes that `multiprocessing` starts once and keeps: not the test's doing."""
-    pids: set[int] = set()
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    if tracker is not None:
-        pids.add(getattr(tracker._resource_tracker, "_pid", None) or 0)
-    forkserver = sys.modules.get("multiprocessing.forkserver")
-    if forkserver is not None:
-        pids.add(getattr(forkserver._forkserver, "_forkserver_pid", None) or 0)
-    return frozenset(pids - {0})
-
-
-def _helper_pipes() -> frozenset[int]:
-    fds: set[int] = set()
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    if tracker is not None:
-        fds.add(getattr(tracker._resource_tracker, "_fd", None) or -1)
-    forkserver = sys.modules.get("multiprocessing.forkserver")
-    if forkserver is not None:
-        fds.add(getattr(forkserver._forkserver, "_forkserver_alive_fd", None) or -1)
-    return frozenset(fds - {-1})
+def _of_helpers(of_tracker: str, of_forkserver: str) -> frozenset[int]:
+    """A pid or descriptor of each process that `multiprocessing` starts once and keeps: not the
+    test's doing."""
+    helpers = (
+        ("multiprocessing.resource_tracker", "_resource_tracker", of_tracker),
+        ("multiprocessing.forkserver", "_forkserver", of_forkserver),
+    )
+    found = [
+        getattr(getattr(sys.modules[module], helper), attribute, None)
+        for module, helper, attribute in helpers
+        if module in sys.modules
+    ]
+    return frozenset(number for number in found if number)
 
 
 def _has_cuda() -> bool:
