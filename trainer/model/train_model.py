@@ -102,7 +102,7 @@ class TrainModel:
         self.is_packed = prepared.is_packed
         self._passes = passes
         self._train = train
-        self._scorer = _Scorer(model, compiles=passes.compiles, recomputes=passes.recomputes)
+        self._scorer = _Scorer(model, passes)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._wraps_layers = wraps_layers(passes.wrap, self.num_parameters)
         _shard(self._scorer, mesh, self._wraps_layers, passes.compute_dtype)
@@ -141,13 +141,7 @@ class TrainModel:
         """Log-probabilities of the micro-batch's targets. Collective."""
         if not self._is_compared:
             self._compare(micro_batch.targets.device)
-        logprobs, entropy = self._scorer(
-            micro_batch.inputs,
-            micro_batch.targets,
-            self._passes.temperature,
-            with_entropy,
-            self._passes.truncation,
-        )
+        logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, with_entropy)
         return TokenScores(logprobs, entropy if with_entropy else None)
 
     @torch.no_grad()
@@ -209,27 +203,23 @@ class _Scorer(nn.Module):
     """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all. With
     `uses_own_logits`, the model computes all logits itself."""
 
-    def __init__(
-        self, model: nn.Module, *, compiles: bool = False, recomputes: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, passes: PassSettings) -> None:
         super().__init__()
         self.model = model
-        self._compiles = compiles
-        self._regathers = not (compiles or recomputes)  # see `packed_attention`
+        self._passes = passes
+        self._regathers = not (passes.compiles or passes.recomputes)  # see `packed_attention`
         self.uses_own_logits = False
 
     def forward(
-        self,
-        inputs: PackedInputs | PaddedInputs,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        truncation: Truncation = WHOLE,
+        self, inputs: PackedInputs | PaddedInputs, targets: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
+        passes = self._passes
         if self.uses_own_logits:
             logits = self._own_logits(inputs)
-            return score_logits(logits, targets, temperature, with_entropy, truncation)
+            return score_logits(
+                logits, targets, passes.temperature, with_entropy, passes.truncation
+            )
         model: Any = self.model
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
         head: nn.Linear = model.get_output_embeddings()
@@ -237,10 +227,10 @@ class _Scorer(nn.Module):
             head,
             hidden,
             targets,
-            temperature,
+            passes.temperature,
             with_entropy,
-            truncation=truncation,
-            compiles=self._compiles,
+            truncation=passes.truncation,
+            compiles=passes.compiles,
         )
 
     def head_obstacle(self, inputs: PackedInputs | PaddedInputs) -> str:

@@ -26,7 +26,10 @@ from umbra.runtime.errors import DataError
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
-from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import (
+    PassSettings,
+    _Scorer,  # pyright: ignore[reportPrivateUsage]
+)
 from umbra.trainer.services.memory_needs import (
     LargestMicroBatch,
     ModelSizes,
@@ -278,7 +281,7 @@ def packed_nbytes(config: Any, packed: PackedInputs) -> int:
     register_packed_attention()
     model: Any = MODELS.from_config(config, dtype=torch.bfloat16).eval()
     model.set_attn_implementation(PACKED_ATTENTION)
-    scorer = _Scorer(model)
+    scorer = _Scorer(model, PassSettings(compute_dtype=torch.bfloat16))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
         hidden = scorer._hidden(packed)  # pyright: ignore[reportPrivateUsage]
     assert hidden.requires_grad

@@ -28,9 +28,13 @@ from umbra.trainer.model.packed_attention import (
     register_packed_attention,
 )
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
-from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import (
+    PassSettings,
+    _Scorer,  # pyright: ignore[reportPrivateUsage]
+)
 
 CPU = torch.device("cpu")
+PASSES = PassSettings(compute_dtype=torch.float32)
 
 
 def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
@@ -107,7 +111,7 @@ def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packe
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
 
-    logprobs, entropy = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, True)
+    logprobs, entropy = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, True)
 
     wanted = torch.stack([expected[place] for place in places])
     assert sorted(places) == sorted(expected)
@@ -176,7 +180,7 @@ def test_tokens_of_tools_are_fed_but_not_trained_on() -> None:
 
     ((micro_batch,),) = builder(packed=False).build(batch)
 
-    logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+    logprobs, _ = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, False)
     expected = reference_logprobs(model, batch)
     assert listed(micro_batch.targets) == [7, 10]
     torch.testing.assert_close(logprobs, torch.stack([expected[2], expected[5]]))
@@ -199,7 +203,9 @@ def test_temperature_divides_the_logits() -> None:
     model = make_model()
     ((micro_batch,),) = builder(packed=False).build(batch)
 
-    logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 0.5, False)
+    logprobs, _ = _Scorer(model, replace(PASSES, temperature=0.5))(
+        micro_batch.inputs, micro_batch.targets, False
+    )
 
     logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, 1:]
     expected = (logits / 0.5).log_softmax(-1)[[0, 1], [7, 8]]

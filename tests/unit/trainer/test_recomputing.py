@@ -13,7 +13,10 @@ from training_models import make_model
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.model.compiling import recompute_blocks
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import (
+    PassSettings,
+    _Scorer,  # pyright: ignore[reportPrivateUsage]
+)
 
 
 def count_runs(module: nn.Module, runs: list[int], idx: int) -> None:
@@ -45,9 +48,8 @@ def gradients_and_cost(
     samples = random_samples(1, [4, 6], [5, 9, 30, 18], group_size=2)
     ((micro_batch,),) = builder(packed).build(make_batch(samples))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs, _ = _Scorer(model, recomputes=recomputes)(
-            micro_batch.inputs, micro_batch.targets, 1.0, False
-        )
+        passes = PassSettings(compute_dtype=torch.float32, recomputes=recomputes)
+        logprobs, _ = _Scorer(model, passes)(micro_batch.inputs, micro_batch.targets, False)
     num_kept = sum(kept.values())
     torch.autograd.backward(logprobs.square().sum())
     named: Any = model.named_parameters()

@@ -20,9 +20,13 @@ from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.model.micro_batches import PaddedInputs
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.token_scoring import score_hidden, score_logits
-from umbra.trainer.model.train_model import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.train_model import (
+    PassSettings,
+    _Scorer,  # pyright: ignore[reportPrivateUsage]
+)
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
+PASSES = PassSettings(compute_dtype=torch.float32)
 CHUNK = 7  # tokens; does not divide 53
 
 
@@ -183,7 +187,7 @@ def test_a_models_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, kind: 
         if is_chunked:
             chunk_scores(monkeypatch, 4, vocab=64)
         model = make_model(kind).double()
-        logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+        logprobs, _ = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, False)
         torch.autograd.backward(logprobs.square().sum())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
 
@@ -194,12 +198,12 @@ def test_a_models_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, kind: 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_model_that_changes_its_logits_is_taken_at_its_word(packed: bool) -> None:
     samples = random_samples(2, [4], [5, 9], group_size=2)
-    scorer = _Scorer(granite_model(packed))
+    scorer = _Scorer(granite_model(packed), PASSES)
 
     ((micro_batch,),) = builder(packed).build(make_batch(samples))
     assert "changes the logits" in scorer.head_obstacle(micro_batch.inputs)
     scorer.uses_own_logits = True
-    logprobs, _ = scorer(micro_batch.inputs, micro_batch.targets, 1.0, False)
+    logprobs, _ = scorer(micro_batch.inputs, micro_batch.targets, False)
 
     plain = granite_model(packed=False)
     expected: list[Tensor] = []
@@ -237,7 +241,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_model_does_beside_applying_its_head_is_found(family: str) -> None:
     name, changes, said = FAMILIES[family]
-    scorer = _Scorer(small_model(name, changes))
+    scorer = _Scorer(small_model(name, changes), PASSES)
     token_ids = torch.tensor([[5, 9, 33, 70, 12, 20]])
     inputs = PaddedInputs(token_ids=token_ids, predicting=torch.arange(6))
     targets = torch.tensor([9, 33, 70, 12, 20, 41])
@@ -245,7 +249,7 @@ def test_what_a_model_does_beside_applying_its_head_is_found(family: str) -> Non
     with torch.no_grad():
         obstacle = scorer.head_obstacle(inputs)
         scorer.uses_own_logits = bool(obstacle)
-        logprobs, _ = scorer(inputs, targets, 1.0, False)
+        logprobs, _ = scorer(inputs, targets, False)
         logits: Tensor = cast("Any", scorer.model)(input_ids=token_ids, use_cache=False).logits
 
     assert (said in obstacle) if said else not obstacle
