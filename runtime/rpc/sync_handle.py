@@ -109,7 +109,7 @@ class LoopThread:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._jobs: set[_Job[Any]] = set()
-        self._failure: JobFailed | None = None
+        self.failure: JobFailed | None = None
         self._loop: asyncio.AbstractEventLoop
         self._tasks: asyncio.TaskGroup
         self._stop: asyncio.Event
@@ -123,10 +123,6 @@ class LoopThread:
         """Cancels running tasks and joins the thread."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
-
-    @property
-    def failure(self) -> JobFailed | None:
-        return self._failure
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, even_if_failed: bool = False) -> T:
         """Runs `coroutine` on the loop and waits; an exception of a signal handler ends the wait.
@@ -163,8 +159,8 @@ class LoopThread:
 
     def fail(self, failure: JobFailed) -> None:
         """Ends blocked calls, now and later. Called on the loop; the first failure counts."""
-        if self._failure is None:
-            self._failure = failure
+        if self.failure is None:
+            self.failure = failure
             for job in self._jobs:
                 if job.essential:
                     self._cancel(job)
@@ -173,9 +169,9 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function, job)
 
     def _begin(self, job: _Job[Any]) -> None:
-        if self._failure is not None and job.essential:
+        if self.failure is not None and job.essential:
             job.coroutine.close()
-            job.result.set_exception(self._failure)
+            job.result.set_exception(self.failure)
             return
         self._jobs.add(job)
         job.task = self._tasks.create_task(self._settle(job))
@@ -199,8 +195,8 @@ class LoopThread:
         job.coroutine.close()
         if job.result.done():
             return
-        if self._failure is not None and job.essential:
-            job.result.set_exception(self._failure)
+        if self.failure is not None and job.essential:
+            job.result.set_exception(self.failure)
         else:
             job.result.cancel()
 

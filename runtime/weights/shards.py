@@ -176,9 +176,6 @@ class RankShards:
         shards = zip(self.extents, self.sources, strict=True)
         return [(extent.offset, self.locate(source.tensor)) for extent, source in shards]
 
-    def reader(self) -> ShardReader:
-        return ShardReader(self)
-
 
 class ShardBuckets:
     def __init__(self, shards: RankShards) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.rank_exports import Offer, RankExports
-from umbra.runtime.weights.shards import RankShards
+from umbra.runtime.weights.shards import RankShards, ShardReader
 from umbra.runtime.weights.sync_messages import Region, SyncGrant, remaining_s
 
 _Located = Sequence[tuple[int, Tensor]]
@@ -80,7 +80,7 @@ class ExportSender:
                 (extent.offset, extent.nbytes, checksum)
                 for held in (shards, self._replicas)
                 for extent, checksum in zip(
-                    held.extents, held.reader().read_checksums(), strict=True
+                    held.extents, ShardReader(held).read_checksums(), strict=True
                 )
             ]
         finally:

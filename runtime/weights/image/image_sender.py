@@ -19,7 +19,7 @@ from umbra.runtime.weights.byte_views import buffer_bytes
 from umbra.runtime.weights.image.gpu_copies import GpuCopies, common_device
 from umbra.runtime.weights.image.mapped_image import KeptImage, MappedImage
 from umbra.runtime.weights.image.sync_progress import SyncProgress
-from umbra.runtime.weights.shards import RankShards, ShardBuckets
+from umbra.runtime.weights.shards import RankShards, ShardBuckets, ShardReader
 from umbra.runtime.weights.sync_messages import Region, SyncGrant, remaining_s
 
 
@@ -50,7 +50,7 @@ class ImageSender:
     def _fill_buckets(
         self, plan: Sequence[Sequence[BucketPiece]], filler: ImageFiller, has_checksums: bool
     ) -> list[Region] | None:
-        reader = self._shards.reader()
+        reader = ShardReader(self._shards)
         regions: list[Region] = []
         device = common_device(source.tensor for source in self._shards.sources)
         copies = GpuCopies(device, filler.set_filled)

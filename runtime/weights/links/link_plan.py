@@ -224,7 +224,7 @@ class ImageFollower:
         self._gone = gone
         self._order = order
         self._num_buckets = order.grid.num_buckets
-        self._filled = 0
+        self.num_filled = 0
         self._loaded = [0] * len(engines)
         self._following: asyncio.Task[None] | None = None
 
@@ -243,29 +243,25 @@ class ImageFollower:
     def dismiss(self, engine: int) -> None:
         """Called when this engine is lost. Others cannot continue if it still had to receive."""
         self.has_lost = True
-        if self._receives(engine) and self._filled < self._num_buckets:
+        if self._receives(engine) and self.num_filled < self._num_buckets:
             self.end()
 
     def num_loaded(self, engine: int) -> int:
         return self._loaded[self.engines.index(engine)]
 
-    @property
-    def num_filled(self) -> int:
-        return self._filled
-
     def may_load(self, engine: int) -> bool:
         """Whether the image is filled, is gone, or the engine could not receive: then its load
         raises the reason."""
-        is_filled = self._filled == self._num_buckets
+        is_filled = self.num_filled == self._num_buckets
         return is_filled or self.is_gone or self._stopped[self.engines.index(engine)]
 
     def has_to_receive(self, engine: int, num_read: int) -> bool:
         """Whether an engine has buckets to receive: of `num_read`, which all ranks have read."""
-        return self._receives(engine) and self._filled < num_read
+        return self._receives(engine) and self.num_filled < num_read
 
     def has_work(self, engine: int, num_read: int) -> bool:
         """Whether an engine has buckets to load, or to receive."""
-        has_to_load = self.num_loaded(engine) < self._filled
+        has_to_load = self.num_loaded(engine) < self.num_filled
         return has_to_load or self.has_to_receive(engine, num_read)
 
     def _receives(self, engine: int) -> bool:
@@ -295,7 +291,7 @@ class ImageFollower:
             case {"filled": int(filled), "loaded": [*loaded], "stopped": [*stopped]} if (
                 len(loaded) == len(stopped) == len(self.engines)
             ):
-                self._filled, self._loaded = filled, cast("list[int]", loaded)
+                self.num_filled, self._loaded = filled, cast("list[int]", loaded)
                 self._stopped = cast("list[bool]", stopped)
             case _:
                 raise ProtocolError(f"not the state of an image: {brief(state)}")

@@ -29,7 +29,7 @@ from umbra.runtime.weights.image.image_sender import ImageFiller
 from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.links.bucket_deltas import SentShards
 from umbra.runtime.weights.links.weight_links import LinkConnection, SendingLink, find_runs
-from umbra.runtime.weights.shards import RankShards, ShardBuckets
+from umbra.runtime.weights.shards import RankShards, ShardBuckets, ShardReader
 from umbra.runtime.weights.sync_messages import (
     LinkState,
     Region,
@@ -138,7 +138,7 @@ class _Sending:
         self._device = common_device(source.tensor for source in shards.sources)
 
     def send(self, plan: Sequence[Sequence[BucketPiece]]) -> list[Region] | None:
-        reader, regions = self._shards.reader(), list[Region]()
+        reader, regions = ShardReader(self._shards), list[Region]()
         if not self._open():
             return None
         slots = [
