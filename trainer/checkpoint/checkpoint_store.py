@@ -109,8 +109,14 @@ class CheckpointStore:
         """Loads a checkpoint in place. Raises ConfigError if it is incomplete or of another model,
         RunDirectoryError if one of its files cannot be read."""
         state = read_trainer_state(path)
-        random_state = _random_state(self._mesh.rank)
-        _read(path, _tensors(models), random_state)
+        tensors, random_state = _tensors(models), _random_state(self._mesh.rank)
+        with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
+            reader = _Reader(path)
+            saved = reader.read_metadata().state_dict_metadata
+            _check_fit(path, tensors, saved)
+            if random_state.keys() <= saved.keys():  # fewer ranks may have written it
+                tensors |= random_state
+            _dcp.load(tensors, storage_reader=reader)
         for value in random_state.values():
             torch.set_rng_state(value)
         barrier()
@@ -182,18 +188,6 @@ class StoredParameters:
         with _disk_trouble("read the checkpoint", self._path, IF_DAMAGED):
             _dcp.load({key: tensor}, storage_reader=self._reader)
         return tensor
-
-
-def _read(path: Path, tensors: dict[str, Tensor], optional: dict[str, Tensor]) -> None:
-    """Reads into tensors by flat name. `optional` ones are left as they are if the checkpoint does
-    not have all of them."""
-    with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
-        reader = _Reader(path)
-        saved = reader.read_metadata().state_dict_metadata
-        _check_fit(path, tensors, saved)
-        if optional.keys() <= saved.keys():
-            tensors |= optional
-        _dcp.load(tensors, storage_reader=reader)
 
 
 def _remove(path: Path) -> None:

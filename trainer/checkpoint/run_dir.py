@@ -168,12 +168,9 @@ def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
 def changed_settings(config: TrainerConfig) -> list[str]:
     """The settings that differ from those of the run's last start, each with both values; none if
     it is not known. Settings about the resume itself do not count."""
-    try:
-        recorded = json.loads((config.run.dir / "settings.json").read_text(encoding="utf-8"))
-        before = _flat(recorded["settings"])
-    except (OSError, ValueError, KeyError, TypeError):
+    if not (recorded := _recorded(config.run.dir, "settings")):
         return []
-    now = _flat(json.loads(json.dumps(shown_settings(config))))
+    before, now = _flat(recorded), _flat(json.loads(json.dumps(shown_settings(config))))
     return [
         f"{name} = {now.get(name)!r} (was {before.get(name)!r})"
         for name in sorted(before.keys() | now.keys())
@@ -194,9 +191,12 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_identity(run_dir: Path) -> Mapping[str, Any]:
     """The identity that the last start has recorded; empty if there is none."""
+    return _recorded(run_dir, "identity")
+
+
+def _recorded(run_dir: Path, part: str) -> Mapping[str, Any]:
     try:
-        recorded = json.loads((run_dir / "settings.json").read_text(encoding="utf-8"))
-        return recorded["identity"]
+        return json.loads((run_dir / "settings.json").read_text(encoding="utf-8"))[part]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
