@@ -87,12 +87,14 @@ def test_heartbeats_distinguish_idle_blocked_and_stopped(actor: ActorProcess) ->
         try:
             async with connected(actor.ref) as probe:
                 await probe.call("pid", timeout_s=30.0)
-                assert await beat(5.0) < 1.0
+                while await beat(5.0) >= 1.0:
+                    pass
 
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(probe.call("block", 2.0, timeout_s=60.0))
-                    await asyncio.sleep(1.5)
-                    assert await beat(5.0) > 1.0
+                    blocking = tasks.create_task(probe.call("block", 3.0, timeout_s=60.0))
+                    while await beat(5.0) <= 1.0:
+                        assert not blocking.done()
+                        await asyncio.sleep(0.05)
 
                 actor.stop()
                 with pytest.raises(TimeoutError):

@@ -127,7 +127,6 @@ def test_a_stream_adds_up_to_the_whole_answer(server: Server) -> None:
         for name in ("tokens", "token_logprobs"):
             streamed = [item for part in own if part["logprobs"] for item in part["logprobs"][name]]
             assert streamed == pytest.approx(choice["logprobs"][name])
-    assert len(chunks) > len(whole["choices"]), "it came in pieces"
 
 
 def test_a_stop_text_is_cut_off_wherever_it_comes(server: Server) -> None:
@@ -204,6 +203,7 @@ def test_a_killed_engine_costs_a_stream_nothing(server: Server) -> None:
         chunks += list(events)
 
     assert chunks.pop() == "[DONE]"
+    assert chunks[0]["choices"][0]["finish_reason"] is None
     assert text_of(chunks) == text
     other = ({"policy-0", "policy-1"} - {name}).pop()
     server.wait_for_health(engines={f"{name}#2": IDLE, f"{other}#1": IDLE})
