@@ -11,6 +11,7 @@ from typing import Final
 
 import pytest
 from huggingface_hub import constants
+from preloaded_python import PreloadedProcess
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.trainer.doctor.node_checks import listen
@@ -196,7 +197,9 @@ def test_the_newest_checkpoint_of_a_run_to_resume_is_looked_at(
 
 
 @pytest.mark.parametrize("setting", ["", "data.train=none.jsonl"])
-def test_the_ranks_of_two_nodes_report_together(config: Path, setting: str) -> None:
+def test_the_ranks_of_two_nodes_report_together(
+    config: Path, setting: str, tmp_path: Path, fork_server: None
+) -> None:
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
@@ -206,11 +209,10 @@ def test_the_ranks_of_two_nodes_report_together(config: Path, setting: str) -> N
     command = [*torchrun, *program, *filter(None, [setting])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-    nodes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
-        for _ in range(2)
-    ]
-    outputs = [node.communicate(timeout=120)[0].decode() for node in nodes]
+    files = [tmp_path / f"node-{idx}.txt" for idx in range(2)]
+    nodes = [PreloadedProcess(command, tmp_path, environment, file) for file in files]
+    statuses = [node.wait(120.0) for node in nodes]
+    outputs = [file.read_text() for file in files]
 
     (output,) = [text for text in outputs if "clocks" in text]
     found = verdicts(output)
@@ -219,10 +221,10 @@ def test_the_ranks_of_two_nodes_report_together(config: Path, setting: str) -> N
     assert found["NCCL"].startswith("-: ")
     if setting:
         assert found["data"].startswith("FAILED: data.train: no file")
-        assert all(node.returncode == 1 for node in nodes), outputs
+        assert statuses == [1, 1], outputs
     else:
         assert "all is well" in output
-        assert all(node.returncode == 0 for node in nodes), outputs
+        assert statuses == [0, 0], outputs
 
 
 def _has_gpu() -> bool:
