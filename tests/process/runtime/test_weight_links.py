@@ -26,7 +26,7 @@ from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.runtime.testing.factories import SessionFactory
 from umbra.runtime.weights.sync_messages import SyncReport
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -154,7 +154,6 @@ def test_an_engine_that_receives_for_no_other_is_killed_alone(nodes: TwoNodes) -
     assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stopped", FAR[:2], ids=["receiver", "other"])
 def test_an_engine_stopped_in_mid_transfer_is_replaced_within_the_time_of_the_sync(
     nodes: TwoNodes, stopped: str

@@ -41,7 +41,7 @@ class TwoNodes:
             full_sync_every=full_sync_every,
         )
         lead.create_pool(spec)
-        for name in FAR:
+        for name in [*NEAR, *FAR]:
             wait_until(lambda name=name: self.state(name) == "PENDING_WEIGHTS")
 
     @property
