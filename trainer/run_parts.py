@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import torch
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
-from umbra.runtime.reports.step_metrics import last_steps
+from umbra.runtime.reports.run_metrics import last_steps
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
@@ -199,12 +199,7 @@ class TrainingRun:
         if config.train.kl_coef:
             with self._display.activity("loading the reference model"):
                 self._models[REFERENCE] = load_model(config, mesh.fsdp, trains=False)
-        self._offload = HostOffload(
-            config.train.offload,
-            self._models.values(),
-            mesh.device,
-            on_release=self._session.report_gpu_memory,
-        )
+        self._offload = HostOffload(config.train.offload, self._models.values(), mesh.device)
         self._engines = PolicyEngines(
             config,
             self._session,

@@ -325,7 +325,7 @@ COMMANDS: Final = (
     Command(
         "dash",
         "a run's web page",
-        "umbra.runtime.dash.dash_command:run",
+        "umbra.runtime.dash.dash_server:run",
         _add_dash_arguments,
         "Serves a web page about a run: charts of its metrics, engines, queues, faults, and "
         "samples as text. The run may be in progress, or have ended. Only this machine can open "

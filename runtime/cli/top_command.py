@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import shutil
 import sys
 import textwrap
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from rich.live import Live
+from rich.text import Text
+
 from umbra.runtime.cluster.run_events import RunEvent, read_events
 from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.reports.job_state import EngineStatus, JobState, RankStatus
-from umbra.runtime.reports.step_metrics import Row, last_steps, total_steps
+from umbra.runtime.reports.run_metrics import Row, last_steps, total_steps
 from umbra.runtime.supervisor.live_job import job_state, run_interruptibly
 from umbra.runtime.terminal_text import escape_unprintable, format_duration
 
@@ -53,9 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not sys.stdout.isatty():
         _print_frames(run_dir, once=arguments.once)
     else:
-        with contextlib.suppress(KeyboardInterrupt), _whole_screen():
+        screen = Live(screen=True, auto_refresh=False)
+        with contextlib.suppress(KeyboardInterrupt), screen:
             while True:
-                _draw(run_dir)
+                view, (width, height) = look(run_dir), screen.console.size
+                lines = frame(view, time.time(), width=width, height=height)
+                screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
                 time.sleep(_INTERVAL_S)
     return 0
 
@@ -85,26 +90,6 @@ def _print_frames(run_dir: Path, *, once: bool) -> None:
             return
         print()
         time.sleep(_INTERVAL_S)
-
-
-@contextlib.contextmanager
-def _whole_screen() -> Generator[None]:
-    """The terminal's second screen, without a cursor, within the block."""
-    sys.stdout.write("\x1b[?1049h\x1b[?25l")
-    try:
-        yield
-    finally:
-        sys.stdout.write("\x1b[?25h\x1b[?1049l")
-        sys.stdout.flush()
-
-
-def _draw(run_dir: Path) -> None:
-    view = look(run_dir)
-    size = shutil.get_terminal_size()
-    lines = frame(view, time.time(), width=size.columns, height=size.lines)[: size.lines]
-    # Overwritten in one write, because an empty screen in between would flicker.
-    sys.stdout.write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
-    sys.stdout.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

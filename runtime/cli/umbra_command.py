@@ -13,7 +13,7 @@ from io import UnsupportedOperation
 from typing import Any, Final, cast
 
 from umbra.runtime.cli.command_parsers import COMMANDS, command_parsers
-from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.errors import ConfigError, DataError, UmbraError, how_to_install
 from umbra.runtime.terminal_text import escape_unprintable
 
 _STATUS: Final = 128 + signal.SIGPIPE
@@ -64,8 +64,16 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     # By name, because nothing here imports the trainer.
     target = next(command.target for command in COMMANDS if command.name == arguments.command)
-    module, _, function = target.partition(":")
-    return int(getattr(import_module(module), function)(arguments))
+    module_name, _, function = target.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise ConfigError(
+            f"umbra {arguments.command} needs aiohttp: {how_to_install('serve')}"
+        ) from error
+    return int(getattr(module, function)(arguments))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from umbra.runtime.cluster.gpu_shortage import RankMemory
 from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.process.descendants import process_stat
 
@@ -25,7 +24,6 @@ class AttachedRank:
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
-        self.gpu_memory: RankMemory | None = None
         self.num_stopped = 0  # looks in a row that found it stopped
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
@@ -102,10 +100,6 @@ class AttachedRanks:
 
     def all(self) -> list[AttachedRank]:
         return list(self._ranks.values())
-
-    def note_gpu_memory(self, rank: int, memory: RankMemory) -> None:
-        if rank in self._ranks:
-            self._ranks[rank].gpu_memory = memory
 
     def start_over(self, incarnation: int) -> list[int]:
         """Begins with new ranks, without old failures; returns old ranks that still run."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from umbra.runtime.process.descendants import living_descendants
@@ -49,17 +48,7 @@ def lacks_gpu_memory(text: str) -> bool:
     return _SIGNS.search(text) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Memory that torch has on a rank's GPU: `reserved_nbytes` includes its allocator's cache."""
-
-    allocated_nbytes: int
-    reserved_nbytes: int
-
-
-async def read_gpu_memory(
-    roots: Mapping[int, str] = {}, ranks: Mapping[str, RankMemory] = {}
-) -> str:
+async def read_gpu_memory(roots: Mapping[int, str] = {}) -> str:
     """Describes the memory now. `roots` maps pids to ranks or actors, whose descendants count as
     theirs. The supervisor and its actors are below a rank, so ranks come first."""
     uses: list[GpuUse] = []
@@ -69,37 +58,30 @@ async def read_gpu_memory(
             uses, holders = await asyncio.to_thread(_look, roots)
     except TimeoutError:
         pass
-    return describe_gpu_memory(uses, holders, ranks)
+    return describe_gpu_memory(uses, holders)
 
 
 def _look(roots: Mapping[int, str]) -> tuple[list[GpuUse], dict[int, str]]:
+    below = {i.pid: name for root, name in roots.items() for i in living_descendants(root)}
+    holders = below | dict(roots)
     nvml = Nvml.open()
     if nvml is None:
-        return [], {}
+        return [], holders
     try:
-        uses = nvml.uses()
+        return nvml.uses(), holders
     finally:
         nvml.close()
-    below = {i.pid: name for root, name in roots.items() for i in living_descendants(root)}
-    return uses, below | dict(roots)
 
 
-def describe_gpu_memory(
-    uses: Sequence[GpuUse], holders: Mapping[int, str], ranks: Mapping[str, RankMemory]
-) -> str:
+def describe_gpu_memory(uses: Sequence[GpuUse], holders: Mapping[int, str]) -> str:
     """Describes in one line who holds how much, and which settings to change. `uses` is empty
-    without NVML; `holders` maps each pid to a rank or actor, `ranks` has their own last reports."""
+    without NVML; `holders` maps each pid to a rank or actor."""
     sentences = [_describe_gpu(idx, use, holders) for idx, use in enumerate(uses)]
-    sentences += [
-        f"Torch has {_gib(memory.allocated_nbytes)} allocated in {name}, and "
-        f"{_gib(memory.reserved_nbytes - memory.allocated_nbytes)} in its cache."
-        for name, memory in ranks.items()
-    ]
     sentences.append(
         "Lower pool.kv_cache_num_tokens (in [pools.NAME] for an auxiliary pool), pool.max_num_seqs "
         "or pool.max_context_len, or give the pool GPUs of its own."
     )
-    if ranks:
+    if any(name.startswith("rank ") for name in holders.values()):
         sentences.append("In a hybrid pool, train.offload = 'optimizer' or 'all' makes room, too.")
     return " ".join(sentences)
 

@@ -1,18 +1,24 @@
+"""`umbra dash RUN_DIR`: serves a web page about a run, until Ctrl-C."""
+
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import json
 import logging
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Self, cast, get_args
+from typing import Final, Self, cast, get_args
 
 from aiohttp import web
 
 from umbra.runtime.dash.run_view import RunView
 from umbra.runtime.dash.sample_texts import Order
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.runtime.host_names import is_own_name, own_names
+from umbra.runtime.http_listening import is_own_name, listen, own_names, url_of
+from umbra.runtime.process.signal_handling import handle_signals
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,27 @@ _HEADERS: Final = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def run(arguments: argparse.Namespace) -> int:
+    run_dir = Path(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    asyncio.run(_serve(run_dir, arguments.host, arguments.port))
+    return 0
+
+
+async def _serve(run_dir: Path, host: str, port: int) -> None:
+    # The server logs its own failures; aiohttp would log a traceback for each malformed request.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    ended = asyncio.Event()
+    handle_signals((signal.SIGINT, signal.SIGTERM), lambda _: ended.set())
+    view = RunView(run_dir)
+    async with DashServer(view, host, port) as server, asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(view.read_ahead())
+        print(f"{run_dir}: {server.url} (Ctrl-C ends it)", flush=True)
+        await ended.wait()
+        reading.cancel()
+
+
 class DashServer:
     """The HTTP server of one run's page: answers GET only, with the page's files and with JSON.
     Owns the listening socket; port 0 takes a free one. ConfigError on entry if it cannot be bound.
@@ -49,8 +76,7 @@ class DashServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/"
+        return f"{url_of(self._host, self._port)}/"
 
     async def __aenter__(self) -> Self:
         app = web.Application(middlewares=[self._guard])
@@ -68,16 +94,8 @@ class DashServer:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(runner.cleanup)
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, self._host, self._port).start()
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {self._host} port {self._port} ({error.strerror}): choose "
-                    "others with --host and --port"
-                ) from error
-            bound: Any = runner.addresses[0]
-            self._port = bound[1]
+            remedy = "choose others with --host and --port"
+            _, self._port = await listen(runner, self._host, self._port, remedy)
             self._stack = stack.pop_all()
         return self
 

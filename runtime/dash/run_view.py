@@ -15,8 +15,12 @@ from typing import Any, Final, TypeVar, cast, get_args
 
 from umbra.runtime.dash.sample_texts import Order, SampleIndex
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.runtime.reports.metric_panels import PANELS
-from umbra.runtime.reports.step_metrics import recorded_choices, recorded_setting, total_steps
+from umbra.runtime.reports.run_metrics import (
+    PANELS,
+    recorded_choices,
+    recorded_setting,
+    total_steps,
+)
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor.live_job import job_state
 

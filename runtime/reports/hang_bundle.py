@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.node_context import NodeContext
-from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.disk import replacing
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.reports.hang_verdicts import SeenNode, verdicts
@@ -58,25 +57,34 @@ _PROCESSES: Final = "processes.json"
 Files = Mapping[str, str]
 
 
-class NodeReport:
-    """The state of one node's processes. Owned by its supervisor."""
+class JobBundles:
+    """The bundles of one job. Owned by the supervisor; a node without ranks has no `run_dir`."""
 
-    def __init__(self, context: NodeContext, actors: NodeActors) -> None:
-        self._node = context.node
-        self._client = context.client
-        self._ranks = context.ranks
+    def __init__(
+        self,
+        run_dir: Path | None,
+        context: NodeContext,
+        actors: NodeActors,
+        state: Callable[[], Awaitable[JobState]],
+    ) -> None:
+        self._run_dir = run_dir
+        self._context = context
         self._actors = actors
+        self._state = state
+        self._writing: asyncio.Task[str] | None = None  # the last one about a missed deadline
+        self._begun_at = 0.0
 
-    async def make(self) -> Files:
-        roots = {f"rank {rank.rank}": rank.pid for rank in self._ranks.all()}
+    async def report_node(self) -> Files:
+        """The state of this node's processes."""
+        roots = {f"rank {rank.rank}": rank.pid for rank in self._context.ranks.all()}
         roots |= {"supervisor": os.getpid(), "guardian": os.getppid()}
-        refs = {"supervisor": self._node.supervisor}
+        node, refs = self._context.node, {"supervisor": self._context.node.supervisor}
         for actor in self._actors.own():
             if actor.has_process:
                 roots[actor.spec.name] = actor.pid
                 if actor.ref is not None and actor.state == "RUNNING":
                     refs[actor.spec.name] = actor.ref
-        reading = asyncio.to_thread(report_processes, roots, self._node.log_dir)
+        reading = asyncio.to_thread(report_processes, roots, node.log_dir)
         files, *described = await asyncio.gather(
             reading, *(self._describe_calls(ref) for ref in refs.values())
         )
@@ -93,7 +101,7 @@ class NodeReport:
 
     async def _describe_calls(self, ref: ActorRef) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = await self._client.handle(ref).call(
+            found: dict[str, Any] = await self._context.client.handle(ref).call(
                 DESCRIBE, timeout_s=_CALLS_LIMIT_S
             )
         except UmbraError:
@@ -101,41 +109,19 @@ class NodeReport:
             return {"calls": [], "tasks": [], "problem": problem}
         return found
 
-
-class JobBundles:
-    """The bundles of one job. Owned by the supervisor; a node without ranks has no `run_dir`."""
-
-    def __init__(
-        self,
-        run_dir: Path | None,
-        context: NodeContext,
-        actors: NodeActors,
-        state: Callable[[], Awaitable[JobState]],
-    ) -> None:
-        self._run_dir = run_dir
-        self._report = NodeReport(context, actors)
-        self._links = context.links
-        self._tasks = context.tasks
-        self._state = state
-        self._writing: asyncio.Task[str] | None = None  # the last one about a missed deadline
-        self._begun_at = 0.0
-
-    async def report_node(self) -> Files:
-        return await self._report.make()
-
     async def late(self, why: str) -> str:
         """Writes a bundle, once for all that miss a deadline together, also if the caller is gone
         by then. Returns lines for the error's end, with findings and path; "" if there is no
         bundle."""
         now = time.monotonic()
         if self._writing is None or now - self._begun_at > _SAME_HANG_S:
-            self._writing = self._tasks.create_task(self._write_late(why), name="bundle")
+            self._writing = self._context.tasks.create_task(self._write_late(why), name="bundle")
             self._begun_at = now
         await asyncio.wait({self._writing}, timeout=_BUNDLE_LIMIT_S)
         return self._writing.result() if self._writing.done() else ""
 
     async def _write_late(self, why: str) -> str:
-        lead = self._links.lead
+        lead = self._context.links.lead
         if lead is None:
             return await self.write(time.strftime("%Y%m%d-%H%M%S"), why)
         try:
@@ -151,15 +137,24 @@ class JobBundles:
             return ""
         path = bundle_path(self._run_dir, name)
         try:
-            nodes, state = await asyncio.gather(
-                _report_nodes(self._report, self._links), self._state()
-            )
+            nodes, state = await asyncio.gather(self._report_nodes(), self._state())
             found = await asyncio.to_thread(write_bundle, path, why, state, nodes)
         except Exception:  # looking at a job must not end it
             logger.exception("cannot write %s", path)
             return ""
         shown = [f"  {line}" for line in found[:_NUM_VERDICTS]]
         return "\n".join([*shown, f"what all processes were doing is in {path}"])
+
+    async def _report_nodes(self) -> dict[str, Files]:
+        mine, others = await asyncio.gather(
+            self.report_node(), self._context.links.ask_elsewhere("report_node", _NODE_LIMIT_S)
+        )
+        return {"node-0": mine} | {
+            name: {"processes.txt": f"this node does not answer: {report}\n"}
+            if isinstance(report, UmbraError)
+            else report
+            for name, report in others.items()
+        }
 
 
 def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
@@ -175,18 +170,6 @@ def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     if problem := found.get("problem"):
         lines.append(problem)
     return [f"{name}:", *(f"    {line}" for line in lines)] if lines else []
-
-
-async def _report_nodes(own: NodeReport, links: JobLinks) -> dict[str, Files]:
-    mine, others = await asyncio.gather(
-        own.make(), links.ask_elsewhere("report_node", _NODE_LIMIT_S)
-    )
-    return {"node-0": mine} | {
-        name: {"processes.txt": f"this node does not answer: {report}\n"}
-        if isinstance(report, UmbraError)
-        else report
-        for name, report in others.items()
-    }
 
 
 def write_bundle(

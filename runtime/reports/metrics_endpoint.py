@@ -11,14 +11,15 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from aiohttp import web
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.http_listening import listen, url_of
 from umbra.runtime.reports.job_state import JobState, RolloutStatus
-from umbra.runtime.reports.step_metrics import Row, last_steps
+from umbra.runtime.reports.run_metrics import Row, last_steps
 from umbra.runtime.settings import split_address
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,21 +44,17 @@ class MetricsEndpoint:
         """Raises ConfigError if it cannot listen there."""
         app = web.Application()
         app.add_routes([web.get("/metrics", self._metrics)])
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        host, port = split_address(self.address)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        remedy = (
+            "set run.metrics_address to another address of rank 0's host, or to port 0, which "
+            "takes a free one"
+        )
         try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {self.address} ({error.strerror}): set run.metrics_address to "
-                "another address of rank 0's host, or to port 0, which takes a free one"
-            ) from error
-        bound: Any = runner.addresses[0]
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        self.url = f"http://{shown}:{bound[1]}/metrics"
-        self._runner = runner
+            bound = await listen(self._runner, *split_address(self.address), remedy)
+        except ConfigError:
+            await self.close()
+            raise
+        self.url = f"{url_of(*bound)}/metrics"
 
     async def close(self) -> None:
         if self._runner is not None:

@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import uvloop
 
@@ -90,28 +90,17 @@ class Pool:
         self._supervisor_call(method, self.name, *args, timeout_s, timeout_s=timeout_s + 5.0)
 
 
-class _Job(Generic[T]):
-    """One coroutine on its way from the calling thread to the loop and back."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], essential: bool) -> None:
-        self.coroutine = coroutine
-        self.essential = essential
-        self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.task: asyncio.Task[None] | None = None
-
-
 class LoopThread:
     """Runs an event loop on a background thread, for code that is not asynchronous (SPMD trainers).
     Owns the thread, its loop and all tasks on it. A failure posted with `fail()` ends every blocked
     `run()`, now and later, with `JobFailed`, so that no rank waits for a job that is lost."""
 
     def __init__(self, name: str) -> None:
+        self.failure: JobFailed | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._jobs: set[_Job[Any]] = set()
-        self.failure: JobFailed | None = None
+        self._essential = set[concurrent.futures.Future[Any]]()  # calls that a failure ends
         self._loop: asyncio.AbstractEventLoop
-        self._tasks: asyncio.TaskGroup
         self._stop: asyncio.Event
 
     def __enter__(self) -> Self:
@@ -134,81 +123,48 @@ class LoopThread:
             JobFailed: another rank or an essential process failed meanwhile.
             MailboxClosed: the thread has ended.
         """
-        job = _Job(coroutine, essential=not even_if_failed)
-        try:
-            self._call(self._begin, job)
-        except RuntimeError:  # the loop is closed
+        if self.failure is not None and not even_if_failed:
             coroutine.close()
-            raise MailboxClosed("this session is closed: nothing can be called any more") from None
+            raise self.failure
+        running = self.start(coroutine)
+        if running is None:
+            raise MailboxClosed("this session is closed: nothing can be called any more")
         try:
-            return job.result.result()
+            if not even_if_failed:
+                self._essential.add(running)
+                if self.failure is not None:  # since a moment ago
+                    raise self.failure
+            return running.result()
         except concurrent.futures.CancelledError:
+            if self.failure is not None and not even_if_failed:
+                raise self.failure from None
             raise JobFailed("the session was closed while a call was pending") from None
-        except BaseException:
-            if not job.result.done():
-                self._call(self._cancel, job)
-            raise
+        finally:
+            running.cancel()
+            self._essential.discard(running)
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
         """Runs `coroutine` beside everything else, until it ends or the thread is closed. Returns
-        at once, in a signal handler too. Does nothing where the thread has ended."""
+        at once, in a signal handler too; None where the thread has ended."""
         try:
-            self._call(self._begin, _Job(coroutine, essential=False))
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:  # the loop is closed
             coroutine.close()
+            return None
 
     def fail(self, failure: JobFailed) -> None:
         """Ends blocked calls, now and later. Called on the loop; the first failure counts."""
         if self.failure is None:
             self.failure = failure
-            for job in self._jobs:
-                if job.essential:
-                    self._cancel(job)
-
-    def _call(self, function: Callable[[_Job[Any]], None], job: _Job[Any]) -> None:
-        self._loop.call_soon_threadsafe(function, job)
-
-    def _begin(self, job: _Job[Any]) -> None:
-        if self.failure is not None and job.essential:
-            job.coroutine.close()
-            job.result.set_exception(self.failure)
-            return
-        self._jobs.add(job)
-        job.task = self._tasks.create_task(self._settle(job))
-        job.task.add_done_callback(lambda _task: self._finish(job))
-
-    @staticmethod
-    def _cancel(job: _Job[Any]) -> None:
-        if job.task is not None:
-            job.task.cancel()
-
-    @staticmethod
-    async def _settle(job: _Job[Any]) -> None:
-        try:
-            job.result.set_result(await job.coroutine)
-        except Exception as error:  # noqa: BLE001 -- raised in the calling thread
-            job.result.set_exception(error)
-
-    def _finish(self, job: _Job[Any]) -> None:
-        """Ends a job that was cancelled, perhaps before its first step."""
-        self._jobs.discard(job)
-        job.coroutine.close()
-        if job.result.done():
-            return
-        if self.failure is not None and job.essential:
-            job.result.set_exception(self.failure)
-        else:
-            job.result.cancel()
+            for running in tuple(self._essential):
+                running.cancel()
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._main())
+            runner.run(self._main())  # the runner cancels the tasks that remain
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        async with asyncio.TaskGroup() as self._tasks:
-            self._ready.set()
-            await self._stop.wait()
-            for job in list(self._jobs):
-                self._cancel(job)
+        self._ready.set()
+        await self._stop.wait()

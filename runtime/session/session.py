@@ -390,10 +390,6 @@ class Session:
         """
         self._loop.run(asyncio.sleep(within_s))
 
-    def report_gpu_memory(self, allocated_nbytes: int, reserved_nbytes: int) -> None:
-        """Reports torch's memory on this rank's GPU, for errors of engines that lack memory."""
-        self.supervisor_call("note_gpu_memory", self.rank, allocated_nbytes, reserved_nbytes)
-
     def pass_on_signal(self, number: int) -> None:
         """Passes a signal that this rank got to every rank; see `on_signal`. Returns at once.
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.supervised_actor import ActorState
-from umbra.runtime.cluster.attached_ranks import AttachedRanks
-from umbra.runtime.cluster.gpu_shortage import RankMemory
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.reports.hang_bundle import JobBundles
@@ -212,22 +210,10 @@ class ReportCalls:
     """Calls of ranks, `umbra top` and other supervisors about the state of the job and its node.
     The supervisor owns it and serves its public methods."""
 
-    def __init__(
-        self,
-        ranks: AttachedRanks,
-        states: StateCollector,
-        bundles: JobBundles,
-        metrics: MetricsHost,
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, states: StateCollector, bundles: JobBundles, metrics: MetricsHost) -> None:
         self._states = states
         self._bundles = bundles
         self._metrics = metrics
-
-    def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
-        """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
-        memory = RankMemory(allocated_nbytes=allocated_nbytes, reserved_nbytes=reserved_nbytes)
-        self._ranks.note_gpu_memory(rank, memory)
 
     async def bundle_late(self, why: str) -> str:
         """Called by the supervisor of another node; see `JobBundles.late`."""

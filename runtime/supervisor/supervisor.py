@@ -119,7 +119,7 @@ class Supervisor:
             NodeCalls(self, context, self._pools),
             self.actor_calls,
             PoolCalls(self._pools, self._links),
-            ReportCalls(self._ranks, states, self._bundles, self._metrics),
+            ReportCalls(states, self._bundles, self._metrics),
             self.notes,
         )
 

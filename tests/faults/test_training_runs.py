@@ -17,7 +17,7 @@ from http_server import run_umbra
 from training_models import save_model
 from whole_runs import start_run
 
-from umbra.runtime.reports.metric_panels import PANELS
+from umbra.runtime.reports.run_metrics import PANELS
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels

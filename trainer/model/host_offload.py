@@ -22,32 +22,20 @@ from umbra.trainer.model.train_model import TrainModel
 Offload = Literal["none", "optimizer", "all"]
 
 
-def _ignore(_allocated_nbytes: int, _reserved_nbytes: int) -> None:
-    pass
-
-
 class HostOffload:
     """Owns the host copies, which are reused (and pinned if the device is CUDA).
 
     Each rank moves its own shards; nothing here is collective. Storages shrink to nothing and
     grow again under the tensors, so parameters, FSDP's views and the optimizer's state stay
     the same objects. Between `send_away` and `bring_back`, only `locate` may read them.
-    Optimizers may get their state later. On CUDA, `on_release` gets the bytes that torch still
-    has allocated and reserved.
+    Optimizers may get their state later.
     """
 
-    def __init__(
-        self,
-        mode: Offload,
-        models: Collection[TrainModel],
-        device: torch.device,
-        on_release: Callable[[int, int], None] = _ignore,
-    ) -> None:
+    def __init__(self, mode: Offload, models: Collection[TrainModel], device: torch.device) -> None:
         self.is_away = False
         self._mode = mode
         self._models = models
         self._device = device
-        self._on_release = on_release
         self._copies: dict[int, _HostCopy] = {}
         self._seconds = 0.0
 
@@ -60,9 +48,6 @@ class HostOffload:
         started = time.perf_counter()
         torch.cuda.empty_cache()
         self._seconds += time.perf_counter() - started
-        self._on_release(
-            torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
-        )
 
     @torch.no_grad()
     def send_away(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
-from umbra.runtime.reports.metric_panels import PANELS, REST
+from umbra.runtime.reports.run_metrics import PANELS, REST
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.reporting.metrics_loggers import merge_steps, read_metrics
 

@@ -23,8 +23,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic_core import from_json
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.errors import ConfigError, first_leaf
-from umbra.runtime.host_names import is_own_name, own_names
+from umbra.runtime.errors import first_leaf
+from umbra.runtime.http_listening import is_own_name, listen, own_names
 from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
 from umbra.runtime.settings import from_wire
 from umbra.trainer.serving.choice import Step, collect
@@ -117,10 +117,8 @@ class HttpFront:
                 auto_decompress=False,  # it would block the event loop, with GiB from a few MiB
             )
             stack.push_async_callback(runner.cleanup)
-            await runner.setup()
-            await _listen(runner, *self._address)
-            bound: Any = runner.addresses[0]
-            self._address = (bound[0], bound[1])
+            remedy = "choose others with --host and --port"
+            self._address = await listen(runner, *self._address, remedy)
             self._stack = stack.pop_all()
         return self
 
@@ -315,16 +313,6 @@ def _client_error(error: Exception) -> ApiError:
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Drops stack traces of malformed HTTP, which would fill the disk; the client gets a 400."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "
-            "and --port"
-        ) from error
 
 
 def _check_content(request: web.Request) -> None:

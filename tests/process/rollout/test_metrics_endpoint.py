@@ -89,7 +89,7 @@ def test_the_values_are_those_of_the_jobs_state_and_the_last_step(
     assert values["umbra_step_timestamp_seconds"] == 1e9
     assert values["umbra_step_time_step_s"] == 0.1
     assert values["umbra_step_rollout_staleness_0_share"] != 0  # not a number
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0 .*metrics_address"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 port 0 .*metrics_address"):
         session.lead_call("serve_metrics", "192.0.2.1:0")
     text = get(url)
     document = (ROOT / "docs" / "watch.md").read_text()

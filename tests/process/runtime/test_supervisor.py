@@ -179,7 +179,7 @@ def test_a_request_that_comes_by_a_call_and_by_a_file_is_one(
 
 
 CALLS = {
-    "ranks": "attach detach fail_job join_job note_gpu_memory pass_on_signal serve_metrics",
+    "ranks": "attach detach fail_job join_job pass_on_signal serve_metrics",
     "supervisors": "admit bundle_late command_hosted end_warm hold_image host_actor join "
     "node_status report report_node",
     "programs": "generate job_state request",
