@@ -191,9 +191,8 @@ def living_pids() -> frozenset[int]:
     return frozenset(_living_pids)
 
 
-def resident_nbytes(pid: int) -> int:
-    """Resident memory of one process, shared pages included; 0 if it has ended. Memory limits use
-    this number: RLIMIT_AS would count memory that torch only reserves."""
+def process_nbytes(pid: int) -> int:
+    """Resident memory of one process, shared pages included; 0 if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

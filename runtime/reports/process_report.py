@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import umbra
-from umbra.runtime.process.child_process import ChildLog, resident_nbytes
+from umbra.runtime.process.child_process import ChildLog, process_nbytes
 from umbra.runtime.process.descendants import STOPPED, living_descendants, process_stat
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.process.thread_stacks import read_stacks
@@ -146,7 +146,7 @@ def _see(pid: int, name: str, stacks: str) -> SeenProcess:
         command=_command(pid),
         state=state,
         why_stuck="" if stat is None else stat.why_stuck,
-        nbytes=resident_nbytes(pid),
+        nbytes=process_nbytes(pid),
         threads=tuple(thread for thread in threads if thread is not None),
         problem="" if is_known or (stat is not None and stat.is_stopped) else stacks[1:-1],
     )

@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.process.child_process import resident_nbytes
+from umbra.runtime.process.child_process import process_nbytes
 from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
@@ -105,7 +105,7 @@ class SoakManager:
             step=self._step,
             cpu_s=time.process_time(),
             snapshots_cpu_s=sum(map(cpu_s, child_pids(os.getpid()))),
-            resident_mb=resident_nbytes(os.getpid()) / 1e6,
+            resident_mb=process_nbytes(os.getpid()) / 1e6,
             checkpoint=checkpoint,
         )
 

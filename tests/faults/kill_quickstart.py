@@ -40,7 +40,7 @@ from trained_history import (
 )
 from whole_runs import Run
 
-from umbra.runtime.process.child_process import resident_nbytes
+from umbra.runtime.process.child_process import process_nbytes
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 _CONFIG: Final = Path(__file__).parents[2] / "launch/configs/quickstart.toml"
@@ -139,7 +139,7 @@ def _kill_in_turn(
                 _wait_for_step(run, next(steps))
                 num_steps, begun = run.num_steps(), time.monotonic()
                 print(f"kills: {victim} after {num_steps} steps", flush=True)
-                manager_mb.append(round(resident_nbytes(run.pid_of("rollouts")) / 1e6, 1))
+                manager_mb.append(round(process_nbytes(run.pid_of("rollouts")) / 1e6, 1))
                 if victim == "all":
                     run.kill_all(rng)
                 else:

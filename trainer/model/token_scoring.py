@@ -72,21 +72,22 @@ def score_hidden(
 def scoring_nbytes(
     num_tokens: int, vocab_size: int, hidden_size: int, itemsize: int, truncation: Truncation
 ) -> int:
-    """Most memory that `score_hidden` takes with its gradient. `itemsize` is that of hidden
-    states and head."""
+    """Most memory that `score_hidden` takes with its gradient and the hidden states. `itemsize` is
+    that of hidden states and head."""
     num_logits = num_tokens * vocab_size
     wide = max(4, itemsize)
+    hidden = 2 * itemsize * num_tokens * hidden_size  # with their gradient
     if truncation.is_whole:
         sorting = masked = 0
     else:
         sorting = min(num_logits, MAX_SORTED_LOGITS) * SORTED_NBYTES
         masked = wide + 1  # the logits without the tokens left out, and which these are
     if num_logits <= _MAX_KEPT_LOGITS:
-        return num_logits * (itemsize + 3 * wide + masked) + sorting
-    # Logits, their float32 copy, log-probabilities and gradient; the head's gradient and its sum.
-    head = vocab_size * hidden_size * (itemsize + wide)
-    chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (2 * itemsize + 2 * wide + masked)
-    return chunk + sorting + head
+        # Log-probabilities, and the gradients of them and of the logits.
+        return num_logits * (3 * wide + masked) + sorting + hidden
+    # Logits, their float32 copy and log-probabilities; the head's gradient.
+    chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (itemsize + 2 * wide + masked)
+    return chunk + sorting + hidden + vocab_size * hidden_size * wide
 
 
 def score_logits(
@@ -203,6 +204,7 @@ class _ChunkedScores(torch.autograd.Function):
                 _add_product(of_weight, of_logits.t(), part)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
+            del of_logits  # before the next
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),

@@ -32,8 +32,11 @@ from umbra.trainer.services.pool_placement import engine_device
 from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
 
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_CONTEXT_NBYTES: Final = 1536 << 20
-"""CUDA context, libraries and their workspaces, measured on an H200."""
+_CONTEXT_NBYTES: Final = 2816 << 20
+"""CUDA context, libraries, their workspaces (1.5 GiB on an H200), and what torch's allocator cannot
+give back between training steps: 1.2 GiB in docs/runs/hybrid-vllm-1xh100.jsonl (reserved less
+allocated in generation). A sync with vLLM 0.33 then takes what is planned
+(docs/results/memory-plan-h200.json)."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
@@ -119,30 +122,33 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
 
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
-    """The largest micro-batch's gathered parameters, kept activations and logits."""
+    """The most that the largest micro-batch takes besides sharded parameters and gradients: what
+    the root of FSDP gathers and its gradient, and the most of three moments. These are the scoring
+    of the tokens, the backward pass of a block, and the reduction of the root's gradient."""
     itemsize, largest = ITEMSIZES[config.model.dtype], LargestMicroBatch.of(config, num_ranks)
+    root_size, block_size = sizes.num_parameters, 0
     if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
-        # The root keeps embeddings and head. Of layers, one is gathered ahead, and the gradient of
-        # one is whole, once more in float32 to be reduced.
-        gathered = sizes.embedding_size * itemsize + sizes.layer_size * (3 * itemsize + 4)
-    else:
-        gathered = sizes.num_parameters * (2 * itemsize + 4)
+        root_size, block_size = sizes.embedding_size, sizes.layer_size
+    master_itemsize = ITEMSIZES[config.master_dtype]
+    reduced = master_itemsize + master_itemsize / num_ranks  # a whole gradient, and its shard
     layer = layer_nbytes(sizes, itemsize) * largest.num_tokens
     layer *= _COMPILED_SHARE if config.train.compile else 1
-    # One layer's keys and values of prompts, repeated for completions, their gradients, and these
-    # once more to be added up.
     repeated = 2 * itemsize * sizes.kv_size * largest.num_repeated_keys
-    at_once = 3 * repeated
     kept = sizes.num_layers * layer
     if config.train.activation_checkpointing == "full":
-        kept = sizes.num_layers * itemsize * sizes.hidden_size * largest.num_tokens + layer
+        kept = sizes.num_layers * itemsize * sizes.hidden_size * largest.num_tokens
     elif config.train.compile:
         kept += sizes.num_layers * repeated
     truncation = Truncation(config.rollout.top_p, config.rollout.top_k)
     scoring = scoring_nbytes(
-        largest.num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize, truncation
+        largest.num_scored, sizes.vocab_size, sizes.hidden_size, itemsize, truncation
     )
-    return int(gathered + kept + at_once + scoring)
+    # Keys and values of prompts exist once for each completion, and so do their gradients: first
+    # for every head of the queries (the flash kernel's `dk_expanded`), then for those of the keys.
+    attention = repeated * (2 + sizes.q_size / sizes.kv_size)
+    # A block and the next one are gathered; the gradient is whole, once more to be reduced.
+    block = layer + attention + block_size * (3 * itemsize + reduced)
+    return int(2 * itemsize * root_size + max(kept + scoring, kept + block, reduced * root_size))
 
 
 def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
@@ -162,10 +168,12 @@ def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
 @dataclass(frozen=True, slots=True)
 class LargestMicroBatch:
     """The most that a micro-batch of packed samples may have. `num_tokens` counts each distinct
-    prompt once, as in `plan_batch`. `num_repeated_keys` are rows of keys that attention gathers for
-    completions from their prompts, most where many short completions follow long prompts."""
+    prompt once, as in `plan_batch`. `num_scored` are those of completions. `num_repeated_keys` are
+    rows of keys that attention gathers for completions from their prompts, most where many short
+    completions follow long prompts."""
 
     num_tokens: int
+    num_scored: int
     num_repeated_keys: int
 
     @classmethod
@@ -175,10 +183,11 @@ class LargestMicroBatch:
         context_len = _context_len(config.pool, config.model.path)
         prompt_len = max(1, context_len - rollout.max_new_tokens)
         num_samples = -(-config.samples_per_step // num_ranks)
-        whole = num_samples * context_len
+        whole = num_generated = num_samples * context_len
         if not rollout.agent:  # whose completions may fill the context
+            num_generated = num_samples * rollout.max_new_tokens
             num_groups = -(-num_samples // rollout.group_size)
-            whole = num_groups * prompt_len + num_samples * rollout.max_new_tokens
+            whole = num_groups * prompt_len + num_generated
         if train.micro_batches:
             num_tokens = -(-whole // train.micro_batches)
         else:
@@ -187,7 +196,11 @@ class LargestMicroBatch:
         shortest_group = prompt_len + rollout.group_size  # completions of one token
         num_completions = rollout.group_size * (num_tokens // shortest_group)
         num_completions = num_completions or max(1, num_tokens - prompt_len)
-        return cls(num_tokens, prompt_len * min(num_samples, num_completions))
+        return cls(
+            num_tokens=num_tokens,
+            num_scored=min(num_tokens, num_generated),
+            num_repeated_keys=prompt_len * min(num_samples, num_completions),
+        )
 
 
 def _is_known(pool: EnginePoolSettings) -> bool:

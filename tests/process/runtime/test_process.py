@@ -27,7 +27,7 @@ from child_processes import (
 
 from umbra.runtime.errors import ActorError
 from umbra.runtime.process import prctl
-from umbra.runtime.process.child_process import ChildLog, ChildProcess, resident_nbytes
+from umbra.runtime.process.child_process import ChildLog, ChildProcess, process_nbytes
 from umbra.runtime.process.process_end import ExitStatus
 
 pytestmark = pytest.mark.process
@@ -246,8 +246,8 @@ def test_resident_memory_is_what_a_process_touches(run: Run, pipe: tuple[int, in
     async def body() -> None:
         async with ChildProcess.spawn("x", python(code), pass_fds=[write_fd]) as child:
             assert wait_readable(read_fd)
-            assert 64 << 20 < resident_nbytes(child.pid) < 128 << 20
-        assert resident_nbytes(child.pid) == 0
+            assert 64 << 20 < process_nbytes(child.pid) < 128 << 20
+        assert process_nbytes(child.pid) == 0
 
     run(body())
 
