@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.node_context import ActorWatcher, NodeContext
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.remote_actor import ActorProcess, HostedActors, RemoteActor
 from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.cluster.gpu_shortage import read_gpu_memory
@@ -33,6 +33,18 @@ from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)
+
+
+class ActorWatcher(Protocol):
+    """The supervisor, as its actors see it."""
+
+    def on_actor_change(self, actor: SupervisedActor) -> None: ...
+
+    def on_remote_change(self, node: int, actor: RemoteActor) -> None: ...
+
+    async def explain_late(self, why: str) -> str:
+        """Text for the error of an actor whose first start is late, before it is killed."""
+        ...
 
 
 class NodeActors:
@@ -100,11 +112,8 @@ class NodeActors:
             raise ConfigError(f"actor name {spec.name!r} is too long for a socket: {path}")
         actor = SupervisedActor(
             spec,
-            self._node,
-            self._context.sockets,
+            self._context,
             self._note_change,
-            self._context.note,
-            self._context.job_stop,
             # A reused name continues its incarnations, or an old reference would match it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
 
 import zmq
 
 from umbra.runtime.actor.job_rules import JobRules
 from umbra.runtime.actor.job_stop import JobStop
-from umbra.runtime.actor.remote_actor import RemoteActor
-from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.run_events import Notify
+from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Settings that every actor of a node is started with. `keys` are a public and a secret CURVE
+    key, or () in a job without tcp."""
+
+    node_id: str
+    socket_dir: Path
+    log_dir: Path
+    supervisor: ActorRef
+    tcp_host: str
+    keys: Sequence[bytes]
+    log_level: int
+    trace_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +49,3 @@ class NodeContext:
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # until the job is over
     # of the actors' mailboxes
     sockets: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context[zmq.Socket[bytes]])
-
-
-class ActorWatcher(Protocol):
-    """The supervisor, as its actors see it."""
-
-    def on_actor_change(self, actor: SupervisedActor) -> None: ...
-
-    def on_remote_change(self, node: int, actor: RemoteActor) -> None: ...
-
-    async def explain_late(self, why: str) -> str:
-        """Text for the error of an actor whose first start is late, before it is killed."""
-        ...

@@ -23,19 +23,17 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final
 
 import msgpack
-import zmq
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.heartbeat import Watchdog
-from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.restart_policy import DeclareFailed, RestartTracker
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
-from umbra.runtime.cluster.run_events import EventKind, Notify
+from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.descendants import ProcessTree, is_dying, process_stat
@@ -69,19 +67,17 @@ class ActorState(StrEnum):
     FAILED = "FAILED"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """Settings that every actor of a node is started with. `keys` are a public and a secret CURVE
-    key, or () in a job without tcp."""
+@dataclasses.dataclass(slots=True)
+class _Process:
+    """The process of one incarnation."""
 
-    node_id: str
-    socket_dir: Path
-    log_dir: Path
-    supervisor: ActorRef
-    tcp_host: str
-    keys: Sequence[bytes]
-    log_level: int
-    trace_dir: str = ""
+    child: ChildProcess | None = None  # from its start until it is being ended
+    tree_pids: Sequence[int] = ()  # when last checked
+    kill_reason: str = ""
+    was_killed: bool = False  # from outside, before it was ready
+    is_replaced: bool = False  # it was ended for `restart`
+    # It got a stop signal; whether the whole job did is not known yet.
+    got_signal: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class SupervisedActor:
@@ -92,19 +88,14 @@ class SupervisedActor:
     def __init__(
         self,
         spec: ActorSpec,
-        node: NodeSettings,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: NodeContext,
         on_change: Callable[[SupervisedActor], None],
-        on_note: Notify,
-        job_stop: JobStop,
         num_earlier: int = 0,
         may_start: asyncio.Event | None = None,
         describe_gpu_memory: Callable[[], Awaitable[str]] = read_gpu_memory,
         explain_late: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
         self.spec = spec
-        self._explain_late = explain_late
-        self._shortages = GpuShortages(describe_gpu_memory)
         self.state = ActorState.STARTING
         self.incarnation = num_earlier
         self.ref: ActorRef | None = None
@@ -113,23 +104,16 @@ class SupervisedActor:
         self.has_run = False
         self.has_process = False
         self.ended = asyncio.Event()
-        self._num_earlier = num_earlier
-        self._node = node
-        self._context = context
+        self._context, self._node = context, context.node
         self._on_change = on_change
-        self._on_note = on_note
-        self._job_stop = job_stop
+        self._num_earlier = num_earlier
         self._may_start = may_start
-        self._kill_reason = ""
-        self._was_killed = False  # from outside, before it was ready
-        self._is_replaced = False  # this incarnation was ended for `restart`
+        self._shortages = GpuShortages(describe_gpu_memory)
+        self._explain_late = explain_late
         self._stop = asyncio.Event()
         self._restart_requested = asyncio.Event()  # until the next process starts
-        # This incarnation got a stop signal; whether the whole job did is not known yet.
-        self._got_signal = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._child: ChildProcess | None = None
-        self._tree_pids: list[int] = []  # of the last incarnation, when last checked
+        self._process = _Process()  # the last one
 
     @property
     def is_stopping(self) -> bool:
@@ -173,11 +157,12 @@ class SupervisedActor:
         """SIGKILLs this incarnation; the restart policy decides what follows. The first reason
         counts, behind the process's kernel state, such as stopped by a signal. It is ignored if the
         process is ending by itself: a broken call is then not the cause. Idempotent."""
-        if self._child is not None and not self._child.has_ended():
-            stat = process_stat(self._child.pid)
+        process, child = self._process, self._process.child
+        if child is not None and not child.has_ended():
+            stat = process_stat(child.pid)
             if stat is not None and not stat.is_ending:
-                self._kill_reason = self._kill_reason or _with_state(self._child.pid, reason)
-            self._child.kill()
+                process.kill_reason = process.kill_reason or _with_state(child.pid, reason)
+            child.kill()
 
     def wait_for(self, may_start: asyncio.Event) -> None:
         former, self._may_start = self._may_start, may_start
@@ -193,9 +178,9 @@ class SupervisedActor:
     def signalled(self, incarnation: int) -> bool:
         """Takes the actor's report of a stop signal; returns whether umbra sent it, so that
         the actor ends."""
-        if incarnation != self.incarnation or self._stop.is_set() or self._child is None:
+        if incarnation != self.incarnation or self._stop.is_set() or self._process.child is None:
             return True
-        self._got_signal.set()
+        self._process.got_signal.set()
         return False
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
@@ -240,17 +225,17 @@ class SupervisedActor:
                 )
                 return
             self.has_process = False
-            if self._got_signal.is_set():
-                await self._job_stop.settle(self._stop)
+            if self._process.got_signal.is_set():
+                await self._context.job_stop.settle(self._stop)
             await self._await_job_stop()
             if self._stop.is_set():
                 break
-            if self._is_replaced:
+            if self._process.is_replaced:
                 label = f"{self.spec.name}#{self.incarnation}"
                 self._note(f"{label} has ended: restarting it, as asked", "restart")
                 self._on_change(self)
                 continue
-            if not self.has_run and not self._was_killed:
+            if not self.has_run and not self._process.was_killed:
                 await self._end(ActorState.FAILED, how)  # it would fail again
                 return
             if self._shortages.is_final:
@@ -272,7 +257,7 @@ class SupervisedActor:
         await self._end(ActorState.STOPPED, f"{self.spec.name} was stopped")
 
     def _note(self, text: str, kind: EventKind) -> None:
-        self._on_note(text, kind, self.spec.name)
+        self._context.note(text, kind, self.spec.name)
 
     async def _await_leave(self) -> None:
         while (gate := self._may_start) is not None and not self._stop.is_set():
@@ -283,12 +268,11 @@ class SupervisedActor:
     async def _await_job_stop(self) -> None:
         """Engines wait for the end of a job's stop, because nothing is generated any more."""
         if self.spec.role == "engine":
-            await self._job_stop.outlast(self._stop)
+            await self._context.job_stop.outlast(self._stop)
 
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """Runs one process from spawn to reaped; describes its end, with the last log lines."""
-        self._kill_reason, self._was_killed, self._is_replaced = "", False, False
-        self._got_signal.clear()
+        self._process = process = _Process()
         label = f"{self.spec.name}#{self.incarnation}"
         log_path = self._node.log_dir / f"{self.spec.name}.log"
         host = [sys.executable, "-m", "umbra.runtime.actor.actor_host"]
@@ -309,30 +293,30 @@ class SupervisedActor:
         finally:
             os.close(write_fd)
         async with child:
-            self._child, self.pid, self._tree_pids = child, child.pid, [child.pid]
+            process.child, self.pid, process.tree_pids = child, child.pid, [child.pid]
             with span("start", self.spec.name, incarnation=self.incarnation, pid=child.pid):
                 start_error = await self._await_announcement(read_fd, child)
             # Before SIGTERM: a start that takes too long is its own fault.
-            self._was_killed = child.status is not None and child.status.is_from_outside
+            process.was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
                 self.has_run = True
                 self._shortages.started()
                 await self._enter(ActorState.RUNNING)
                 await self._watch(child)
             if child.status is not None and child.status.stop_signal is not None:
-                self._got_signal.set()
-            self._is_replaced = self._restart_requested.is_set() and not is_dying(child.pid)
-            self._child = None  # reports of lost connections from here on name no cause of its end
+                process.got_signal.set()
+            process.is_replaced = self._restart_requested.is_set() and not is_dying(child.pid)
+            process.child = None  # later reports of lost connections name no cause of its end
             status = await child.terminate(self.spec.grace_s)
         if self.state == ActorState.RUNNING:
             await self._enter(ActorState.STARTING)  # or the end: `run` decides once memory is free
         how = self._describe_end(label, child, status)
         instant("end", self.spec.name, incarnation=self.incarnation, how=how.splitlines()[0])
         await self._await_free_memory(label)
-        if self._is_replaced:
+        if process.is_replaced:
             return status, how
         if start_error:
-            how = f"{label} failed to start: {self._kill_reason or start_error}"
+            how = f"{label} failed to start: {process.kill_reason or start_error}"
         text = f"{how}\n{child.log_tail(_MAX_LOG_LINES)}"
         if why := await self._shortages.explain_end(text, is_start=bool(start_error)):
             how = f"{label} has {why}\n{how}"
@@ -342,8 +326,8 @@ class SupervisedActor:
         how = child.describe_end()
         if self.spec.role == "engine" and not status.signal_name:
             how += child.describe_errors()
-        if self._kill_reason and status.signal_name == "SIGKILL":
-            how = f"{label} was killed: {self._kill_reason}\n{how}"
+        if self._process.kill_reason and status.signal_name == "SIGKILL":
+            how = f"{label} was killed: {self._process.kill_reason}\n{how}"
         return how
 
     async def _await_free_memory(self, label: str) -> None:
@@ -351,7 +335,7 @@ class SupervisedActor:
         await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
         if self.spec.role == "engine":
             problem = await gpu_memory_released(
-                self._tree_pids, self.spec.gpus, deadline_s=_GPU_DEADLINE_S, stop=self._stop
+                self._process.tree_pids, self.spec.gpus, deadline_s=_GPU_DEADLINE_S, stop=self._stop
             )
             if problem:
                 self._note(f"{label}: {problem}; the next one may run out of memory", "fault")
@@ -406,14 +390,14 @@ class SupervisedActor:
             return outcome
 
     async def _watch(self, child: ChildProcess) -> None:
-        watchdog = Watchdog(self._context, self._heartbeat_endpoint(), child.pid, self.spec)
+        watchdog = Watchdog(self._context.sockets, self._heartbeat_endpoint(), child.pid, self.spec)
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(watchdog.run())
             ended = tasks.create_task(child.wait())
             is_to_end = tasks.create_task(self._await_stop())
             waiting = (verdict, ended, is_to_end)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            self._tree_pids = watchdog.tree.pids
+            self._process.tree_pids = watchdog.tree.pids
             if verdict.done() and not ended.done():
                 self.kill(verdict.result())
             for task in waiting:
@@ -421,12 +405,12 @@ class SupervisedActor:
 
     async def _await_stop(self) -> None:
         """Waits until this incarnation must stop: umbra asks for it, or it alone got a signal."""
-        await first_of(self._stop, self._restart_requested, self._got_signal)
+        await first_of(self._stop, self._restart_requested, self._process.got_signal)
         if self._restart_requested.is_set():
             return
-        await self._job_stop.settle(self._stop)
-        await self._job_stop.outlast(self._stop)
-        self._got_signal.clear()
+        await self._context.job_stop.settle(self._stop)
+        await self._context.job_stop.outlast(self._stop)
+        self._process.got_signal.clear()
 
     async def _enter(self, state: ActorState) -> None:
         if state != ActorState.RUNNING:

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 from umbra.runtime.actor.job_rules import JobRules, StopDecision
 from umbra.runtime.actor.node_actors import ActorCalls, NodeActors
-from umbra.runtime.actor.node_context import NodeContext
+from umbra.runtime.actor.node_context import NodeContext, NodeSettings
 from umbra.runtime.actor.remote_actor import RemoteActor
-from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import ranks_of

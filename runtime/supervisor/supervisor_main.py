@@ -24,7 +24,7 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.actor.node_context import NodeSettings
 from umbra.runtime.cluster.environment import socket_root
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
 from umbra.runtime.cluster.socket_dir import SocketDir

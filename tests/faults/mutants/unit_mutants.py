@@ -124,11 +124,11 @@ _RESTART_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="exit status 0 taken for success",
         path="runtime/actor/supervised_actor.py",
-        old="            if not self.has_run and not self._was_killed:\n",
+        old="            if not self.has_run and not self._process.was_killed:\n",
         new=(
             "            if status.code == 0:\n"
             "                break\n"
-            "            if not self.has_run and not self._was_killed:\n"
+            "            if not self.has_run and not self._process.was_killed:\n"
         ),
         command=_pytest(
             "process/runtime/test_actor_restarts.py::test_an_end_that_nobody_asked_for_is_reported_"

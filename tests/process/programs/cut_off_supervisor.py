@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.actor.node_context import NodeSettings
 from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zmq
 from actor_specs import actor
+from local_actors import lone_node
 
-from umbra.runtime.actor.job_stop import JobStop
-from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.process import child_process, descendants
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.process_end import PidWatch
-from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 
 async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedActor:
     """An actor that is not up in time, and is to be ended."""
-    node = NodeSettings(
-        node_id="node",
-        socket_dir=folder,
-        log_dir=folder,
-        supervisor=supervisor_ref("node", folder),
-        tcp_host="",
-        keys=(),
-        log_level=logging.INFO,
-    )
-    with zmq.Context[zmq.Socket[bytes]]() as context:
+    with lone_node(folder) as node:
         spec = actor("SlowStart", start_timeout_s=0.01, grace_s=0.01)
-        started = SupervisedActor(
-            spec, node, context, lambda _: None, lambda text, kind, who: None, JobStop()
-        )
+        started = SupervisedActor(spec, node, lambda _: None)
         try:
             async with asyncio.timeout(30.0):
                 await started.run()

@@ -1,32 +1,53 @@
-"""Actors for tests of what the supervisor knows about them."""
+"""Actors without a supervisor."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
-import zmq
-
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.job_stop import JobStop
-from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
-from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.actor.job_rules import JobRules
+from umbra.runtime.actor.node_context import NodeContext, NodeSettings
+from umbra.runtime.actor.supervised_actor import SupervisedActor
+from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 
-def actor_without_process(folder: Path, context: zmq.Context[zmq.Socket[bytes]]) -> SupervisedActor:
-    """An engine that nobody runs. The test sets its state."""
-    supervisor = ActorRef(name="supervisor", incarnation=1, node_id="n", ipc_endpoint="ipc://none")
+@contextmanager
+def lone_node(folder: Path) -> Generator[NodeContext]:
+    """A node without a supervisor, whose notes nobody reads."""
     node = NodeSettings(
         node_id="n",
         socket_dir=folder,
         log_dir=folder,
-        supervisor=supervisor,
+        supervisor=supervisor_ref("n", folder),
         tcp_host="",
         keys=(),
         log_level=20,
     )
+    client = Client("n")
+    context = NodeContext(
+        node=node,
+        client=client,
+        rules=JobRules(nodes_may_change=False),
+        links=JobLinks(client),
+        ranks=AttachedRanks(lambda event: None),
+        note=lambda text, kind, who: None,
+        record=lambda text, kind, who: None,
+    )
+    try:
+        yield context
+    finally:
+        client.close()
+        context.sockets.destroy(linger=0)
+
+
+def actor_without_process(context: NodeContext) -> SupervisedActor:
+    """An engine that nobody runs. The test sets its state."""
     spec = ActorSpec(
         name="judge-0", target="umbra.engines.echo.echo_engine:EchoEngine", role="engine"
     )
-    return SupervisedActor(
-        spec, node, context, lambda _: None, lambda text, kind, who: None, JobStop()
-    )
+    return SupervisedActor(spec, context, lambda _: None)

@@ -6,15 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import zmq
-from local_actors import actor_without_process
+from local_actors import actor_without_process, lone_node
 from local_images import LocalImages
 
 from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.image.fd_server import serve_fds
 
 
@@ -25,20 +23,16 @@ def test_a_killed_engine_that_does_not_end_is_reported(
     monkeypatch.setattr(engine_pool, "_END_LIMIT_S", 0.01)
     monkeypatch.setattr(engine_pool, "_GONE_LIMIT_S", 0.02)
 
-    async def run(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async def run() -> None:
         spec = PoolSpec(name="judge", engine="echo", count=1, mode="standalone", load_weights=True)
         path = str(tmp_path / "fds")
-        async with (
-            Client("n", None) as client,
-            serve_fds(path) as fds,
-            asyncio.TaskGroup() as tasks,
-        ):
+        async with serve_fds(path) as fds, asyncio.TaskGroup() as tasks:
 
             def note(text: str, kind: EventKind, who: str) -> None:
                 notes.append(text)
 
-            pool = EnginePool(spec, client, note, print, tasks, fds, LocalImages(fds))
-            actor = actor_without_process(tmp_path, context)
+            pool = EnginePool(spec, node.client, note, print, tasks, fds, LocalImages(fds))
+            actor = actor_without_process(node)
             actor.incarnation, actor.pid, actor.has_process = 3, 4711, True  # killed, and not gone
             pool.add(actor)
             hurry = asyncio.Event()
@@ -55,5 +49,5 @@ def test_a_killed_engine_that_does_not_end_is_reported(
         )
         assert notes == [text]
 
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        asyncio.run(run(context))
+    with lone_node(tmp_path) as node:
+        asyncio.run(run())
