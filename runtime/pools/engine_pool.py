@@ -8,16 +8,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.cluster.placement import engine_idx
-from umbra.runtime.cluster.run_events import Notify
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.links.link_plan import ImageHolder
@@ -50,30 +49,22 @@ class EnginePool:
     def __init__(
         self,
         spec: PoolSpec,
-        client: Client,
-        note: Notify,
-        record: Notify,
+        context: NodeContext,
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
         images: ImageHolder,
     ) -> None:
         self.spec = spec
-        self.sync = SyncCoordinator(
-            spec.name,
-            lambda: self.engines.values(),
-            fd_server,
-            images,
-            _sync_settings(spec),
-            on_abort=lambda version, reason: record(
-                f"the sync of version {version} was aborted: {reason}", "sync_failed", spec.name
-            ),
-        )
         self.engines: dict[str, PoolEngine] = {}
+        self.sync = SyncCoordinator(
+            *(spec.name, self.engines.values, fd_server, images, _sync_settings(spec)),
+            on_abort=self._record_abort,
+        )
         self.next_idx = 0  # in the name of the next engine
         self._leaders: dict[str, PoolEngine] = {}  # by the name of a follower
         self._followers: list[ActorProcess] = []
         self._running_followers: set[str] = set()  # names
-        self._client, self._note, self._tasks = client, note, tasks
+        self._context, self._tasks = context, tasks
         self.may_start = asyncio.Event()
         self.may_start.set()
         self._sleep_level: SleepLevel | None = None
@@ -87,7 +78,10 @@ class EnginePool:
     def add(self, actor: ActorProcess) -> None:
         self.next_idx = max(self.next_idx, engine_idx(actor.spec.name) + 1)
         self.engines[actor.spec.name] = PoolEngine(
-            actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
+            actor,
+            self._context.client,
+            self._on_engine_change,
+            loads_weights=self.spec.load_weights,
         )
         if actor.state == ActorState.RUNNING:  # it ran before, for a pool of the last epoch
             self.on_actor_change(actor)
@@ -183,6 +177,10 @@ class EnginePool:
     def states(self) -> list[dict[str, Any]]:
         return [engine.describe() for engine in self.engines.values()]
 
+    def _record_abort(self, version: int, reason: str) -> None:
+        text = f"the sync of version {version} was aborted: {reason}"
+        self._context.record(text, "sync_failed", self.spec.name)
+
     def _on_engine_change(self, engine: PoolEngine) -> None:
         state = engine.describe()
         logger.debug("%s#%d is %s", engine.name, engine.incarnation, engine.lifecycle)
@@ -195,7 +193,7 @@ class EnginePool:
             self._returned[engine.name] = engine.incarnation
             label = f"{engine.name}#{engine.incarnation}"
             text = f"{label} serves again, version {engine.version}"
-            self._note(text, "serves", engine.name)
+            self._context.note(text, "serves", engine.name)
         for changes in list(self._watchers):
             try:
                 changes.put_nowait(state)
@@ -272,7 +270,7 @@ class EnginePool:
         await self._until(lambda engine: engine.takes_no_memory, _GONE_LIMIT_S)
         for engine in self.engines.values():
             if not engine.takes_no_memory:
-                self._note(
+                self._context.note(
                     f"{engine.name}#{engine.incarnation} (pid {engine.actor.pid}) was killed "
                     f"{_GONE_LIMIT_S:.3g} s ago and still holds memory that pool {self.spec.name} "
                     "shares with others; the next pool to wake may run out of memory",

@@ -41,9 +41,6 @@ _RANK_NEWS_LIMIT_S: Final = 3.0
 # killed for a rank's end. Longer: an engine whose own connection broke delays the others.
 _WATCH_INTERVAL_S: Final = 0.1
 _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
-_RECEIVED_INTERVAL_S: Final = 0.02
-# Time between two looks whether a node has all weights. A shorter one takes processor time; with a
-# longer one, engines are paused later.
 
 
 class SyncEngine(Protocol):
@@ -286,6 +283,7 @@ class EngineSync:
         """
         loop, engine, num_seen = asyncio.get_running_loop(), self._engine, -1
         while not (links.may_load(self.number) or links.is_aborted):
+            changed = links.next_change(self.number)
             if engine.lifecycle.state == EngineState.DEAD:
                 raise WeightSyncError(f"{engine.name}#{self.incarnation} has ended")
             num_received = links.num_received(self.number)
@@ -295,7 +293,9 @@ class EngineSync:
                 elif timeout.when() is None or num_received != num_seen:
                     timeout.reschedule(loop.time() + max(_MIN_TIMEOUT_S, self._timeout_s()))
             num_seen = num_received
-            await asyncio.sleep(_RECEIVED_INTERVAL_S)  # the image's node reports without an event
+            with suppress(TimeoutError):  # the engine's own end is no change of the image
+                async with asyncio.timeout(_WATCH_INTERVAL_S):
+                    await changed.wait()
         self._check_incarnation()
 
     @contextmanager

@@ -224,9 +224,7 @@ class JobPools:
 
         pool = self._pools[spec.name] = EnginePool(
             spec,
-            self._context.client,
-            self._context.note,
-            self._context.record,
+            self._context,
             self._tasks,
             self._fd_server,
             JobImages(self.images, self._node.node_id, self._links),

@@ -87,12 +87,7 @@ class Connection:
         self._settled = asyncio.Event()
         self._error: UmbraError | None = None
         self._num_refusals_left = math.inf if awaits_start else _MAX_REFUSALS
-        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        # Not IMMEDIATE: with it libzmq 4.3.5 drops answers that have arrived but were not read when
-        # the peer disconnects. Nothing but HELLO is sent before the peer is connected.
-        socket.reconnect_ivl = _RECONNECT_INTERVAL_MS
-        if keys is not None and endpoint.startswith("tcp://"):
-            keys.secure_client(socket)
+        socket = _dealer(context, keys if endpoint.startswith("tcp://") else None)
         monitor = socket.get_monitor_socket(_MONITORED)
         self._monitor = LoopSocket(monitor, self._on_monitor_event, sender="the socket's monitor")
         self._socket = LoopSocket(socket, self._on_message, sender=str(ref))
@@ -258,6 +253,16 @@ def _revive(remote: RemoteError) -> UmbraError:
 def _copy(error: UmbraError) -> UmbraError:
     """A copy per task: one exception raised in several tasks would collect all their tracebacks."""
     return type(error)(*error.args)
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None) -> zmq.Socket[bytes]:
+    # Not IMMEDIATE: with it libzmq 4.3.5 drops answers that have arrived but were not read when the
+    # peer disconnects. Nothing but HELLO is sent before the peer is connected.
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.reconnect_ivl = _RECONNECT_INTERVAL_MS
+    if keys is not None:
+        keys.secure_client(socket)
+    return socket
 
 
 def _expire(future: asyncio.Future[Any], ref: ActorRef, method: str, timeout_s: float) -> None:

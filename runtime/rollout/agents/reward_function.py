@@ -45,6 +45,27 @@ _ONLY: Final = ""
 """Name of the only reward function."""
 
 
+_GIVEN: Final = frozenset({"prompts", "completions"})
+
+
+class _Parameters(NamedTuple):
+    """The names that a function takes as keywords."""
+
+    accepted: frozenset[str]
+    required: frozenset[str]
+    takes_any: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Self:
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind not in _VARIADIC]
+        return cls(
+            accepted=frozenset(p.name for p in named),
+            required=frozenset(p.name for p in named if p.default is inspect.Parameter.empty),
+            takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        )
+
+
 class RewardFunction:
     """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
 
@@ -73,22 +94,14 @@ class RewardFunction:
         self.target = target
         self._may_skip = may_skip
         self._function: Callable[..., Any] = load_function(target, setting)
-        parameters = inspect.signature(self._function).parameters.values()
-        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind not in _VARIADIC]
-        self._accepted = {p.name for p in named}
-        self._required = {p.name for p in named if p.default is inspect.Parameter.empty}
-        given = ["prompts", "completions"]
-        check_call(
-            self._function,
-            f"{setting} {target!r}",
-            positional=[],
-            keywords=[*given, *sorted(self._required.difference(given))],
-        )
+        self._parameters = _Parameters.of(self._function)
+        columns = sorted(self._parameters.required - _GIVEN)
+        keywords = ["prompts", "completions", *columns]
+        check_call(self._function, f"{setting} {target!r}", positional=[], keywords=keywords)
         self.is_async = is_async(self._function)
         if not self.is_async:
             thread.expect_functions()
-        self._takes_context = _CONTEXT in self._accepted
+        self._takes_context = _CONTEXT in self._parameters.accepted
         if self._takes_context and not self.is_async:
             raise ConfigError(
                 f"reward function {target} takes {_CONTEXT}, whose answers must be awaited: make "
@@ -161,20 +174,21 @@ class RewardFunction:
         facts: Mapping[str, Sequence[Any]],
         samples: str,
     ) -> dict[str, Any]:
-        given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
+        parameters = self._parameters
+        given = _GIVEN | ({_CONTEXT} if self._takes_context else set[str]())
         present = set[str]().union(*rows) - given
-        if both := present & facts.keys() & self._accepted:
+        if both := present & facts.keys() & parameters.accepted:
             raise RewardError(
                 f"reward function {self.target} takes {sorted(both)}, which umbra has for each "
                 "completion, and the data set has as a column: rename the column"
             )
-        missing = self._required - given - present - facts.keys()
+        missing = parameters.required - given - present - facts.keys()
         if missing:
             raise RewardError(
                 f"reward function {self.target} takes {sorted(missing)}, which the "
                 f"data set lacks for {samples}; its columns are {sorted(present)}"
             )
-        wanted = present | facts.keys() if self._takes_any else self._accepted
+        wanted = present | facts.keys() if parameters.takes_any else parameters.accepted
         own = {name: list(values) for name, values in facts.items() if name in wanted}
         return own | {name: [row.get(name) for row in rows] for name in sorted(present & wanted)}
 

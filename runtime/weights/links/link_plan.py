@@ -198,6 +198,7 @@ class ImageFollower:
         details: facts for processes of the node to map it; empty until then.
         holds: the image's contents as the sync begins, see `ImageMemory`.
         settled: set once it is mapped, or gone.
+        changed: set, and replaced, by each change here or of what ranks have read.
         is_gone: whether the engines of this node cannot get the version in this sync.
     """
 
@@ -219,6 +220,7 @@ class ImageFollower:
         self.holds = ""
         self.has_lost = False
         self.settled = asyncio.Event()
+        self.changed = asyncio.Event()
         self._stopped = [False] * len(engines)
         self.is_gone = False
         self._gone = gone
@@ -281,7 +283,12 @@ class ImageFollower:
         if not self.is_gone:
             self.is_gone = True
             self._gone.append(self.idx)
+            self.note_change()
         self.settled.set()
+
+    def note_change(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def _enter(self, state: Mapping[str, Any]) -> None:
         match state:
@@ -293,6 +300,7 @@ class ImageFollower:
             ):
                 self.num_filled, self._loaded = filled, cast("list[int]", loaded)
                 self._stopped = cast("list[bool]", stopped)
+                self.note_change()
             case _:
                 raise ProtocolError(f"not the state of an image: {brief(state)}")
 
@@ -324,7 +332,10 @@ class LinkProgress:
         at[before] -= 1
         if not at[before]:
             del at[before]
-        self._num_read = min(at)
+        if self._num_read != (num_read := min(at)):
+            self._num_read = num_read
+            for node in self._nodes:
+                node.note_change()
 
     def num_filled(self) -> list[int]:
         return self._filled
@@ -342,6 +353,10 @@ class LinkProgress:
     def num_received(self, engine: int) -> int:
         """Buckets in the image of its node."""
         return self._by_engine[engine].num_filled
+
+    def next_change(self, engine: int) -> asyncio.Event:
+        """Set by the next change of what the methods about this engine return."""
+        return self._by_engine[engine].changed
 
     def has_to_receive(self, engine: int) -> bool:
         """Whether it receives for its node, and not everything that ranks have read is there."""

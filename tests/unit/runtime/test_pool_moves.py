@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from local_actors import lone_node
 from local_images import LocalImages
 
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle
 from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.image.fd_server import FdServer
 
 
@@ -46,35 +48,39 @@ class LongDrain(PoolEngine):
         return {"engine": "policy-0"}
 
 
-async def drain(engine: LongDrain, timeout_s: float) -> None:
+async def drain(engine: LongDrain, folder: Path, timeout_s: float) -> None:
     spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
-    async with Client("node") as client, asyncio.TaskGroup() as tasks:
-        fds = FdServer("")
-        pool = EnginePool(spec, client, print, print, tasks, fds, LocalImages(fds))
-        pool.engines["policy-0"] = engine
-        await pool.pause("drain", timeout_s)
+    with lone_node(folder) as node:
+        async with asyncio.TaskGroup() as tasks:
+            fds = FdServer("")
+            pool = EnginePool(spec, node, tasks, fds, LocalImages(fds))
+            pool.engines["policy-0"] = engine
+            await pool.pause("drain", timeout_s)
 
 
 def test_an_engine_may_drain_as_long_as_who_asks_for_it_allows(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_pool, "_SETTLE_TIMEOUT_S", 0.05)
     engine = LongDrain()
 
-    asyncio.run(drain(engine, timeout_s=30.0))
+    asyncio.run(drain(engine, tmp_path, timeout_s=30.0))
 
     assert engine.reasons == []
 
 
-def test_a_watcher_that_falls_behind_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watcher_that_falls_behind_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_pool, "_MAX_UNREAD_CHANGES", 3)
 
-    async def body() -> None:
+    async def body(node: NodeContext) -> None:
         spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
         engine = LongDrain()
-        async with Client("node") as client, asyncio.TaskGroup() as tasks, asyncio.timeout(10.0):
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(10.0):
             fds = FdServer("")
-            pool = EnginePool(spec, client, print, print, tasks, fds, LocalImages(fds))
+            pool = EnginePool(spec, node, tasks, fds, LocalImages(fds))
             pool.engines["policy-0"] = engine
             changed = pool._on_engine_change  # pyright: ignore[reportPrivateUsage]
             slow, prompt = pool.watch(), pool.watch()
@@ -89,4 +95,5 @@ def test_a_watcher_that_falls_behind_is_told_so(monkeypatch: pytest.MonkeyPatch)
             changed(engine)
             assert await anext(prompt) == {"engine": "policy-0"}
 
-    asyncio.run(body())
+    with lone_node(tmp_path) as node:
+        asyncio.run(body(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_killed_engine_that_does_not_end_is_reported(
             def note(text: str, kind: EventKind, who: str) -> None:
                 notes.append(text)
 
-            pool = EnginePool(spec, node.client, note, print, tasks, fds, LocalImages(fds))
+            pool = EnginePool(spec, replace(node, note=note), tasks, fds, LocalImages(fds))
             actor = actor_without_process(node)
             actor.incarnation, actor.pid, actor.has_process = 3, 4711, True  # killed, and not gone
             pool.add(actor)
