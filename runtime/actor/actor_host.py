@@ -39,7 +39,7 @@ from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.loop_socket import endpoint_at
-from umbra.runtime.rpc.rpc_client import Client, Handle, describing_calls
+from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.settings import from_wire
 from umbra.runtime.tracing.trace_writer import recording
@@ -111,7 +111,7 @@ class _Host:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
-            server = ActorServer([target], incarnation, describing_calls(client, lambda: server))
+            server = ActorServer([target], incarnation, client)
             tcp_endpoint = self._bind(server, context, stack)
             ticker = LoopTicker(self._progress_of(target))
             stack.enter_context(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, Self
 
@@ -31,7 +31,6 @@ from umbra.runtime.rpc.envelopes import (
     ActorRef,
 )
 from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
-from umbra.runtime.rpc.rpc_server import ActorServer
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]
@@ -267,17 +266,14 @@ def _bad_timeout(what: str, timeout_s: float) -> Exception:
     return ValueError(f"{what}: timeout_s must be a number of seconds below {_MAX_TIMEOUT_S:g}")
 
 
-def describing_calls(client: Client, server: Callable[[], ActorServer]) -> Mapping[str, Any]:
-    """A method for a server: describes the process's calls in both directions, and its tasks."""
-
-    def describe() -> dict[str, Any]:
-        calls = sorted(client.pending_calls() + server().running_calls(), reverse=True)
-        return {
-            "calls": [[age_s, label[:_MAX_LABEL_LEN]] for age_s, label in calls[:_MAX_CALLS]],
-            "tasks": _describe_tasks(),
-        }
-
-    return {DESCRIBE: describe}
+def describe_calls(client: Client, running: list[tuple[float, str]]) -> dict[str, Any]:
+    """The answer to `DESCRIBE`: the process's calls in both directions, of which its server has
+    `running`, and its tasks."""
+    calls = sorted(client.pending_calls() + running, reverse=True)
+    return {
+        "calls": [[age_s, label[:_MAX_LABEL_LEN]] for age_s, label in calls[:_MAX_CALLS]],
+        "tasks": _describe_tasks(),
+    }
 
 
 def _describe_tasks() -> list[str]:

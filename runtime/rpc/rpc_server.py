@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Final, TypeVar, cast
 
@@ -39,6 +39,7 @@ from umbra.runtime.rpc.envelopes import (
     check_envelope,
 )
 from umbra.runtime.rpc.loop_socket import LoopSocket, Outbox
+from umbra.runtime.rpc.rpc_client import DESCRIBE, Client, describe_calls
 from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 logger = logging.getLogger(__name__)
@@ -114,17 +115,18 @@ class _Peer:
 
 class ActorServer:
     """Dispatches calls to `targets`: to their public methods, except `run`. Owns its tasks and
-    sockets; lives as long as `run()`. `built_in` are further methods, whose names begin with an
-    underscore."""
+    sockets; lives as long as `run()`. With the process's `client` it answers `DESCRIBE`."""
 
     def __init__(
         self,
         targets: Sequence[object],
         incarnation: int,
-        built_in: Mapping[str, Callable[..., Any]] = {},
+        client: Client | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._methods = dict(built_in)
+        self._methods: dict[str, Callable[..., Any]] = {}
+        if client is not None:
+            self._methods[DESCRIBE] = lambda: describe_calls(client, self.running_calls())
         for target in targets:
             self._methods |= _public_methods(target)
         self._idempotent = sorted(

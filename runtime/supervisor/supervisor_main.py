@@ -38,7 +38,7 @@ from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys
 from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.loop_socket import endpoint_at
-from umbra.runtime.rpc.rpc_client import Client, describing_calls
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
 from umbra.runtime.tracing.trace_writer import recording
@@ -106,8 +106,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
             )
 
-        built_in = describing_calls(client, lambda: server)
-        server = ActorServer(supervisor.calls, ref.incarnation, built_in)
+        server = ActorServer(supervisor.calls, ref.incarnation, client)
         with contextlib.ExitStack() as stack:
             if config.secret_file:
                 stack.enter_context(holding_keys(Path(config.secret_file)))

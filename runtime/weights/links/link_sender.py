@@ -28,7 +28,7 @@ from umbra.runtime.weights.image.gpu_copies import common_device
 from umbra.runtime.weights.image.image_sender import ImageFiller
 from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.links.bucket_deltas import SentShards
-from umbra.runtime.weights.links.weight_links import LinkConnection, SendingLink, find_runs
+from umbra.runtime.weights.links.weight_links import LinkConnection, SendingLink, byte_runs
 from umbra.runtime.weights.shards import RankShards, ShardBuckets, ShardReader
 from umbra.runtime.weights.sync_messages import (
     LinkState,
@@ -151,7 +151,7 @@ class _Sending:
                 return None
             memory = slots[idx % _NUM_SLOTS] if self._links or in_image is None else in_image
             regions += reader.read_bucket(pieces, memory, self._grant.has_checksums)
-            runs = find_runs(pieces)
+            runs = byte_runs(pieces)
             window = self._grid.window(idx)
             delta = None
             if self._keeps_sent:

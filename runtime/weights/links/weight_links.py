@@ -213,7 +213,7 @@ class ReceivingLink(_Link):
             with self._writing:
                 self._check_open()
                 if delta is None:
-                    for start, stop in find_runs(pieces):
+                    for start, stop in byte_runs(pieces):
                         connection.receive(_memory(memory[start:stop]))
                 else:
                     apply_delta(memory, delta)
@@ -256,7 +256,7 @@ class ReceivingLink(_Link):
         self._receiver.fail(self._rank, error)
 
 
-def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
+def byte_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
     """The first byte of each run of pieces in their bucket, and the byte behind it. Gaps are not
     sent, because they may belong to another rank. Most tensors have a multiple of `ALIGNMENT` bytes
     and leave none."""
