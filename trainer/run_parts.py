@@ -14,7 +14,7 @@ from umbra.runtime.reports.run_metrics import last_steps
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
-from umbra.trainer.algorithms.advantages import batch_advantages
+from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
 from umbra.trainer.algorithms.base import (
     AdvantageEstimator,
     PolicyLoss,
@@ -241,7 +241,7 @@ class TrainingRun:
             device=self._mesh.device,
             aggregation=train.loss_aggregation,
             max_new_tokens=self.config.rollout.max_new_tokens,
-            skips_neutral=train.kl_coef == 0.0 and train.loss in LOSSES,
+            skips_neutral=train.kl_coef == train.entropy_coef == 0.0 and train.loss in LOSSES,
         )
         check = LogprobCheck(
             model.compute_dtype,
@@ -304,7 +304,11 @@ class TrainingRun:
     def add_advantages(self, batch: TrainBatch) -> None:
         """Adds them as a column, from the rewards of whole groups."""
         groups = batch.groups
-        batch.add_advantages(batch_advantages(self._estimate, groups.rewards, groups.offsets))
+        of_groups = batch_advantages(self._estimate, groups.rewards, groups.offsets)
+        of_samples = of_groups[groups.indices]
+        if self.config.train.advantage_norm == "batch":
+            of_samples = normalize_over_batch(of_samples)
+        batch.add_advantages(of_samples)
 
     def update(self, batch: TrainBatch) -> None:
         """Updates the weights with a batch."""

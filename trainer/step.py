@@ -56,6 +56,9 @@ class TrainStep:
         return metrics | {"time/train_s": train.seconds}
 
     def _update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        every = self._train.reference_every
+        if self._reference is not None and every and step and step % every == 0:
+            self._reference.copy_from(self._policy)
         mini_batches = self._builder.build(batch)
         micro_batches = list(chain(*mini_batches))
         self._score(micro_batches, is_proximal=len(mini_batches) > 1)
@@ -103,9 +106,10 @@ class TrainStep:
         totals.add(output.metrics, micro_batch.weights)
 
     def _evaluate(self, micro_batch: MicroBatch) -> LossOutput:
-        """The loss with its KL term, and the metrics of both."""
+        """The loss with its KL term and entropy bonus, and the metrics of all."""
         train, columns = self._train, micro_batch.columns
-        scores = self._policy.score(micro_batch, with_entropy=train.log_entropy)
+        use = "trained" if train.entropy_coef else "measured" if train.log_entropy else "none"
+        scores = self._policy.score(micro_batch, use)
         inputs = LossInputs(
             rollout_logprobs=columns[ROLLOUT_LOGPROBS],
             proximal_logprobs=columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach()),
@@ -119,7 +123,9 @@ class TrainStep:
         behaviour_kl = kl_terms(inputs.rollout_logprobs, scores.logprobs.detach(), "k3")
         metrics["behaviour_kl"] = LossMetric(behaviour_kl)
         if scores.entropy is not None:
-            metrics["entropy"] = LossMetric(scores.entropy)
+            metrics["entropy"] = LossMetric(scores.entropy.detach())
+            if train.entropy_coef:
+                loss = loss - train.entropy_coef * (micro_batch.weights * scores.entropy).sum()
         if REFERENCE_LOGPROBS in columns:
             terms = kl_terms(scores.logprobs, columns[REFERENCE_LOGPROBS], train.kl_estimator)
             loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()

@@ -158,9 +158,12 @@ class RolloutConfig(Settings):
         worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
         shuffle: False keeps the prompt file's order in every epoch.
-        num_micro_batches: per rank; ignored where `max_tokens_per_micro_batch` is set.
+        mini_batches: see `[train]`; it divides `groups_per_step` of `settings`.
+        num_micro_batches: per rank and mini-batch; ignored where `max_tokens_per_micro_batch` is
+            set.
         max_tokens_per_micro_batch: each distinct prompt counts once; 0 means no cap. A sample
             longer than the cap gets a micro-batch of its own.
+        mask_truncated: see `[train]`.
         ledger_path: folder of this manager's ledger; "" records nothing.
         pools_timeout_s: added to the deadlines of rewards and agent loops here, since workers do
             not count the wait for auxiliary pools.
@@ -186,8 +189,10 @@ class RolloutConfig(Settings):
     worker_names: tuple[str, ...]
     seed: Count = 0
     shuffle: bool = True
+    mini_batches: Positive = 1
     num_micro_batches: Positive = 1
     max_tokens_per_micro_batch: Count = 0
+    mask_truncated: bool = False
     ledger_path: str = ""
     pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0
     accuracy_threshold: float = 1.0

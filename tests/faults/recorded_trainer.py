@@ -42,7 +42,8 @@ class RecordedRollouts(rollouts.Rollouts):
     ) -> Mapping[str, Any]:
         columns = super().next_batch(step, version, serve_sync, timeout_s)
         # Samples in no micro-batch are not trained on, and those in two are trained on twice.
-        members = [idx for part in columns["micro_batches"] for idx in part]
+        micro_batches = [one for each in columns["mini_batches"] for one in each[0]]
+        members = [idx for part in micro_batches for idx in part]
         samples = [_sample(columns, idx) for idx in members]
         world_size = int(os.environ["WORLD_SIZE"])
         self._write({"step": step, "world_size": world_size, "samples": samples})

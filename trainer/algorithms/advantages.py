@@ -4,20 +4,26 @@
 |---|---|
 | "grpo" | Shao et al. 2024, arXiv:2402.03300, section 4.1.2 |
 | "dr_grpo" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by the standard deviation |
+| "rloo" | Ahmadian et al. 2024, arXiv:2402.14740 |
+| "maxrl" | Tajwar et al. 2026, arXiv:2602.02710 |
+| "reinforce" | Williams 1992, doi:10.1007/BF00992696 |
 
 G: group size.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import AdvantageEstimator
+from umbra.trainer.world.world import sum_over_ranks
 
 # The floor keeps the quotient finite. A larger one shrinks advantages of groups that hardly differ;
 # below float32 rounding of the rewards, rounding noise grows to full size.
@@ -35,6 +41,35 @@ def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
 def dr_grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
     """r - mean, which does not favour prompts of low variance."""
     return np.asarray(_centred(rewards), np.float32)
+
+
+def rloo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    """r - mean of the other samples' rewards, which is G / (G - 1) times (r - mean)."""
+    return np.asarray(_centred(rewards) * len(rewards) / (len(rewards) - 1), np.float32)
+
+
+def maxrl_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(r - mean) / mean, for rewards of at least 0: the gradient of the log of the success rate,
+    to which rare successes contribute most. 0 where no reward is positive."""
+    mean = rewards.mean(dtype=np.float64)
+    centred = _centred(rewards)
+    return np.asarray(centred / mean if mean > 0 else np.zeros_like(centred), np.float32)
+
+
+def reinforce_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    """r: no baseline."""
+    return rewards
+
+
+def normalize_over_batch(advantages: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(A - mean) / (std + 1e-4) over the samples of all ranks, from this rank's [N]. Collective.
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
+    wide = advantages.astype(np.float64)
+    sums = torch.tensor([len(wide), wide.sum(), np.square(wide).sum()], dtype=torch.float64)
+    count, total, squares = (float(value) for value in sum_over_ranks(sums))
+    mean = total / count
+    variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)
+    return np.asarray((wide - mean) / (math.sqrt(variance) + _STD_FLOOR), np.float32)
 
 
 def batch_advantages(

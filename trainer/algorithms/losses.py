@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, assert_never
+from typing import Final, Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from umbra.trainer.config.trainer_config import TrainSection
 
 KlEstimator = Literal["k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
+
+_MAX_LOG_RATIO: Final = 20.0
+"""The product over a long sample would exceed float32."""
 
 
 def clipped_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
@@ -43,14 +46,16 @@ def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection)
     | decoupled objective | Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.2 |
     | importance weights, "truncate" | TIS, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" |
     | importance weights, "mask", floor | IcePop, Ling Team 2025, arXiv:2510.18855: weights outside of a range count as 0 |
+    | "sequence", "geometric" | Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" |
 
     Each token is weighted by proximal / behaviour, an importance weight without gradient, so that
-    tokens represent the ones that the proximal policy would have sampled. Metrics: those of
+    tokens represent the ones that the proximal policy would have sampled; see
+    `importance_ratios`. Metrics: those of
     `clipped_loss`; `importance_mean` of the limited weights, `importance_limited_share` of tokens,
     and `importance_max` before the limits.
     """  # noqa: E501
     terms = clipped_surrogate(logprobs - inputs.proximal_logprobs, inputs.advantages, settings)
-    raw = (inputs.proximal_logprobs - inputs.rollout_logprobs).exp()
+    raw = importance_ratios(inputs, settings)
     importance = limit_importance(raw, settings)
     loss = -(inputs.weights * importance * terms.objective).sum()
     metrics = {
@@ -71,10 +76,7 @@ def gspo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> L
     gradient the clip removed.
     """
     lens = inputs.sample_lens
-    log_ratios = torch.segment_reduce(  # [N], eq. 7
-        logprobs - inputs.rollout_logprobs, "mean", lengths=lens, initial=0.0
-    )
-    of_tokens = torch.repeat_interleave(log_ratios, lens, output_size=len(logprobs))
+    of_tokens = _over_samples(logprobs - inputs.rollout_logprobs, "mean", lens)  # eq. 7
     terms = clipped_surrogate(of_tokens, inputs.advantages, settings)
     loss = -(inputs.weights * terms.objective).sum()
     return LossOutput(loss, terms.metrics())
@@ -112,11 +114,41 @@ class ClippedSurrogate(NamedTuple):
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, settings: TrainSection
 ) -> ClippedSurrogate:
-    """`log_ratio`, [M], has the gradient."""
+    """`log_ratio`, [M], has the gradient. `train.dual_clip` is that of Ye et al. 2020,
+    arXiv:1912.09729."""
     ratio = log_ratio.exp()
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high) * advantages
-    return ClippedSurrogate(torch.minimum(free, bounded), ratio, bounded < free)
+    objective, is_clipped = torch.minimum(free, bounded), bounded < free
+    if settings.dual_clip:
+        floor = settings.dual_clip * advantages
+        is_below = (advantages < 0) & (objective < floor)
+        objective, is_clipped = torch.where(is_below, floor, objective), is_clipped | is_below
+    return ClippedSurrogate(objective, ratio, is_clipped)
+
+
+def importance_ratios(inputs: LossInputs, settings: TrainSection) -> Tensor:
+    """[M] proximal / behaviour: of each token; of its whole sample, as the product ("sequence") or
+    the geometric mean of its tokens; or 1 ("none")."""
+    log_ratio = inputs.proximal_logprobs - inputs.rollout_logprobs
+    match settings.importance_level:
+        case "token":
+            pass
+        case "sequence":
+            log_ratio = _over_samples(log_ratio, "sum", inputs.sample_lens)
+        case "geometric":
+            log_ratio = _over_samples(log_ratio, "mean", inputs.sample_lens)
+        case "none":
+            log_ratio = torch.zeros_like(log_ratio)
+        case _:
+            assert_never(settings.importance_level)
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+
+
+def _over_samples(values: Tensor, reduction: Literal["sum", "mean"], lens: Tensor) -> Tensor:
+    """[M], each token's being that of its sample."""
+    reduced = torch.segment_reduce(values, reduction, lengths=lens, initial=0.0)
+    return torch.repeat_interleave(reduced, lens, output_size=len(values))
 
 
 def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:

@@ -241,11 +241,13 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     than the policy begin with the model's."""
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
-        if model.adamw is None:
+        if not model.is_saved:
             continue
         prefix = "" if model_name == POLICY else f"{model_name}/"
-        _start_moments(model.adamw)  # parameters without gradient have none; `load` needs all
-        states = cast("dict[nn.Parameter, dict[str, Tensor]]", model.adamw.state)
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        if model.adamw is not None:
+            _start_moments(model.adamw)  # parameters without gradient have none; `load` needs all
+            states = cast("dict[nn.Parameter, dict[str, Tensor]]", model.adamw.state)
         for name, parameter in model.parameters.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
             for kind, value in states.get(parameter, {}).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 _FOLDER: Final = "umbra.trainer.algorithms"
 
@@ -14,14 +14,33 @@ LOSSES: Final[Mapping[str, str]] = {
     "decoupled": f"{_FOLDER}.losses:decoupled_loss",
     "gspo": f"{_FOLDER}.losses:gspo_loss",
     "cispo": f"{_FOLDER}.losses:cispo_loss",
+    "sapo": f"{_FOLDER}.sapo:sapo_loss",
+    "dppo": f"{_FOLDER}.dppo:dppo_loss",
 }
 """Values of `train.loss`; "module:function" names a user's own `PolicyLoss`."""
+
+LOSS_ARGS: Final[Mapping[str, Mapping[str, float]]] = {
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+}
+"""Keys of `train.loss_args` that umbra's losses take, with defaults; all are above 0."""
 
 ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
     "grpo": f"{_FOLDER}.advantages:grpo_advantages",
     "dr_grpo": f"{_FOLDER}.advantages:dr_grpo_advantages",
+    "rloo": f"{_FOLDER}.advantages:rloo_advantages",
+    "maxrl": f"{_FOLDER}.advantages:maxrl_advantages",
+    "reinforce": f"{_FOLDER}.advantages:reinforce_advantages",
 }
 """Values of `train.advantage`; "module:function" names a user's own `AdvantageEstimator`."""
+
+
+def takes_args(loss: str, args: Mapping[str, Any]) -> bool:
+    """Whether one of umbra's losses takes these `train.loss_args`."""
+    known = LOSS_ARGS.get(loss, {})
+    return all(
+        name in known and isinstance(value, int | float) and value > 0
+        for name, value in args.items()
+    )
 
 
 def algorithm_target(name: str, registered: Mapping[str, str]) -> str:

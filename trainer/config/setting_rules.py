@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.settings import annotations_of
-from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
+from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, takes_args
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 _NAME: Final = re.compile(r"\b[a-z]+\.[a-z_]+\b")
@@ -27,6 +27,7 @@ def _truncates_logprobs(engine: str) -> bool:
 _NAMES: Final = {
     "ADVANTAGE_ESTIMATORS": ADVANTAGE_ESTIMATORS,
     "LOSSES": LOSSES,
+    "takes_args": takes_args,
     "truncates_logprobs": _truncates_logprobs,
 }
 """Names that conditions use besides the sections of a config."""
@@ -99,10 +100,11 @@ RULES: Final = (
     Rule(
         "warning",
         "(rollout.top_p < 1 or rollout.top_k > 0) and "
-        "(rollout.max_staleness > 0 or train.updates_per_batch > 1)",
+        "(rollout.max_staleness > 0 or train.updates_per_batch > 1 or train.mini_batches > 1)",
         "the trainer scores tokens among those that its own weights keep, and after an update "
-        "these are not quite the ones that were sampled from: use rollout.max_staleness = 0 and "
-        "train.updates_per_batch = 1, or leave rollout.top_p and rollout.top_k out",
+        "these are not quite the ones that were sampled from: use rollout.max_staleness = 0, "
+        "train.updates_per_batch = 1 and train.mini_batches = 1, or leave rollout.top_p and "
+        "rollout.top_k out",
     ),
     Rule(
         "error",
@@ -112,9 +114,11 @@ RULES: Final = (
     ),
     Rule(
         "error",
-        "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS",
+        "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS "
+        "and train.advantage != 'reinforce'",
         "advantages compare the completions of one prompt; that of a single one is always 0, and "
-        "nothing would be learned: set rollout.group_size to 2 or more",
+        "nothing would be learned: set rollout.group_size to 2 or more, or use train.advantage = "
+        "'reinforce' with train.advantage_norm = 'batch'",
     ),
     Rule(
         "warning",
@@ -162,12 +166,47 @@ RULES: Final = (
     *_unused(
         "train.loss in LOSSES and train.loss != 'decoupled'",
         "use train.loss = 'decoupled'",
+        "train.importance_level",
         "train.importance_cap",
         "train.importance_above_cap",
         "train.importance_floor",
     ),
-    *_unused("train.kl_coef == 0", "set train.kl_coef above 0", "train.kl_estimator"),
+    *_unused(
+        "train.importance_level == 'none'",
+        "use another train.importance_level",
+        "train.importance_cap",
+        "train.importance_above_cap",
+        "train.importance_floor",
+    ),
+    Rule(
+        "error",
+        "0 < train.dual_clip <= 1",
+        "it bounds ratios, which are 1 where nothing has changed: use a number above 1, such as 3, "
+        "or 0 for no bound",
+    ),
+    *_unused(
+        "train.loss in ('cispo', 'sapo', 'dppo')",
+        "use train.loss = 'clipped', 'decoupled' or 'gspo'",
+        "train.dual_clip",
+    ),
+    Rule(
+        "error",
+        "train.loss in LOSSES and not takes_args(train.loss, train.loss_args)",
+        "of umbra's losses only 'sapo' takes arguments, numbers above 0 by the names tau_positive "
+        "and tau_negative",
+    ),
+    *_unused(
+        "train.kl_coef == 0",
+        "set train.kl_coef above 0",
+        "train.reference_every",
+        "train.kl_estimator",
+    ),
     # the optimizer
+    Rule(
+        "error",
+        "rollout.groups_per_step % train.mini_batches != 0",
+        "each optimizer step takes as many prompts: use a divisor of rollout.groups_per_step",
+    ),
     Rule(
         "error",
         "(train.steps is None) == (train.epochs is None)",

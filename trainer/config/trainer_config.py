@@ -311,12 +311,14 @@ class TrainSection(Settings):
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
         max_grad_norm: Gradients are scaled down to this norm. 0 switches clipping off.
-        micro_batches: Micro-batches per rank and step, of about equal cost. More take less memory
-            and are slower. 0 goes by `max_tokens_per_micro_batch`.
+        mini_batches: Parts of a batch, each of as many prompts, that an optimizer step is made
+            from, one after the other. Later ones are slightly off-policy, which the clipped ratio
+            bounds. It has to divide `rollout.groups_per_step`.
+        micro_batches: Micro-batches per rank and mini-batch, of about equal cost. More take less
+            memory and are slower. 0 goes by `max_tokens_per_micro_batch`.
         max_tokens_per_micro_batch: Largest number of tokens of a micro-batch; there are as many as
             this needs. 0 is 2048 on the CPU, whose caches hold about that, and 16384 on a GPU.
-        updates_per_batch: Optimizer steps made from one batch. Above 1 the later ones are slightly
-            off-policy, which the clipped ratio bounds.
+        updates_per_batch: Passes over a batch, with an optimizer step for each of `mini_batches`.
         loss: "clipped" is PPO's: the policy's ratio to the policy that generated the tokens,
             clipped. "decoupled" is for tokens that older weights generated: the ratio to the policy
             at the beginning of the step, clipped, times an importance weight, the ratio of that
@@ -324,12 +326,21 @@ class TrainSection(Settings):
             are the losses. "gspo" is "clipped" with the ratio of a whole sample, to the power of
             1 / length; use it with loss_aggregation = "sequence" and clip_eps_low and clip_eps_high
             below 0.001. "cispo" clips the ratio, as a weight, and leaves the gradient to every
-            token. "module:function" is a `PolicyLoss` of your own, see
+            token. "sapo" has a smooth gate instead of the clip. "dppo" leaves tokens out whose
+            probability, not its ratio, has changed by more than `clip_eps_low` or `clip_eps_high`;
+            0.2 is usual. "module:function" is a `PolicyLoss` of your own, see
             `umbra.trainer.algorithms.base`; its module is searched for like the reward function's,
             on every node.
         clip_eps_low: The ratio is clipped to at least 1 - this; 1 is no lower bound. Larger values
             allow larger updates.
         clip_eps_high: The ratio is clipped to at most 1 + this. Larger values allow larger updates.
+        dual_clip: With a negative advantage, a token's term is at least this times the advantage,
+            however large the ratio. 3 is usual; 0 is no bound.
+        loss_args: Constants of the loss by name. "sapo" takes tau_positive and tau_negative, by
+            default 1 and 1.05. A loss of your own gets them in its settings.
+        importance_level: With loss = "decoupled", what an importance weight is of: each "token",
+            the whole "sequence", or the "geometric" mean of its tokens. "none" weights nothing:
+            the loss is PPO's around the policy at the beginning of the step.
         importance_cap: With loss = "decoupled", importance weights above it are limited. A large
             value, such as 1e9, limits none.
         importance_above_cap: What happens to importance weights above the cap: "truncate" sets them
@@ -337,12 +348,20 @@ class TrainSection(Settings):
         importance_floor: Tokens with importance weights below it are left out. 0 leaves none out.
         advantage: "grpo" subtracts the mean reward of a group and divides by the standard deviation
             of the group as a sample, which divides by one less than its size; "dr_grpo" does not
-            divide. "module:function" is an `AdvantageEstimator` of your own, found like `loss`.
+            divide. "rloo" subtracts the mean of the group's other rewards. "maxrl" divides by the
+            mean, for rewards of at least 0. "reinforce" is the reward itself. "module:function" is
+            an `AdvantageEstimator` of your own, found like `loss`.
+        advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
+            standard deviation; "none" leaves them as they are.
         loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
             "sequence" the mean of each sample's mean, "constant" their sum divided by the number
             of samples and `rollout.max_new_tokens`.
+        mask_truncated: Whether completions that reach their largest length are left out of the
+            loss. Their rewards still count in the advantages of their group.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
+        reference_every: Steps after which the current policy becomes the reference model of the KL
+            term. 0 keeps the starting model.
         kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.losses`. The
             estimator k1 is not among them: as a loss, its expected gradient is 0.
         max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
@@ -351,6 +370,8 @@ class TrainSection(Settings):
             any weight has changed, and later steps warn. 0 is the bound of `model.dtype`: 0.01 in
             float32, 0.15 in bfloat16, 1e-5 in float64. Raise it for engines that are quantised on
             purpose; 1e9 switches the check off.
+        entropy_coef: Weight of the policy's mean entropy, which is added to the objective. Larger
+            values keep the policy from becoming deterministic; 1e-3 is a usual one.
         log_entropy: Whether to measure the policy's entropy, which takes one more pass over the
             logits.
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
@@ -390,20 +411,28 @@ class TrainSection(Settings):
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: Annotated[float, Bounds(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Bounds(ge=0)] = 1.0
+    mini_batches: Positive = 1
     micro_batches: Count = 0
     max_tokens_per_micro_batch: Count = 0
     updates_per_batch: Positive = 1
     loss: Annotated[str, Checked(_check_loss)] = "clipped"
     clip_eps_low: Annotated[float, Bounds(ge=0, le=1)] = 0.2
     clip_eps_high: Annotated[float, Bounds(ge=0)] = 0.2
+    dual_clip: Annotated[float, Bounds(ge=0)] = 0.0
+    loss_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    importance_level: Literal["token", "sequence", "geometric", "none"] = "token"
     importance_cap: Annotated[float, Bounds(ge=1)] = 2.0
     importance_above_cap: Literal["truncate", "mask"] = "truncate"
     importance_floor: Share = 0.0
     advantage: Annotated[str, Checked(_check_advantage)] = "grpo"
+    advantage_norm: Literal["none", "batch"] = "none"
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    mask_truncated: bool = False
     kl_coef: Annotated[float, Bounds(ge=0)] = 0.0
+    reference_every: Count = 0
     kl_estimator: Literal["k2", "k3"] = "k3"
     max_logprob_difference: Annotated[float, Bounds(ge=0)] = 0.0
+    entropy_coef: Annotated[float, Bounds(ge=0)] = 0.0
     log_entropy: bool = True
     activation_checkpointing: Literal["auto", "none", "full"] = "auto"
     compile: bool = False

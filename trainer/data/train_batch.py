@@ -47,7 +47,7 @@ class TrainBatch:
     tokens: NDArray[np.int32]  # [T]
     offsets: NDArray[np.int32]  # [N + 1]
     prompt_lens: NDArray[np.int32]  # [N], like `sample_ids`
-    mask: NDArray[np.uint8]  # [T], 1 where generated
+    mask: NDArray[np.uint8]  # [T], 1 where generated and in the loss
     versions: NDArray[np.int64]  # [T], of the weights that generated a token; else meaningless
     columns: dict[str, NDArray[np.float32]]  # [T] each: what a loss may need of every token
     groups: RewardGroups
@@ -59,14 +59,13 @@ class TrainBatch:
     def from_answer(cls, answer: Mapping[str, Any]) -> TrainBatch:
         """Reads the manager's answer to one rank. Raises ProtocolError if it lacks a part."""
         same = ("tokens", "offsets", "prompt_lens", "mask", "versions", "sample_ids", "metrics")
-        mini_batch = ("micro_batches", "loss_tokens_global", "num_samples_global")
         groups = ("group_rewards", "group_offsets", "reward_indices")
         try:
             return cls(
                 **{name: answer[name] for name in same},
                 columns={ROLLOUT_LOGPROBS: answer["logprobs"]},
                 groups=RewardGroups(*(answer[name] for name in groups)),
-                mini_batches=[MiniBatch(*(answer[name] for name in mini_batch))],
+                mini_batches=[MiniBatch(*each) for each in answer["mini_batches"]],
             )
         except KeyError as error:
             raise ProtocolError(f"the rollout manager's batch lacks {error}") from None
@@ -75,10 +74,9 @@ class TrainBatch:
         """The tokens of a sample."""
         return slice(int(self.offsets[idx]), int(self.offsets[idx + 1]))
 
-    def add_advantages(self, of_groups: NDArray[np.float32]) -> None:
-        """Gives a sample's tokens the sample's advantage. `of_groups`, [sum G], are those of
-        `groups`."""
-        self.columns[ADVANTAGES] = self.spread(of_groups[self.groups.indices])
+    def add_advantages(self, of_samples: NDArray[np.float32]) -> None:
+        """Gives a sample's tokens the sample's advantage, of [N]."""
+        self.columns[ADVANTAGES] = self.spread(of_samples)
 
     def spread(self, values: NDArray[Any]) -> NDArray[Any]:
         """[T] from one value for each sample, [N]."""

@@ -62,6 +62,7 @@ class MicroBatchBuilder:
     def _build_one(
         self, batch: TrainBatch, mini_batch: MiniBatch, members: Sequence[int]
     ) -> MicroBatch:
+        members = [idx for idx in members if batch.mask[batch.span(idx)].any()]
         if self.skips_neutral:
             advantages = batch.columns[ADVANTAGES]
             members = [idx for idx in members if advantages[batch.span(idx)].any()]
@@ -69,7 +70,7 @@ class MicroBatchBuilder:
         order = packing_order(samples)
         samples = [samples[idx] for idx in order]
         members = [members[idx] for idx in order]
-        if not any(len(sample.generated) for sample in samples):
+        if not samples:
             return self._padding(batch.columns)
         lens = torch.tensor([len(sample.generated) for sample in samples])
         flat = np.concatenate(

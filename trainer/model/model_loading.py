@@ -39,7 +39,9 @@ def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> Trai
         recomputes=config.train.activation_checkpointing == "full",
         compiles=config.train.compile,
     )
-    return TrainModel(prepared, mesh, passes, config.train if trains else None)
+    model = TrainModel(prepared, mesh, passes, config.train if trains else None)
+    model.is_saved = trains or config.train.reference_every > 0
+    return model
 
 
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:

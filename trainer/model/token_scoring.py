@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +31,21 @@ _MAX_KEPT_LOGITS: Final = 1 << 26
 _MAX_CHUNK_LOGITS: Final = 1 << 28
 
 
+EntropyUse = Literal["none", "measured", "trained"]
+"""Entropies are not computed, have no gradient, or have one."""
+
+
 def score_hidden(
     head: nn.Linear,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
-    with_entropy: bool,
+    entropy_use: EntropyUse,
     *,
     truncation: Truncation = WHOLE,
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """[M] log-probabilities of `targets`, and [M] entropies without gradient, or [0].
+    """[M] log-probabilities of `targets`, and [M] entropies, or [0] with "none".
 
     `hidden` is [M, E]. Only the target and the tokens that `truncation` keeps have a probability.
     torch.compile (`compiles`) makes fewer passes over the logits.
@@ -51,7 +55,7 @@ def score_hidden(
         logits = head(hidden)
         lowest = _lowest_kept(logits, targets, temperature, truncation)
         score = _compiled(_score) if compiles else _score
-        return score(logits, targets, temperature, with_entropy, lowest)
+        return score(logits, targets, temperature, entropy_use, lowest)
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
     untyped: Any = _ChunkedScores
     bias = cast("Tensor | None", head.bias)
@@ -61,7 +65,7 @@ def score_hidden(
         bias,
         targets,
         temperature,
-        with_entropy,
+        entropy_use,
         truncation,
         chunk_len,
         compiles,
@@ -94,12 +98,12 @@ def score_logits(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
-    with_entropy: bool,
+    entropy_use: EntropyUse,
     truncation: Truncation = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Like `score_hidden`, from [M, V] logits."""
     lowest = _lowest_kept(logits, targets, temperature, truncation)
-    return _score(logits, targets, temperature, with_entropy, lowest)
+    return _score(logits, targets, temperature, entropy_use, lowest)
 
 
 def _lowest_kept(
@@ -119,12 +123,24 @@ def _lowest_kept(
 
 
 def _score(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, lowest: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_use: EntropyUse,
+    lowest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     every = _log_softmax(logits, temperature, lowest)
     logprobs = -F.nll_loss(every, targets, reduction="none")
-    with torch.no_grad():
-        entropy = _entropy(every) if with_entropy else every.new_empty(0)
+    match entropy_use:
+        case "none":
+            entropy = every.new_empty(0)
+        case "measured":
+            with torch.no_grad():
+                entropy = every.exp().mul_(every).sum(-1).neg_()
+        case "trained":
+            entropy = -(every.exp() * every).sum(-1)
+        case _:
+            assert_never(entropy_use)
     return logprobs, entropy
 
 
@@ -141,10 +157,6 @@ def _log_softmax(logits: Tensor, temperature: float, lowest: Tensor | None) -> T
     return logits.log_softmax(-1)
 
 
-def _entropy(every: Tensor) -> Tensor:
-    return every.exp().mul_(every).sum(-1).neg_()
-
-
 class _ChunkedScores(torch.autograd.Function):
     """`score_logits(F.linear(hidden, weight, bias), ...)`, for C tokens at a time."""
 
@@ -156,12 +168,13 @@ class _ChunkedScores(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        with_entropy: bool,
+        entropy_use: EntropyUse,
         truncation: Truncation,
         chunk_len: int,
         compiles: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.chunk_len, ctx.compiles = temperature, chunk_len, compiles
+        ctx.trains_entropy = entropy_use == "trained"
         score = _compiled(_score) if compiles else _score
         scores: list[tuple[Tensor, Tensor]] = []
         lowest: list[Tensor] = []
@@ -171,11 +184,12 @@ class _ChunkedScores(torch.autograd.Function):
             logits = F.linear(part, weight, bias)
             kept = _lowest_kept(logits, part_targets, temperature, truncation)
             lowest += [] if kept is None else [kept]
-            scores.append(score(logits, part_targets, temperature, with_entropy, kept))
+            scores.append(score(logits, part_targets, temperature, entropy_use, kept))
             del logits  # before the next
         ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(lowest) if lowest else None)
         entropy = torch.cat([score[1] for score in scores])
-        ctx.mark_non_differentiable(entropy)
+        if not ctx.trains_entropy:
+            ctx.mark_non_differentiable(entropy)
         return torch.cat([score[0] for score in scores]), entropy
 
     @staticmethod
@@ -196,7 +210,10 @@ class _ChunkedScores(torch.autograd.Function):
             part = hidden[chunk]
             logits = F.linear(part, weight, bias)
             kept = None if lowest is None else lowest[chunk]
-            of_logits = derive(logits, targets[chunk], gradients[0][chunk], ctx.temperature, kept)
+            of_entropy = gradients[1][chunk] if ctx.trains_entropy else None
+            of_logits = derive(
+                logits, targets[chunk], gradients[0][chunk], of_entropy, ctx.temperature, kept
+            )
             del logits
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[chunk])
@@ -214,14 +231,30 @@ class _ChunkedScores(torch.autograd.Function):
 
 
 def _logit_gradient(
-    logits: Tensor, targets: Tensor, gradient: Tensor, temperature: float, lowest: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    of_logprobs: Tensor,
+    of_entropy: Tensor | None,
+    temperature: float,
+    lowest: Tensor | None,
 ) -> Tensor:
-    """[C, V], in the dtype of `logits`: (one-hot - softmax) * gradient / temperature."""
+    """[C, V], in the dtype of `logits`, from the gradients of log-probabilities and entropies, [C].
+
+    With p = softmax and the entropy H, it is (one-hot - p) of_logprobs / temperature
+    - p (log p + H) of_entropy / temperature.
+    """
     every = _log_softmax(logits, temperature, lowest)
-    targets_column, scale = targets.unsqueeze(1), (gradient / temperature).unsqueeze(1)
+    targets_column, scale = targets.unsqueeze(1), (of_logprobs / temperature).unsqueeze(1)
     of_targets = every.gather(1, targets_column).expm1() * -scale  # 1 - p, without rounding p first
-    of_logits = every.exp_().mul_(-scale).to(logits.dtype)
-    return of_logits.scatter_(1, targets_column, of_targets.to(logits.dtype))
+    if of_entropy is None:
+        of_logits = every.exp_().mul_(-scale)
+    else:
+        shares = every.exp()
+        entropy = -(shares * every).sum(-1, keepdim=True)
+        bonus = every.add_(entropy).mul_(shares).mul_((of_entropy / -temperature).unsqueeze(1))
+        of_targets = of_targets + bonus.gather(1, targets_column)
+        of_logits = bonus.sub_(shares.mul_(scale))
+    return of_logits.to(logits.dtype).scatter_(1, targets_column, of_targets.to(logits.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -27,7 +27,7 @@ from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
 from umbra.trainer.model.optimizer import make_adamw, optimizer_step
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
 from umbra.trainer.model.stored_weights import StoredWeights
-from umbra.trainer.model.token_scoring import score_hidden, score_logits
+from umbra.trainer.model.token_scoring import EntropyUse, score_hidden, score_logits
 
 POLICY: Final = "policy"
 REFERENCE: Final = "reference"
@@ -85,6 +85,7 @@ class TrainModel:
 
     With `train`, it is trained by those settings, and `adamw` is its optimizer; without, it is
     frozen. Gradients are summed over ranks: each rank's loss is its share of the global loss.
+    Checkpoints have the parameters where `is_saved`, which is so for a trained model.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class TrainModel:
         if train is None:
             model.requires_grad_(False)
         self.adamw = None if train is None else make_adamw(self.parameters, train)
+        self.is_saved = train is not None
         self._is_compared = False
 
     @property
@@ -137,12 +139,12 @@ class TrainModel:
         """The tensors that engines load, by Hugging Face name; tied names share one tensor."""
         return {**self._parameters, **self._buffers}
 
-    def score(self, micro_batch: MicroBatch, *, with_entropy: bool = False) -> TokenScores:
+    def score(self, micro_batch: MicroBatch, entropy_use: EntropyUse = "none") -> TokenScores:
         """Log-probabilities of the micro-batch's targets. Collective."""
         if not self._is_compared:
             self._compare(micro_batch.targets.device)
-        logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, with_entropy)
-        return TokenScores(logprobs, entropy if with_entropy else None)
+        logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, entropy_use)
+        return TokenScores(logprobs, None if entropy_use == "none" else entropy)
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
@@ -187,6 +189,12 @@ class TrainModel:
             root.set_reshard_after_backward(is_last)
         torch.autograd.backward(loss)
 
+    @torch.no_grad()
+    def copy_from(self, other: TrainModel) -> None:
+        """Takes the parameters of a model of the same kind."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(other.parameters[name])
+
     def step(self, step: int) -> dict[str, float]:
         """Updates the parameters by their gradients; see `optimizer_step`."""
         assert self.adamw is not None
@@ -211,15 +219,13 @@ class _Scorer(nn.Module):
         self.uses_own_logits = False
 
     def forward(
-        self, inputs: PackedInputs | PaddedInputs, targets: Tensor, with_entropy: bool
+        self, inputs: PackedInputs | PaddedInputs, targets: Tensor, entropy_use: EntropyUse
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
         passes = self._passes
         if self.uses_own_logits:
             logits = self._own_logits(inputs)
-            return score_logits(
-                logits, targets, passes.temperature, with_entropy, passes.truncation
-            )
+            return score_logits(logits, targets, passes.temperature, entropy_use, passes.truncation)
         model: Any = self.model
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
         head: nn.Linear = model.get_output_embeddings()
@@ -228,7 +234,7 @@ class _Scorer(nn.Module):
             hidden,
             targets,
             passes.temperature,
-            with_entropy,
+            entropy_use,
             truncation=passes.truncation,
             compiles=passes.compiles,
         )

@@ -295,10 +295,12 @@ def manager_spec(
         worker_names=tuple(worker_names(config, num_nodes)),
         seed=train.seed,
         shuffle=config.data.shuffle,
+        mini_batches=train.mini_batches,
         num_micro_batches=max(1, train.micro_batches),
         max_tokens_per_micro_batch=0
         if train.micro_batches
         else train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[device_type],
+        mask_truncated=train.mask_truncated,
         ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,

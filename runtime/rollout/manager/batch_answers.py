@@ -10,34 +10,61 @@ from typing import Any
 import numpy as np
 
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, Trajectory
-from umbra.runtime.rollout.manager.batch_plan import RankPlan, plan_batch
+from umbra.runtime.rollout.manager.batch_plan import plan_batch
 from umbra.runtime.rollout.manager.evaluation import Evaluation, evaluation_scores, worst_and_best
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 class BatchAnswers:
-    """Each rank's part of a batch, planned once: micro-batches, balanced by tokens."""
+    """Each rank's part of a batch, planned once: mini-batches of whole groups, and in each of them
+    micro-batches, balanced by tokens."""
 
     def __init__(
         self, groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
     ) -> None:
         self.groups = groups
-        self._plans = plan_batch(
+        bounds = [len(groups) * k // config.mini_batches for k in range(config.mini_batches + 1)]
+        self._mini_batches = [
+            _MiniBatch(groups[start:stop], config) for start, stop in itertools.pairwise(bounds)
+        ]
+        self._mask_truncated = config.mask_truncated
+        self._metrics = {**batch_metrics(groups), **metrics}
+
+    def of(self, rank: int) -> dict[str, Any]:
+        samples: list[int] = []
+        mini_batches: list[list[Any]] = []
+        first = 0
+        for each in self._mini_batches:
+            plan, position = each.plans[rank], len(samples)
+            samples += [first + sample for sample in plan.samples]
+            micro_batches = [[position + at for at in one] for one in plan.micro_batches]
+            mini_batches.append([micro_batches, each.num_tokens, each.num_samples])
+            first += each.num_samples
+        return {
+            "kind": "batch",
+            "metrics": self._metrics,
+            "mini_batches": mini_batches,
+            **rank_columns(self.groups, samples, mask_truncated=self._mask_truncated),
+        }
+
+
+class _MiniBatch:
+    """The groups of one optimizer step."""
+
+    def __init__(self, groups: Sequence[Group], config: RolloutConfig) -> None:
+        self.plans = plan_batch(
             [group.shape() for group in groups],
             config.world_size,
             num_micro_batches=config.num_micro_batches,
             max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
         )
         samples = [sample for group in groups for sample in group.trajectories]
-        self._shared = {
-            "kind": "batch",
-            "metrics": {**batch_metrics(groups), **metrics},
-            "loss_tokens_global": sum(sample.num_generated for sample in samples),
-            "num_samples_global": len(samples),
-        }
-
-    def of(self, rank: int) -> dict[str, Any]:
-        return {**self._shared, **rank_columns(self.groups, self._plans[rank])}
+        self.num_tokens = sum(
+            sample.num_generated
+            for sample in samples
+            if not (config.mask_truncated and sample.finish_reason == "length")
+        )
+        self.num_samples = len(samples)
 
 
 def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[str, Any]:
@@ -54,8 +81,10 @@ def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[st
     }
 
 
-def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
-    """One rank's columns of the global batch `groups`.
+def rank_columns(
+    groups: Sequence[Group], members: Sequence[int], *, mask_truncated: bool = False
+) -> dict[str, Any]:
+    """One rank's columns of the global batch `groups`; `members` are the indices of its samples.
 
     A group may be split over ranks, so each rank gets the rewards of all its groups whole:
         group_rewards: [sum G] float32, of every group that the rank has a sample of.
@@ -63,14 +92,15 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
         reward_indices: [N] int32, the index of each of the rank's samples in `group_rewards`.
     """
     starts = [0, *itertools.accumulate(len(group.trajectories) for group in groups)]
-    owners = [bisect.bisect(starts, sample) - 1 for sample in plan.samples]
-    indices = [sample - starts[owner] for sample, owner in zip(plan.samples, owners, strict=True)]
+    owners = [bisect.bisect(starts, sample) - 1 for sample in members]
+    indices = [sample - starts[owner] for sample, owner in zip(members, owners, strict=True)]
     samples = [groups[owner].trajectories[idx] for owner, idx in zip(owners, indices, strict=True)]
     offsets = np.zeros(len(samples) + 1, np.int32)
     np.cumsum([len(sample) for sample in samples], out=offsets[1:])
     tokens = np.empty(offsets[-1], np.int32)
     logprobs = np.zeros(offsets[-1], np.float32)
     versions = np.full(offsets[-1], NOT_GENERATED, np.int64)
+    mask = np.zeros(offsets[-1], np.uint8)
     for start, sample in zip(offsets.tolist(), samples, strict=False):
         middle = start + len(sample.prompt_tokens)
         stop = start + len(sample)
@@ -78,11 +108,13 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
         tokens[middle:stop] = sample.tokens
         logprobs[middle:stop] = sample.logprobs
         versions[middle:stop] = sample.versions
+        if not (mask_truncated and sample.finish_reason == "length"):
+            mask[middle:stop] = sample.versions != NOT_GENERATED
     return {
         "tokens": tokens,
         "offsets": offsets,
         "prompt_lens": np.asarray([len(s.prompt_tokens) for s in samples], np.int32),
-        "mask": (versions != NOT_GENERATED).astype(np.uint8),
+        "mask": mask,
         "logprobs": logprobs,
         "versions": versions,
         "rewards": np.asarray([_reward(s) for s in samples], np.float32),
@@ -90,7 +122,6 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
         "group_ids": [groups[owner].group_id for owner in owners],
         "sample_ids": [sample.sample_id for sample in samples],
         "finish_reasons": [sample.finish_reason for sample in samples],
-        "micro_batches": plan.micro_batches,
     }
 
 

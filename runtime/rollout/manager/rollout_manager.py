@@ -159,8 +159,9 @@ class RolloutManager:
             version: of the weights after these steps, which must have been published.
 
         Returns, the same kind on every rank:
-            {"kind": "batch", ...}: this rank's columns, see `rank_columns`, with "metrics",
-                "loss_tokens_global" and "num_samples_global" of the whole batch.
+            {"kind": "batch", ...}: this rank's columns, see `rank_columns`; "metrics" of the whole
+                batch; and "mini_batches", for each [micro-batches as lists of the rank's samples,
+                tokens in the loss of all ranks, samples of all ranks].
             {"kind": "sync_wanted", "version": v}: an engine came up without weights. Publish the
                 current version v to the pool again (only engines that lack it take part) and call
                 again with the same step; generation continues meanwhile.

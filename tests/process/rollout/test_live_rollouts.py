@@ -77,10 +77,10 @@ def test_ranks_share_a_batch_of_whole_scored_groups(umbra_session: Session, tmp_
     assert all(set(sample["versions"]) == {3} for sample in samples.values())
     assert all(sample["finish_reason"] == "length" for sample in samples.values())
     for batch in batches:
-        assert batch["num_samples_global"] == 16
-        assert batch["loss_tokens_global"] == 16 * 64
+        ((micro_batches, *of_all_ranks),) = batch["mini_batches"]
+        assert of_all_ranks == [16 * 64, 16]
+        assert len(micro_batches) == 2
         assert batch["metrics"] == batches[0]["metrics"]
-        assert len(batch["micro_batches"]) == 2
     rewards = [sample["reward"] for sample in samples.values()]
     assert batches[0]["metrics"]["reward_mean"] == pytest.approx(np.mean(rewards))
     for group in {sample["group"] for sample in samples.values()}:

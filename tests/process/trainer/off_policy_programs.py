@@ -39,7 +39,13 @@ from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.data.train_batch import ADVANTAGES, ROLLOUT_LOGPROBS, MiniBatch, TrainBatch
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
-from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
+from umbra.trainer.model.train_model import (
+    POLICY,
+    REFERENCE,
+    PassSettings,
+    PreparedModel,
+    TrainModel,
+)
 from umbra.trainer.world.mesh import Mesh
 
 PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]
@@ -149,23 +155,31 @@ def recomputed(
     return found
 
 
-def resume_after_two_steps(world: Mesh, changes: dict[str, Any], folder: str) -> list[Arrays]:
-    """Parameters after three steps at a stretch, and with a checkpoint between."""
+def resume(world: Mesh, changes: dict[str, Any], folder: str, num_steps: int) -> list[Arrays]:
+    """Parameters after one step more than `num_steps`, at a stretch, and from a checkpoint."""
     train = changed(changes)
-    policy = make_policy(world, train)
-    train_step = make_train_step(world, policy, train)
-    for seed in range(2):
+    models = make_models(world, train)
+    train_step = make_train_step(world, models[POLICY], train, models.get(REFERENCE))
+    for seed in range(num_steps):
         train_step.run(rank_batch(world, seed, 2), seed)
     store = CheckpointStore(Path(folder), world, keep=1)
-    state = TrainerState(step=2, version=2, world_size=world.world_size, seed=0)
-    store.save(state, {POLICY: policy})
-    train_step.run(rank_batch(world, 2, 2), 2)
+    state = TrainerState(step=num_steps, version=1, world_size=world.world_size, seed=0)
+    saved = store.save(state, models)
+    train_step.run(rank_batch(world, num_steps, 2), num_steps)
 
-    resumed = make_policy(world, train)
-    train_step = make_train_step(world, resumed, train)
-    store.load(Path(folder) / "step-000002", {POLICY: resumed})
-    train_step.run(rank_batch(world, 2, 2), 2)
-    return [full_parameters(policy), full_parameters(resumed)]
+    resumed = make_models(world, train)
+    train_step = make_train_step(world, resumed[POLICY], train, resumed.get(REFERENCE))
+    store.load(saved, resumed)
+    train_step.run(rank_batch(world, num_steps, 2), num_steps)
+    return [full_parameters(policies[POLICY]) for policies in (models, resumed)]
+
+
+def make_models(world: Mesh, train: TrainSection) -> dict[str, TrainModel]:
+    models = {POLICY: make_policy(world, train)}
+    if train.kl_coef:
+        models[REFERENCE] = make_policy(world, None)
+        models[REFERENCE].is_saved = train.reference_every > 0
+    return models
 
 
 @dataclass(slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from forked_ranks import start_fork
-from rank_programs import GROUP_SIZE, GROUPS, MAX_NEW_TOKENS, Arrays, run_all
+from rank_programs import GROUP_SIZE, GROUPS, MAX_NEW_TOKENS, Arrays, normalized, run_all
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
@@ -19,6 +20,7 @@ Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]
 _WITH_KL: dict[str, Any] = {"kl_coef": 0.1, "updates_per_batch": 2}
 _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "updates_per_batch": 2}
 _GSPO: dict[str, Any] = {"loss": "gspo", "loss_aggregation": "sequence", "updates_per_batch": 2}
+_REGULARIZED: dict[str, Any] = {"kl_coef": 0.1, "reference_every": 2, "entropy_coef": 0.3}
 _OWN_LOSS: dict[str, Any] = {"loss": "rank_programs:own_loss"}
 # Changes to the settings, and options of the run. All start from the same model and see the same
 # global batches.
@@ -29,6 +31,7 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kl": (_WITH_KL, {}),
     "decoupled": (_DECOUPLED, {}),
     "gspo": (_GSPO, {}),
+    "regularized": (_REGULARIZED, {}),
     "own loss": (_OWN_LOSS, {}),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -55,6 +58,7 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decoupled, accumulated": (_DECOUPLED, {"micro_batches": 3}),
     "decoupled, layer": (_DECOUPLED, {"wrap": "layer", "micro_batches": 20}),
     "gspo, accumulated": (_GSPO, {"micro_batches": 3}),
+    "regularized, chunked": (_REGULARIZED, {"chunked": True, "wrap": "layer", "micro_batches": 2}),
     "own loss, accumulated": (_OWN_LOSS, {"micro_batches": 20}),
 }
 
@@ -106,6 +110,7 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("decoupled", "decoupled, accumulated"),
         ("decoupled", "decoupled, layer"),
         ("gspo", "gspo, accumulated"),
+        ("regularized", "regularized, chunked"),
         ("own loss", "own loss, accumulated"),
     ],
 )
@@ -121,6 +126,33 @@ def test_two_ranks_train_like_one(
         for name in one:
             if name.startswith("train/"):
                 assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+
+
+def test_the_reference_becomes_the_policy_after_so_many_steps(one_rank: Outcomes) -> None:
+    _, metrics = one_rank["regularized"]
+
+    first, second, third = (row["train/reference_kl"] for row in metrics)
+    assert second > 1e-5 > first == third == 0.0
+
+
+def test_an_entropy_bonus_raises_the_entropy(one_rank: Outcomes) -> None:
+    (_, without), (_, with_bonus) = one_rank["token"], one_rank["regularized"]
+
+    assert with_bonus[0]["train/entropy"] == without[0]["train/entropy"]
+    assert with_bonus[2]["train/entropy"] > without[2]["train/entropy"]
+
+
+def test_advantages_are_normalized_over_the_samples_of_all_ranks(
+    tmp_path: Path, fork_server: None
+) -> None:
+    advantages = [0.5, -1.0, 2.0, 0.25, 4.0]
+    run = DistributedWorld(tmp_path, start_fork)
+
+    first, second = run(normalized, [advantages[:2], advantages[2:]], num_ranks=2, timeout_s=60.0)
+
+    values = np.asarray(advantages)
+    expected = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose([*first, *second], expected, rtol=1e-6)
 
 
 def test_metrics_of_a_users_loss_are_logged_as_it_asks(two_ranks: list[Outcomes]) -> None:

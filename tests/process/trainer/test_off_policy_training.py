@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process]
 
 _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "importance_cap": 1.5}
 _TWICE: dict[str, Any] = {"updates_per_batch": 2}
+_WITH_REFERENCE: dict[str, Any] = {"kl_coef": 0.5}
 NUM_MICRO_BATCHES = 3
 
 
@@ -33,7 +34,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[str
         "clipped twice": ["train_steps", _TWICE, NUM_MICRO_BATCHES],
         "masked": ["train_steps", _DECOUPLED | {"importance_above_cap": "mask"}, 1],
         "floor": ["train_steps", _DECOUPLED | {"importance_floor": 0.9}, 1],
-        "resumed": ["resume_after_two_steps", _DECOUPLED | _TWICE, str(folder)],
+        "resumed": ["resume", _DECOUPLED | _TWICE, str(folder / "once"), 2],
+        # The reference is the policy after two of three steps.
+        "reference resumed": [
+            "resume",
+            _WITH_REFERENCE | {"reference_every": 2},
+            str(folder / "reference"),
+            3,
+        ],
     }
     for changes, name in ((_DECOUPLED, "decoupled"), ({}, "clipped")):
         for updates in (1, 2):
@@ -95,8 +103,9 @@ def test_on_old_tokens_the_losses_and_limits_differ(ran: dict[str, Any]) -> None
     assert (once["train/ratio_mean"], once["train/clipped_share"]) == (pytest.approx(1.0), 0.0)
 
 
-def test_training_resumes_from_a_checkpoint_as_without_one(ran: dict[str, Any]) -> None:
-    straight, resumed = ran["resumed"]
+@pytest.mark.parametrize("name", ["resumed", "reference resumed"])
+def test_training_resumes_from_a_checkpoint_as_without_one(ran: dict[str, Any], name: str) -> None:
+    straight, resumed = ran[name]
 
     assert largest_difference(straight, resumed) < 1e-6
 

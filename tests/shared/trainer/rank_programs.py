@@ -26,6 +26,7 @@ from whole_model import load_whole_model
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
+from umbra.trainer.algorithms.advantages import normalize_over_batch
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
@@ -259,6 +260,12 @@ def scored_in_chunks() -> Generator[None]:
 def train_variant(world: Mesh, changes: dict[str, Any], options: dict[str, Any]) -> Any:
     """Three steps with changes to `TRAIN`; [parameters, metrics of each step]."""
     return train_and_return_parameters(world, replace(TRAIN, **changes), 3, **options)
+
+
+def normalized(of_ranks: list[list[float]]) -> NDArray[np.float32]:
+    """This rank's advantages, normalized over those of all ranks."""
+    world = make_world()
+    return normalize_over_batch(np.asarray(of_ranks[world.rank], np.float32))
 
 
 def half_precision_scores(world: Mesh, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -13,8 +13,7 @@ from rollout_samples import arrays, make_trajectory
 from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.dispatch.trajectory import Group
 from umbra.runtime.rollout.manager.admission import Admission
-from umbra.runtime.rollout.manager.batch_answers import batch_metrics, rank_columns
-from umbra.runtime.rollout.manager.batch_plan import RankPlan
+from umbra.runtime.rollout.manager.batch_answers import BatchAnswers, batch_metrics, rank_columns
 from umbra.runtime.rollout.prompts import write_prompts
 
 
@@ -35,7 +34,7 @@ def two_groups() -> list[Group]:
 def test_columns_hold_every_token_with_its_origin() -> None:
     groups = two_groups()
 
-    columns = rank_columns(groups, RankPlan([0, 1], [[0, 1]]))
+    columns = rank_columns(groups, [0, 1])
 
     assert columns["offsets"].tolist() == [0, 6, 10]
     assert columns["prompt_lens"].tolist() == [2, 3]
@@ -48,7 +47,6 @@ def test_columns_hold_every_token_with_its_origin() -> None:
     assert columns["group_ids"] == ["g", "h"]
     assert columns["sample_ids"] == ["g/0", "h/0"]
     assert columns["finish_reasons"] == ["stop", "length"]
-    assert columns["micro_batches"] == [[0, 1]]
     dtypes = {name: columns[name].dtype.name for name in ("tokens", "mask", "logprobs", "versions")}
     assert dtypes == {
         "tokens": "int32",
@@ -59,11 +57,10 @@ def test_columns_hold_every_token_with_its_origin() -> None:
 
 
 def test_a_rank_without_samples_gets_empty_columns() -> None:
-    columns = rank_columns(two_groups(), RankPlan([], [[]]))
+    columns = rank_columns(two_groups(), [])
 
     assert columns["offsets"].tolist() == [0]
     assert columns["tokens"].dtype == np.int32
-    assert columns["micro_batches"] == [[]]
     assert columns["group_rewards"].tolist() == []
     assert columns["group_offsets"].tolist() == [0]
     assert columns["reward_indices"].tolist() == []
@@ -85,8 +82,8 @@ def scored_groups(rewards: Sequence[Sequence[float]]) -> list[Group]:
 def test_a_sample_brings_the_rewards_of_its_whole_group_also_where_ranks_share_it() -> None:
     groups = scored_groups([[0.0, 1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 7.0]])
 
-    first = rank_columns(groups, RankPlan([0, 2, 6], [[0, 1, 2]]))
-    second = rank_columns(groups, RankPlan([1, 3, 4, 5, 7], [[0, 1, 2, 3, 4]]))
+    first = rank_columns(groups, [0, 2, 6])
+    second = rank_columns(groups, [1, 3, 4, 5, 7])
 
     assert first["group_rewards"].tolist() == [0, 1, 2, 5, 6, 7]
     assert first["group_offsets"].tolist() == [0, 3, 6]
@@ -99,6 +96,34 @@ def test_a_sample_brings_the_rewards_of_its_whole_group_also_where_ranks_share_i
         assert own.tolist() == columns["rewards"].tolist()
         dtypes = {name: columns[name].dtype.name for name in ("group_rewards", "reward_indices")}
         assert dtypes == {"group_rewards": "float32", "reward_indices": "int32"}
+
+
+def test_a_mini_batch_has_whole_groups_of_which_each_rank_has_its_part() -> None:
+    groups = scored_groups([[0.0] * 4, [1.0] * 4, [2.0] * 4, [3.0] * 4])
+    groups[2].trajectories[0].append_generated(*arrays([8, 9]), 0)
+    config = rollout_config(groups_per_step=4, group_size=4, world_size=2, mini_batches=2)
+    answers = BatchAnswers(groups, config, {})
+
+    found: list[list[str]] = [[], []]
+    for rank in range(2):
+        columns = answers.of(rank)
+        assert [each[1:] for each in columns["mini_batches"]] == [[8, 8], [10, 8]]
+        for samples, (micro_batches, *_) in zip(found, columns["mini_batches"], strict=True):
+            samples += [columns["sample_ids"][idx] for one in micro_batches for idx in one]
+
+    assert [sorted(samples) for samples in found] == [
+        [f"g{group}/{idx}" for group in pair for idx in range(4)] for pair in ((0, 1), (2, 3))
+    ]
+
+
+def test_truncated_completions_can_be_left_out_of_the_loss() -> None:
+    config = rollout_config(group_size=1, mask_truncated=True)
+
+    columns = BatchAnswers(two_groups(), config, {}).of(0)
+
+    assert columns["mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0]
+    assert columns["mini_batches"] == [[[[0, 1]], 3, 2]]
+    assert columns["group_rewards"].tolist() == [1.0, 0.5]
 
 
 def test_metrics_are_of_the_whole_batch() -> None:

@@ -16,11 +16,15 @@ from umbra.trainer.algorithms.advantages import (
     batch_advantages,
     dr_grpo_advantages,
     grpo_advantages,
+    maxrl_advantages,
+    normalize_over_batch,
+    reinforce_advantages,
+    rloo_advantages,
 )
 from umbra.trainer.algorithms.base import AdvantageEstimator
 from umbra.trainer.data.train_batch import ADVANTAGES, TrainBatch
 
-ESTIMATORS = (grpo_advantages, dr_grpo_advantages)
+ESTIMATORS = (grpo_advantages, dr_grpo_advantages, rloo_advantages, maxrl_advantages)
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16))
@@ -43,6 +47,32 @@ def test_advantages_are_those_of_other_trainers() -> None:
     assert dr_grpo_advantages(rewards) == pytest.approx([0.5, -0.5, -0.5, 0.5])
 
 
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.0, 0.25, -2.0]
+
+    expected = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
+    assert rloo_advantages(np.asarray(rewards, np.float32)) == pytest.approx(expected)
+
+
+def test_maxrl_weights_a_prompt_by_one_over_its_success_rate() -> None:
+    rewards = np.asarray([1, 0, 0, 0], np.float32)
+
+    # The paper averages the score functions of the successes, less that of all samples.
+    assert maxrl_advantages(rewards) == pytest.approx([4 - 1, -1, -1, -1])
+    assert not maxrl_advantages(np.asarray([0, -1], np.float32)).any()
+
+
+def test_reinforce_has_no_baseline() -> None:
+    rewards = np.asarray([1, 0.5, -2], np.float32)
+
+    assert reinforce_advantages(rewards).tolist() == rewards.tolist()
+
+
+def test_equal_advantages_of_a_batch_become_zeros() -> None:
+    assert not normalize_over_batch(np.full(5, 3.0, np.float32)).any()
+    assert not normalize_over_batch(np.full(1, 3.0, np.float32)).any()
+
+
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7])
 def test_equal_rewards_give_exact_zeros(estimate: AdvantageEstimator, value: float) -> None:
@@ -59,7 +89,7 @@ def test_rewards_at_their_limit_give_finite_advantages(
     advantages = estimate(rewards)
 
     assert np.isfinite(advantages).all()
-    assert advantages[0] > 0 > advantages[1]
+    assert advantages[0] >= 0 >= advantages[1]  # MaxRL has no positive mean here
 
 
 def columns_of(
@@ -78,9 +108,7 @@ def columns_of(
         "group_rewards": np.asarray(group_rewards, np.float32),
         "group_offsets": np.asarray(group_offsets, np.int32),
         "reward_indices": np.asarray(reward_indices, np.int32),
-        "micro_batches": [list(range(count))],
-        "loss_tokens_global": 4,
-        "num_samples_global": 4,
+        "mini_batches": [[[list(range(count))], 4, 4]],
         "metrics": {},
     }
 
@@ -91,7 +119,8 @@ def token_advantages(
     """By token."""
     batch = TrainBatch.from_answer(columns)
     groups = batch.groups
-    batch.add_advantages(batch_advantages(estimate, groups.rewards, groups.offsets))
+    of_groups = batch_advantages(estimate, groups.rewards, groups.offsets)
+    batch.add_advantages(of_groups[groups.indices])
     return batch.columns[ADVANTAGES].tolist()
 
 

@@ -6,6 +6,8 @@ M: tokens; V: vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +18,13 @@ from torch import Tensor
 from training_models import listed
 
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
-from umbra.trainer.algorithms.losses import clipped_loss, decoupled_loss, kl_terms, limit_importance
+from umbra.trainer.algorithms.losses import (
+    clipped_loss,
+    decoupled_loss,
+    importance_ratios,
+    kl_terms,
+    limit_importance,
+)
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.step import MetricTotals
 
@@ -251,3 +259,50 @@ def test_tokens_without_weight_do_not_show_in_the_largest_weight() -> None:
     )
 
     assert logged(loss_of(tokens), tokens)["importance_max"] == pytest.approx(math.exp(0.5))
+
+
+def test_importance_weights_of_samples_are_products_or_geometric_means_of_their_tokens() -> None:
+    tokens = random_tokens(num_tokens=6)
+    lens = [2, 0, 3, 1]
+    inputs = replace(inputs_of(tokens), sample_lens=torch.tensor(lens))
+    ratios = [
+        math.exp(p - b)
+        for p, b in zip(listed(tokens.proximal), listed(tokens.behaviour), strict=True)
+    ]
+    products: list[float] = []
+    means: list[float] = []
+    for start, length in zip(accumulate(lens, initial=0), lens, strict=False):
+        product = math.prod(ratios[start : start + length])
+        products += [product] * length
+        means += [product ** (1 / length)] * length if length else []
+
+    found = {
+        level: listed(importance_ratios(inputs, train_settings(importance_level=level)))
+        for level in ("token", "sequence", "geometric", "none")
+    }
+
+    assert found["token"] == pytest.approx(ratios)
+    assert found["sequence"] == pytest.approx(products)
+    assert found["geometric"] == pytest.approx(means)
+    assert found["none"] == [1.0] * 6
+
+
+def test_a_long_samples_weight_is_finite() -> None:
+    tokens = random_tokens()
+    apart = tokens._replace(behaviour=tokens.behaviour - 50)
+
+    result = loss_of(apart, train_settings(importance_level="sequence"))
+
+    assert math.isfinite(result.loss)
+    assert logged(result, apart)["importance_mean"] == 2.0
+
+
+def test_without_importance_weights_it_is_ppo_around_the_proximal_policy() -> None:
+    tokens = random_tokens()
+    around = tokens._replace(behaviour=tokens.proximal)
+
+    loss = loss_of(tokens, train_settings(importance_level="none")).loss
+
+    assert float(loss) == pytest.approx(
+        float(clipped_loss(around.logprobs, inputs_of(around), NO_LIMITS).loss)
+    )

@@ -118,6 +118,26 @@ def test_the_clip_stops_gradient_only_where_it_would_go_further() -> None:
     assert listed(result.metrics["clipped_share"].values) == [True, False, False, True]
 
 
+def test_the_dual_clip_bounds_the_terms_of_negative_advantages() -> None:
+    ratios = torch.tensor([5.0, 5.0, 2.5, 0.5], dtype=torch.float64)
+    policy = ratios.log().requires_grad_()
+    inputs = LossInputs(
+        rollout_logprobs=torch.zeros(4),
+        proximal_logprobs=torch.zeros(4),
+        advantages=torch.tensor([-2.0, 2.0, -2.0, -2.0], dtype=torch.float64),
+        weights=torch.ones(4),
+        sample_lens=torch.tensor([4]),
+    )
+
+    output = clipped_loss(policy, inputs, TrainSection(steps=1, dual_clip=3.0))
+    (gradient,) = torch.autograd.grad(output.loss, policy)
+
+    # max(min(ratio A, clip(ratio) A), c A) of a negative A, else without the c
+    assert float(output.loss.detach()) == pytest.approx(-(3 * -2 + 1.2 * 2 + 2.5 * -2 + 0.8 * -2))
+    assert listed(gradient) == pytest.approx([0.0, 0.0, 2.5 * 2, 0.0])
+    assert listed(output.metrics["clipped_share"].values) == [True, True, False, True]
+
+
 @pytest.mark.parametrize("estimator", get_args(KlEstimator))
 def test_kl_estimators_are_zero_for_equal_policies(estimator: KlEstimator) -> None:
     logprobs, _, _ = random_tokens()

@@ -111,7 +111,7 @@ def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packe
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
 
-    logprobs, entropy = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, True)
+    logprobs, entropy = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, "measured")
 
     wanted = torch.stack([expected[place] for place in places])
     assert sorted(places) == sorted(expected)
@@ -180,7 +180,7 @@ def test_tokens_of_tools_are_fed_but_not_trained_on() -> None:
 
     ((micro_batch,),) = builder(packed=False).build(batch)
 
-    logprobs, _ = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, False)
+    logprobs, _ = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, "none")
     expected = reference_logprobs(model, batch)
     assert listed(micro_batch.targets) == [7, 10]
     torch.testing.assert_close(logprobs, torch.stack([expected[2], expected[5]]))
@@ -204,7 +204,7 @@ def test_temperature_divides_the_logits() -> None:
     ((micro_batch,),) = builder(packed=False).build(batch)
 
     logprobs, _ = _Scorer(model, replace(PASSES, temperature=0.5))(
-        micro_batch.inputs, micro_batch.targets, False
+        micro_batch.inputs, micro_batch.targets, "none"
     )
 
     logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, 1:]

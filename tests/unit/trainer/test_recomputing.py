@@ -49,7 +49,7 @@ def gradients_and_cost(
     ((micro_batch,),) = builder(packed).build(make_batch(samples))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         passes = PassSettings(compute_dtype=torch.float32, recomputes=recomputes)
-        logprobs, _ = _Scorer(model, passes)(micro_batch.inputs, micro_batch.targets, False)
+        logprobs, _ = _Scorer(model, passes)(micro_batch.inputs, micro_batch.targets, "none")
     num_kept = sum(kept.values())
     torch.autograd.backward(logprobs.square().sum())
     named: Any = model.named_parameters()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.model.micro_batches import PaddedInputs
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.model.token_scoring import score_hidden, score_logits
+from umbra.trainer.model.token_scoring import EntropyUse, score_hidden, score_logits
 from umbra.trainer.model.train_model import (
     PassSettings,
     _Scorer,  # pyright: ignore[reportPrivateUsage]
@@ -64,21 +64,23 @@ def scores_and_gradients(
     bias: bool = False,
     temperature: float = 0.7,
     truncation: Truncation = WHOLE,
+    use: EntropyUse = "measured",
 ) -> dict[str, Tensor]:
     head, hidden, targets = make_head(dtype, bias)
-    logprobs, entropy = score_hidden(
-        head, hidden, targets, temperature, True, truncation=truncation
-    )
-    assert not entropy.requires_grad
+    logprobs, entropy = score_hidden(head, hidden, targets, temperature, use, truncation=truncation)
+    assert entropy.requires_grad == (use == "trained")
     weights = torch.linspace(-1, 1, NUM_TOKENS)
-    torch.autograd.backward((weights * logprobs.exp()).sum())
+    loss = (weights * logprobs.exp()).sum()
+    if use == "trained":
+        loss = loss + (weights.flip(0) * entropy).sum()
+    torch.autograd.backward(loss)
     gradients = {name: parameter.grad for name, parameter in head.named_parameters()}
     found = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, **gradients}
     return {name: value.detach() for name, value in found.items() if value is not None}
 
 
 @pytest.mark.parametrize("truncation", [WHOLE, Truncation(0.5), Truncation(0.9, 40)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bias", "use"), [(False, "trained"), (True, "measured")])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)],
@@ -88,12 +90,13 @@ def test_chunks_give_what_all_at_once_gives(
     dtype: torch.dtype,
     tolerance: float,
     bias: bool,
+    use: EntropyUse,
     truncation: Truncation,
 ) -> None:
-    whole = scores_and_gradients(dtype, bias, truncation=truncation)
+    whole = scores_and_gradients(dtype, bias, truncation=truncation, use=use)
 
     chunk_scores(monkeypatch, CHUNK)
-    chunked = scores_and_gradients(dtype, bias, truncation=truncation)
+    chunked = scores_and_gradients(dtype, bias, truncation=truncation, use=use)
 
     assert len(whole) == (5 if bias else 4)
     for name, value in whole.items():
@@ -122,7 +125,7 @@ def test_tokens_are_scored_among_those_that_are_kept_and_themselves(
     temperature = 0.7
 
     logprobs, entropy = score_hidden(
-        head, hidden, targets, temperature, True, truncation=truncation
+        head, hidden, targets, temperature, "measured", truncation=truncation
     )
 
     outside = 0
@@ -141,7 +144,7 @@ def test_what_is_left_out_has_no_gradient() -> None:
     logits = torch.randn(NUM_TOKENS, VOCAB, dtype=torch.float64, requires_grad=True)
     targets = logits.argmax(-1)
 
-    logprobs, _ = score_logits(logits, targets, 0.7, False, Truncation(1.0, 20))
+    logprobs, _ = score_logits(logits, targets, 0.7, "none", Truncation(1.0, 20))
     torch.autograd.backward(logprobs.sum())
 
     assert logits.grad is not None
@@ -169,7 +172,7 @@ def test_a_frozen_head_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     head, hidden, targets = make_head(torch.float32)
     head.requires_grad_(False)
 
-    logprobs, entropy = score_hidden(head, hidden, targets, 1.0, False)
+    logprobs, entropy = score_hidden(head, hidden, targets, 1.0, "none")
     torch.autograd.backward(logprobs.sum())
 
     assert len(entropy) == 0
@@ -187,7 +190,7 @@ def test_a_models_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, kind: 
         if is_chunked:
             chunk_scores(monkeypatch, 4, vocab=64)
         model = make_model(kind).double()
-        logprobs, _ = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, False)
+        logprobs, _ = _Scorer(model, PASSES)(micro_batch.inputs, micro_batch.targets, "none")
         torch.autograd.backward(logprobs.square().sum())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
 
@@ -203,7 +206,7 @@ def test_a_model_that_changes_its_logits_is_taken_at_its_word(packed: bool) -> N
     ((micro_batch,),) = builder(packed).build(make_batch(samples))
     assert "changes the logits" in scorer.head_obstacle(micro_batch.inputs)
     scorer.uses_own_logits = True
-    logprobs, _ = scorer(micro_batch.inputs, micro_batch.targets, False)
+    logprobs, _ = scorer(micro_batch.inputs, micro_batch.targets, "none")
 
     plain = granite_model(packed=False)
     expected: list[Tensor] = []
@@ -249,7 +252,7 @@ def test_what_a_model_does_beside_applying_its_head_is_found(family: str) -> Non
     with torch.no_grad():
         obstacle = scorer.head_obstacle(inputs)
         scorer.uses_own_logits = bool(obstacle)
-        logprobs, _ = scorer(inputs, targets, False)
+        logprobs, _ = scorer(inputs, targets, "none")
         logits: Tensor = cast("Any", scorer.model)(input_ids=token_ids, use_cache=False).logits
 
     assert (said in obstacle) if said else not obstacle
@@ -315,7 +318,7 @@ def test_gpu_memory_is_bounded_by_a_chunk() -> None:
     targets = torch.randint(152064, (32768,), device=device)
     torch.cuda.reset_peak_memory_stats()
 
-    logprobs, _ = score_hidden(head, hidden, targets, 0.9, True)
+    logprobs, _ = score_hidden(head, hidden, targets, 0.9, "measured")
     torch.autograd.backward(logprobs.sum())
 
     assert torch.cuda.max_memory_allocated() < 4 << 30

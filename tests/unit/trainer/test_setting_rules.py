@@ -37,6 +37,16 @@ REFUSED = [
         "train.warmup_steps=1 train.warmup_ratio=0.1",
         "train.warmup_steps = 1 and train.warmup_ratio = 0.1: ",
     ),
+    ("train.mini_batches=3", "rollout.groups_per_step = 32 and train.mini_batches = 3: "),
+    ("train.dual_clip=0.9", "train.dual_clip = 0.9: "),
+    (
+        "train.loss_args.tau=2",
+        "train.loss = 'clipped' and train.loss_args = {'tau': 2}: ",
+    ),
+    (
+        "train.loss=sapo train.loss_args.tau_positive=high",
+        "train.loss = 'sapo' and train.loss_args = {'tau_positive': 'high'}: ",
+    ),
     ("train.keep_best_by=reward", "train.keep_best_by = 'reward' and data.eval = None: "),
 ]
 QUESTIONABLE = [
@@ -51,12 +61,12 @@ QUESTIONABLE = [
     (
         "rollout.top_p=0.9 rollout.max_staleness=1 pool.mode=standalone train.loss=decoupled",
         "rollout.top_p = 0.9 and rollout.top_k = 0 and rollout.max_staleness = 1 and "
-        "train.updates_per_batch = 1: ",
+        "train.updates_per_batch = 1 and train.mini_batches = 1: ",
     ),
     (
         "rollout.top_k=9 train.updates_per_batch=2",
         "rollout.top_p = 1.0 and rollout.top_k = 9 and rollout.max_staleness = 0 and "
-        "train.updates_per_batch = 2: ",
+        "train.updates_per_batch = 2 and train.mini_batches = 1: ",
     ),
     ("rollout.agent_concurrency=8", "rollout.agent_concurrency = 8 and rollout.agent = None: "),
     ("rollout.agent_retries=0", "rollout.agent_retries = 0 and rollout.agent = None: "),
@@ -78,6 +88,20 @@ QUESTIONABLE = [
         "train.importance_above_cap = 'mask' and train.loss = 'cispo': ",
     ),
     ("train.importance_floor=0.1", "train.importance_floor = 0.1 and train.loss = 'clipped': "),
+    ("train.importance_level=none", "train.importance_level = 'none' and train.loss = 'clipped': "),
+    *(
+        (
+            f"train.loss=decoupled train.importance_level=none train.{name}={value}",
+            f"train.{name} = {shown} and train.importance_level = 'none': ",
+        )
+        for name, value, shown in (
+            ("importance_cap", "5.0", "5.0"),
+            ("importance_above_cap", "mask", "'mask'"),
+            ("importance_floor", "0.1", "0.1"),
+        )
+    ),
+    ("train.loss=sapo train.dual_clip=3.0", "train.dual_clip = 3.0 and train.loss = 'sapo': "),
+    ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),
     ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),
     ("train.warmup_steps=10", "train.warmup_steps = 10 and train.steps = 10: "),
     ("train.min_lr_ratio=0.1", "train.min_lr_ratio = 0.1 and train.schedule = 'constant': "),
@@ -119,7 +143,10 @@ MEANT = [
     "pool.engine=sglang data.eval=e.jsonl eval.temperature=1.0 eval.top_p=0.9 eval.top_k=9",
     "rollout.max_staleness=2 pool.mode=standalone train.loss=decoupled train.importance_cap=5.0",
     "train.advantage=own:estimate rollout.group_size=1",
-    "train.loss=own:loss train.importance_cap=5.0",
+    "train.loss=own:loss train.importance_cap=5.0 train.loss_args.alpha=low",
+    "train.loss=sapo train.loss_args.tau_positive=2",
+    "train.advantage=reinforce train.advantage_norm=batch rollout.group_size=1",
+    "train.mini_batches=4 train.dual_clip=3.0 train.kl_coef=0.1 train.reference_every=9",
     "train.loss=cispo train.clip_eps_low=0.0 train.clip_eps_high=0.0",
     "train.loss=gspo train.loss_aggregation=sequence train.clip_eps_low=3e-4 "
     "train.clip_eps_high=4e-4",
