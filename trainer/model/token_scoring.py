@@ -74,7 +74,13 @@ def score_hidden(
 
 
 def scoring_nbytes(
-    num_tokens: int, vocab_size: int, hidden_size: int, itemsize: int, truncation: Truncation
+    num_tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    itemsize: int,
+    truncation: Truncation,
+    *,
+    trains_entropy: bool,
 ) -> int:
     """Most memory that `score_hidden` takes with its gradient and the hidden states. `itemsize` is
     that of hidden states and head."""
@@ -88,9 +94,11 @@ def scoring_nbytes(
         masked = wide + 1  # the logits without the tokens left out, and which these are
     if num_logits <= _MAX_KEPT_LOGITS:
         # Log-probabilities, and the gradients of them and of the logits.
-        return num_logits * (3 * wide + masked) + sorting + hidden
+        num_wide = 6 if trains_entropy else 3
+        return num_logits * (num_wide * wide + masked) + sorting + hidden
     # Logits, their float32 copy and log-probabilities; the head's gradient.
-    chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (itemsize + 2 * wide + masked)
+    num_wide = 4 if trains_entropy else 2
+    chunk = min(num_logits, _MAX_CHUNK_LOGITS) * (itemsize + num_wide * wide + masked)
     return chunk + sorting + hidden + vocab_size * hidden_size * wide
 
 

@@ -141,7 +141,12 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
         kept += sizes.num_layers * repeated
     truncation = Truncation(config.rollout.top_p, config.rollout.top_k)
     scoring = scoring_nbytes(
-        largest.num_scored, sizes.vocab_size, sizes.hidden_size, itemsize, truncation
+        largest.num_scored,
+        sizes.vocab_size,
+        sizes.hidden_size,
+        itemsize,
+        truncation,
+        trains_entropy=config.train.entropy_coef > 0,
     )
     # Keys and values of prompts exist once for each completion, and so do their gradients: first
     # for every head of the queries (the flash kernel's `dk_expanded`), then for those of the keys.
