@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.algorithms.base import AdvantageEstimator
-from umbra.trainer.world.world import sum_over_ranks
+from umbra.trainer.world.mesh import sum_over_ranks
 
 # The floor keeps the quotient finite. A larger one shrinks advantages of groups that hardly differ;
 # below float32 rounding of the rewards, rounding noise grows to full size.
