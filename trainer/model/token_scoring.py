@@ -94,7 +94,7 @@ def scoring_nbytes(
         masked = wide + 1  # the logits without the tokens left out, and which these are
     if num_logits <= _MAX_KEPT_LOGITS:
         # Log-probabilities, and the gradients of them and of the logits.
-        num_wide = 6 if trains_entropy else 3
+        num_wide = 5 if trains_entropy else 3
         return num_logits * (num_wide * wide + masked) + sorting + hidden
     # Logits, their float32 copy and log-probabilities; the head's gradient.
     num_wide = 4 if trains_entropy else 2

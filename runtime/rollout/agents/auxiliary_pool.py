@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.agents.user_thread import run_on
+from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.rollout_config import AuxiliaryPoolConfig
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
@@ -36,12 +36,19 @@ class PoolAnswer:
 
 
 class PoolCaller:
-    """Passes user code's calls to the pools. Owned by a rollout worker, whose loop is `loop`."""
+    """Passes user code's calls to the pools. Owned by a rollout worker and entered on its loop."""
 
     def __init__(self, pools: Mapping[str, AuxiliaryPoolConfig]) -> None:
-        self.loop: asyncio.AbstractEventLoop
         self._configs = pools
         self._handles: dict[str, Handle] = {}
+        self._calls_out: TaskHost
+
+    async def __aenter__(self) -> Self:
+        self._calls_out = await TaskHost().__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._calls_out.__aexit__(*exc_info)
 
     def pool(self, name: str, deadline: ExtendableDeadline) -> AuxiliaryPool:
         """The pool's interface; `deadline` is paused while a call waits for the pool."""
@@ -65,7 +72,7 @@ class PoolCaller:
                 )
                 return answer
 
-        return await run_on(self.loop, call())
+        return await self._calls_out.run(call)
 
     async def _handle(self, name: str) -> Handle:
         if name not in self._handles:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import actor_context
@@ -12,7 +17,8 @@ from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
 from umbra.runtime.rollout.agents.auxiliary_pool import ExtendableDeadline, PoolCaller
 from umbra.runtime.rollout.agents.reward_function import RewardSum
-from umbra.runtime.rollout.agents.user_thread import UserThread, run_on
+from umbra.runtime.rollout.agents.task_host import TaskHost
+from umbra.runtime.rollout.agents.user_thread import UserThread
 from umbra.runtime.rollout.prompts import to_row
 from umbra.runtime.rollout.rollout_config import WorkerConfig
 from umbra.runtime.rpc.rpc_client import Handle
@@ -24,6 +30,16 @@ _RESOLVE_TIMEOUT_S: Final = 10.0
 _REPORT_TIMEOUT_S: Final = 5.0
 _FACTS: Final = ("num_tokens", "finish_reason")
 """Facts about a completion that reward functions may take besides the columns of the data."""
+_PYTHONS_TEXT: Final = "signal only works in main thread of the main interpreter"
+"""The message of Python's own error in signal.signal. Verifiers such as math-verify compare it."""
+_NOTE: Final = (
+    "umbra runs reward functions without `async` on the main thread, where alarms work. Agent "
+    "loops and `async def` rewards have it only if there is no such function. Do this in a reward "
+    "function without async, and not in asyncio.to_thread; or turn the alarm off, in math-verify "
+    "by parsing_timeout=None and timeout_seconds=None."
+)
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutWorker:
@@ -33,6 +49,8 @@ class RolloutWorker:
         self._config = worker = from_wire(WorkerConfig, config)
         sys.path[:0] = [folder for folder in worker.sys_path if folder not in sys.path]
         self._opened: ModelTokenizer | None = None
+        self._stack = contextlib.AsyncExitStack()
+        _explain_signals()
         self._thread = UserThread("user-code")
         self._pools = PoolCaller(worker.pools)
         self._reward = RewardSum.load(worker, self._thread, self._pools) if worker.rewards else None
@@ -43,12 +61,13 @@ class RolloutWorker:
 
     async def __aenter__(self) -> Self:
         self._thread.main_thread = actor_context().main_thread
-        self._loop = self._pools.loop = asyncio.get_running_loop()
-        await self._thread.__aenter__()
+        await self._stack.enter_async_context(self._thread)
+        self._calls_out = await self._stack.enter_async_context(TaskHost())
+        await self._stack.enter_async_context(self._pools)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._thread.__aexit__(*exc_info)
+        await self._stack.aclose()
 
     async def run(self) -> None:
         """Ends the process, with RolloutError, when user code hangs it or ends its event loop."""
@@ -106,8 +125,9 @@ class RolloutWorker:
 
         async def call(method: str, *arguments: object) -> Any:
             # The loop runs on the user thread, but calls must be made on the actor's loop.
-            calling = manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
-            return await run_on(self._loop, calling)
+            return await self._calls_out.run(
+                lambda: manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
+            )
 
         deadline = ExtendableDeadline(timeout_s)
         context = AgentContext(item, self._config, tokenizer, call, self._pools, deadline)
@@ -124,3 +144,28 @@ class RolloutWorker:
             ref = await actor_context().resolve(name, _RESOLVE_TIMEOUT_S)
             self._managers[name] = actor_context().connect(ref)
         return self._managers[name]
+
+
+def _explain_signals() -> None:
+    """Explains why a verifier that sets an alarm fails outside of the main thread: adds a note to
+    errors of `signal.signal`, `alarm` and `setitimer`, and logs it once for each."""
+    for name in ("signal", "alarm", "setitimer"):
+        setattr(signal, name, _explaining(name, getattr(signal, name)))
+
+
+def _explaining(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return function(*args, **kwargs)
+        _log_once(name)
+        error = ValueError(_PYTHONS_TEXT)
+        error.add_note(_NOTE)
+        raise error
+
+    return call
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    logger.warning("signal.%s: %s. %s", name, _PYTHONS_TEXT, _NOTE, stack_info=True)

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from umbra.runtime.actor.function_queue import FunctionQueue
+from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.user_function import describe, frame_in_user_code
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,10 @@ _JOIN_TIMEOUT_S: Final = 1.0
 _RESUMED_GRACE_S: Final = 0.5
 _SHARED: Final = "all user code of a process shares one event loop: "
 
-_CURRENT_CALL: Final[ContextVar[Call | None]] = ContextVar("umbra_call", default=None)
+CURRENT_CALL: Final[ContextVar[Call | None]] = ContextVar("umbra_call", default=None)
+
+OnOffence = Callable[[str | None, str], None]
+"""Called with the call's label and what it did, on the loop's thread, below the user's code."""
 
 
 class UserThread:
@@ -42,16 +46,17 @@ class UserThread:
         self.main_thread: FunctionQueue | None = None
         self._runs_functions = False
         self._own_threads: list[FunctionQueue] = []
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._started: concurrent.futures.Future[TaskHost] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._broken: Broken | None = None
         self._is_loop_broken = False
         self._breaking: asyncio.Future[Broken]
         self._caller: asyncio.AbstractEventLoop
-        self._loop: _UserLoop
+        self._loop: GuardedLoop
         self._loop_thread: FunctionQueue
         self._functions: FunctionQueue
         self._stop: asyncio.Event
+        self._host: TaskHost
 
     def expect_functions(self) -> None:
         """Reserves the main thread for `run_sync`. Called before this is entered."""
@@ -64,7 +69,7 @@ class UserThread:
         self._functions = main if main and self._runs_functions else self._own_thread("functions")
         self._loop_thread = main if main and not self._runs_functions else self._own_thread("loop")
         self._loop_thread.put(self._serve_loop)
-        await asyncio.wrap_future(self._started)
+        self._host = await asyncio.wrap_future(self._started)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -90,18 +95,12 @@ class UserThread:
     ) -> T:
         """Awaits `function()` on the user loop; `on_begin` is called when it begins to run."""
 
-        async def call() -> T | SystemExit:
+        async def call() -> T:
             self._caller.call_soon_threadsafe(on_begin)
-            try:
-                return await self._loop.run_call(label, function)
-            except SystemExit as end:  # raised by a task, it would end the loop
-                return end
+            return await self._loop.run_call(label, function)
 
         try:
-            outcome = await run_on(self._loop, call())
-            if isinstance(outcome, SystemExit):
-                raise outcome
-            return outcome
+            return await self._host.run(call)
         finally:
             task = asyncio.current_task()
             if self._is_loop_broken and not (task and task.cancelling()):
@@ -169,6 +168,15 @@ class UserThread:
             f"blocking ones into asyncio.to_thread, or raise {setting}",
         )
 
+    def _on_offence(self, label: str | None, what: str) -> None:
+        place = _place(traceback.extract_stack())
+        self._is_loop_broken = True
+        self._break(
+            label,
+            f"{_whose(label)} {what}, at {place}; {_SHARED}call no loop.stop(), and cancel no "
+            "tasks but those that it created",
+        )
+
     def _break(self, label: str | None, reason: str) -> None:
         """May be called on any thread. The first cause counts: others follow from it."""
         if self._broken is None:
@@ -183,28 +191,29 @@ class UserThread:
 
     def _serve_loop(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=_UserLoop) as runner:
+            with asyncio.Runner(loop_factory=lambda: GuardedLoop(self._on_offence)) as runner:
                 try:
                     runner.run(self._main())
-                except BaseException as error:  # noqa: BLE001 -- such as SystemExit in a task
+                except BaseException as error:  # noqa: BLE001 -- SystemExit of a user's task
                     self._is_loop_broken = True
                     call = self._loop.failed_call(error)
                     label = None if call is None else call.label
                     self._break(
                         label,
                         f"{_whose(label)} ended the event loop with {describe(error)}; {_SHARED}"
-                        "raise no SystemExit in a task, and do not stop the loop",
+                        "raise an exception in place of SystemExit",
                     )
         finally:
             self._ended.set_result(None)
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, _UserLoop)
+        assert isinstance(loop, GuardedLoop)
         self._loop = loop
         self._stop = asyncio.Event()
-        self._started.set_result(None)
-        await self._stop.wait()  # the runner cancels the remaining tasks
+        async with TaskHost() as host:
+            self._started.set_result(host)
+            await self._stop.wait()
 
 
 class Broken(NamedTuple):
@@ -225,17 +234,24 @@ def _place(stack: traceback.StackSummary) -> str:
 
 
 class Call:
-    """A call of user code, with its tasks, callbacks and threads; its label is None at its end."""
+    """A call of user code, with its tasks, callbacks and threads; its label is None at its end.
+
+    `loop.stop()`, or `cancel()` of another sample's call  ──▶  nothing but `on_offence`
+
+    Tasks that a call makes are not protected, because libraries share some between calls, such as
+    those of a pool of connections.
+    """
 
     def __init__(self, label: str) -> None:
         self.label: str | None = label
 
 
-class _UserLoop(asyncio.SelectorEventLoop):
-    """The event loop that the user code of many samples shares. Knows the call of each task."""
+class GuardedLoop(asyncio.SelectorEventLoop):
+    """The event loop that the user code of many samples shares: no sample may end it for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_offence: OnOffence) -> None:
         super().__init__()
+        self._on_offence = on_offence
         self._calls: WeakKeyDictionary[asyncio.Task[Any], Call] = WeakKeyDictionary()
         self.set_task_factory(self._make_task)
 
@@ -251,13 +267,20 @@ class _UserLoop(asyncio.SelectorEventLoop):
     async def run_call(self, label: str, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Makes the present task a call, and awaits `function()`."""
         task = asyncio.current_task(self)
-        assert task is not None
-        self._calls[task] = call = Call(label)
-        _CURRENT_CALL.set(call)
+        assert isinstance(task, _OwnedTask)
+        task.call = self._calls[task] = call = Call(label)
+        CURRENT_CALL.set(call)
         try:
             return await function()
         finally:
             call.label = None  # tasks left behind are no longer part of it
+
+    def stop(self) -> None:
+        call = CURRENT_CALL.get()
+        if call is None:
+            super().stop()
+        else:
+            self._on_offence(call.label, "stopped the event loop that all user code shares")
 
     def _make_task(
         self,
@@ -265,23 +288,25 @@ class _UserLoop(asyncio.SelectorEventLoop):
         coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
         **settings: Any,
     ) -> asyncio.Task[T]:
+        call = CURRENT_CALL.get()
+        if call is None:
+            return _OwnedTask(coroutine, loop=loop, on_offence=self._on_offence, **settings)
         task = asyncio.Task(coroutine, loop=loop, **settings)
-        if (call := _CURRENT_CALL.get()) is not None:
-            self._calls[task] = call
+        self._calls[task] = call
         return task
 
 
-async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work` on another thread's loop; errors and cancellation pass between the loops."""
-    try:
-        running = asyncio.run_coroutine_threadsafe(work, loop)
-    except RuntimeError:  # the loop has ended
-        work.close()
-        raise
-    try:
-        return await asyncio.wrap_future(running)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise RuntimeError("the coroutine was cancelled on its own loop") from None
+class _OwnedTask(asyncio.Task[Any]):
+    """A task that only umbra and, if it is one, the call itself may cancel."""
+
+    def __init__(self, *arguments: Any, on_offence: OnOffence, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.call: Call | None = None
+        self._on_offence = on_offence
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        canceller = CURRENT_CALL.get()
+        if canceller is None or canceller is self.call:
+            return super().cancel(msg)
+        self._on_offence(canceller.label, "cancelled tasks that are not its own")
+        return False

@@ -180,13 +180,21 @@ def test_the_groups_that_wait_for_a_reward_that_hangs_are_scored_afterwards(
     assert event.text in umbra_session_factory.notes
 
 
+@pytest.mark.parametrize(
+    ("agent", "what"),
+    [
+        ("stops_the_loop_for_t3", r"stopped the event loop .*user_agents.py:\d+ in stops_the"),
+        ("cancels_all_tasks_for_t3", r"cancelled tasks .*user_agents.py:\d+ in cancels_all_t"),
+        ("exits_in_a_task_for_t3", r"ended the event loop with SystemExit: enough \(.*in tool\)"),
+    ],
+)
 def test_a_loop_that_ends_the_others_is_found_and_costs_none_of_them(
-    umbra_session: Session, tmp_path: Path
+    umbra_session: Session, tmp_path: Path, agent: str, what: str
 ) -> None:
     live = LiveRollouts(
         umbra_session,
         tmp_path,
-        agent="exits_in_a_task_for_t3",
+        agent=agent,
         reward="",
         config=CONFIG | {"agent_retries": 0},  # one would hide what the others suffer
         num_prompts=NUM_PROMPTS,
@@ -196,7 +204,6 @@ def test_a_loop_that_ends_the_others_is_found_and_costs_none_of_them(
 
     assert groups_of_next_batch(live) == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     cause = cause_of_the_drop(tmp_path)
-    what = r"ended the event loop with SystemExit: enough \(.*in tool\)"
     assert re.search(f"user code for sample {BAD_GROUP}/. {what}", cause)
 
 

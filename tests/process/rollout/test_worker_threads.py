@@ -11,6 +11,7 @@ from live_rollouts import USER_CODE, write_tokenizer
 from rank_processes import poll
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.errors import RewardError
 from umbra.runtime.process.descendants import child_pids, process_stat
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rpc.sync_handle import SyncHandle
@@ -75,6 +76,15 @@ def test_an_alarm_that_a_reward_leaves_does_not_hit_the_next(
     worker = start_worker(umbra_session, tmp_path, reward="user_rewards:leaves_an_alarm")
 
     assert [score(worker) for _ in range(2)] == [[1.0] * NUM_SAMPLES] * 2
+
+
+def test_an_alarm_on_another_thread_is_explained(umbra_session: Session, tmp_path: Path) -> None:
+    worker = start_worker(umbra_session, tmp_path, reward="user_rewards:alarms_in_a_thread")
+
+    with pytest.raises(RewardError, match=r"signal only works in main thread") as caught:
+        score(worker)
+    assert "umbra runs reward functions without `async` on the main thread" in str(caught.value)
+    assert "Do this in a reward function without async" in str(caught.value)
 
 
 def test_what_shells_of_a_reward_leave_does_not_stay_as_zombies(

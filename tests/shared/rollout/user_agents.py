@@ -137,6 +137,23 @@ async def gathers_what_blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) 
     return float(len(tokens))
 
 
+async def stops_the_loop_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    if ctx.prompt == "t3":
+        asyncio.get_running_loop().stop()
+    return float(len(tokens + await ctx.generate([*ctx.prompt_tokens, *tokens])))
+
+
+async def cancels_all_tasks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """The others await a task of their own, which is cancelled, too."""
+    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    if ctx.prompt == "t3":
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+    (more,) = await asyncio.gather(ctx.generate([*ctx.prompt_tokens, *tokens]))
+    return float(len(tokens + more))
+
+
 async def exits_in_a_task_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     async def tool() -> None:
         if ctx.prompt == "t3":

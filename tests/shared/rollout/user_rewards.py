@@ -196,6 +196,10 @@ def leaves_an_alarm(prompts: list[str], completions: list[str], **_: Any) -> lis
     return [1.0] * len(completions)
 
 
+async def alarms_in_a_thread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return await asyncio.to_thread(ends_by_alarm, prompts, completions)
+
+
 def leaves_processes(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     statuses = [subprocess.run(["sh", "-c", "true & exit 0"]).returncode for _ in range(5)]
     return [float(sum(statuses))] * len(completions)

@@ -246,14 +246,24 @@ def test_a_rank_that_sends_what_has_changed_keeps_what_it_sent_at_all_times(tmp_
 
 
 @pytest.mark.parametrize(
-    ("model", "checkpointing", "num_groups", "group_size", "prompt_len", "completion_len"),
+    (
+        "model",
+        "checkpointing",
+        "entropy_coef",
+        "num_groups",
+        "group_size",
+        "prompt_len",
+        "completion_len",
+    ),
     [
-        ("SmolLM2-135M", "none", 32, 16, 50, 48),
-        ("SmolLM2-135M", "full", 32, 16, 50, 48),
-        ("0.6B", "none", 16, 8, 100, 256),
-        ("0.6B", "full", 1, 512, 2000, 8),  # short completions behind a long prompt
-        ("8B", "none", 16, 8, 100, 256),
-        ("8B", "full", 4, 16, 900, 20),
+        ("SmolLM2-135M", "none", 0.0, 32, 16, 50, 48),
+        ("SmolLM2-135M", "full", 0.0, 32, 16, 50, 48),
+        ("SmolLM2-135M", "full", 0.1, 2, 8, 50, 48),  # few logits, which are kept
+        ("0.6B", "none", 0.0, 16, 8, 100, 256),
+        ("0.6B", "full", 0.0, 1, 512, 2000, 8),  # short completions behind a long prompt
+        ("0.6B", "full", 0.1, 16, 8, 100, 256),
+        ("8B", "none", 0.0, 16, 8, 100, 256),
+        ("8B", "full", 0.0, 4, 16, 900, 20),
     ],
 )
 def test_the_plan_is_close_to_the_bytes_of_a_pass(
@@ -262,6 +272,7 @@ def test_the_plan_is_close_to_the_bytes_of_a_pass(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     checkpointing: Literal["none", "full"],
+    entropy_coef: float,
     num_groups: int,
     group_size: int,
     prompt_len: int,
@@ -279,14 +290,20 @@ def test_the_plan_is_close_to_the_bytes_of_a_pass(
             "group_size": group_size,
             "max_new_tokens": completion_len,
         },
-        train={"max_tokens_per_micro_batch": 1 << 20, "activation_checkpointing": checkpointing},
+        train={
+            "max_tokens_per_micro_batch": 1 << 20,
+            "activation_checkpointing": checkpointing,
+            "entropy_coef": entropy_coef,
+        },
     )
     micro_batch = packed_for_gpu(num_groups, group_size, prompt_len, completion_len, monkeypatch)
 
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(monkeypatch) as live:
         trained = train_model(sizes, single_rank_mesh, recomputes=checkpointing == "full")
         live.peak_nbytes = before_nbytes = live.nbytes
-        trained.backward(trained.score(micro_batch, with_entropy=True).logprobs.sum(), is_last=True)
+        scores = trained.score(micro_batch, "trained" if entropy_coef else "measured")
+        assert scores.entropy is not None
+        trained.backward((scores.logprobs + entropy_coef * scores.entropy).sum(), is_last=True)
 
     planned = rank_need(config, sizes, 1).activations_nbytes
     assert 1.0 <= round(planned / (live.peak_nbytes - before_nbytes), 2) <= 1.3
