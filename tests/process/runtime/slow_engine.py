@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from umbra.engines.echo.echo_engine import EchoEngine
@@ -49,14 +48,9 @@ class SlowEngine(EchoEngine):
             await asyncio.sleep(self._start_s)
         return await super().__aenter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.sleep(self._end_s)
-        await super().__aexit__(kind, error, trace)
+        await super().__aexit__(*exc_info)
 
     async def _wake(self, tags: Sequence[Tag]) -> None:
         if not self._gate.awake.issuperset(tags):
