@@ -70,13 +70,11 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 
 # vLLM is installed while the type checker runs, and tested last: its shared memory has names in
 # /dev/shm, which other tests would report as left behind. The tests of a file run in one process,
-# because they share fixtures, and four processes at a time because tests also wait. In the order of
-# the folders whole runs come first and unit tests last, so that all processes end together; xdist
-# would begin with the files of many tests, and end with those of few long ones. Importing all files
-# takes longer than finding those with tests that run alone.
+# because they share fixtures, and three processes at a time because tests also wait. Importing all
+# files takes longer than finding those with tests that run alone.
 test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (20 to 30 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright smollm2 $(VLLM_VENV)/.made
-	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not gpu and not cluster" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
 	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py \

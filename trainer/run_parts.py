@@ -305,7 +305,7 @@ class TrainingRun:
         """Adds them as a column, from the rewards of whole groups."""
         groups = batch.groups
         of_groups = batch_advantages(self._estimate, groups.rewards, groups.offsets)
-        of_samples = of_groups[groups.indices]
+        of_samples = batch.of_samples(of_groups)
         if self.config.train.advantage_norm == "batch":
             of_samples = normalize_over_batch(of_samples)
         batch.add_advantages(of_samples)

@@ -63,6 +63,7 @@ class TrainStep:
         micro_batches = list(chain(*mini_batches))
         self._score(micro_batches, is_proximal=len(mini_batches) > 1)
         metrics: dict[str, float] = {}
+        norms: list[float] = []
         for update in range(self._train.updates_per_batch):
             totals = MetricTotals()
             for idx, mini_batch in enumerate(mini_batches):
@@ -71,9 +72,11 @@ class TrainStep:
                 if update == idx == 0 and self._check is not None:
                     metrics = self._check.run(batch, micro_batches, step)
                 metrics |= self._step(step)
+                norms.append(metrics["train/grad_norm"])
             if update == 0:
                 metrics |= {f"train/{name}": value for name, value in totals.reduce().items()}
-        return metrics
+                metrics["train/loss"] /= len(mini_batches)
+        return metrics | {"train/grad_norm": max(norms)}
 
     def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> None:
         """Adds the logprobs under other models, before a parameter changes. The first update of a
@@ -94,7 +97,7 @@ class TrainStep:
         if not math.isfinite(applied["grad_norm"]):
             raise UmbraError(
                 f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}); "
-                "the parameters are unchanged: lower train.learning_rate or "
+                "it has changed no parameter: lower train.learning_rate or "
                 "train.clip_eps_high, or compute in float32 (model.dtype)"
             )
         return {f"train/{name}": value for name, value in applied.items()}

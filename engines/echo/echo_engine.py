@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -153,7 +153,7 @@ class EchoEngine(EngineShell[EchoCore]):
     settings are those of `EchoSettings`, by name.
     """
 
-    __signature__: ClassVar = inspect.signature(EchoSettings)
+    __signature__ = inspect.signature(EchoSettings)
 
     def __init__(self, **settings: Any) -> None:
         made = EchoSettings(**settings)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
@@ -24,7 +24,7 @@ class EmbeddedEngine(EngineShell["EmbeddedCore"]):
     model does. If the thread fails, `run` and all later calls and streams raise.
     """
 
-    __signature__: ClassVar = inspect.signature(EmbeddedConfig)
+    __signature__ = inspect.signature(EmbeddedConfig)
 
     def __init__(self, **settings: Any) -> None:
         made = EmbeddedConfig(**settings)

@@ -71,7 +71,6 @@ class ConfiguredEngine(AdapterEngine):
 
     settings_class: ClassVar[type[AdapterSettings]]
     core_class: ClassVar[MakeCore]
-    __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = inspect.signature(cls.settings_class)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
-from typing import Any, Final, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast
 
 from umbra.engines.shell.engine_core import Core, WeightUpdates
 from umbra.engines.shell.engine_gate import EngineGate
@@ -39,6 +40,8 @@ class EngineShell(Generic[_Core]):
     weights, and the engine serves them as version 0.
     """
 
+    __signature__: ClassVar[inspect.Signature | None]
+
     def __init__(
         self,
         core: _Core,
@@ -60,6 +63,11 @@ class EngineShell(Generic[_Core]):
         self._can_commit = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
         gauge("requests", lambda: {"in flight": len(requests.ids)})
+
+    def __init_subclass__(cls) -> None:
+        """Lets a subclass with an `__init__` of its own take what that says."""
+        if "__init__" in vars(cls) and "__signature__" not in vars(cls):
+            cls.__signature__ = None
 
     def check_options(self) -> str:
         return self._core.check_options()

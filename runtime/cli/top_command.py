@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -52,10 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = Path(arguments.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
-    if arguments.once or not sys.stdout.isatty():
+    console = Console()
+    if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         _print_frames(run_dir, once=arguments.once)
     else:
-        screen = Live(screen=True, auto_refresh=False)
+        screen = Live(console=console, screen=True, auto_refresh=False)
         with contextlib.suppress(KeyboardInterrupt), screen:
             while True:
                 view, (width, height) = look(run_dir), screen.console.size

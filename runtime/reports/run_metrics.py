@@ -79,7 +79,7 @@ PANELS: Final[Sequence[MetricPanel]] = (
     MetricPanel(
         title="KL",
         series={
-            "train/reference_kl": "from the starting model",
+            "train/reference_kl": "from the reference model",
             "train/behaviour_kl": "from the policy that sampled",
         },
         lowest_top=1e-3,  # less is the rounding of float32, and more hides that of bfloat16

@@ -44,6 +44,7 @@ class SyncHandle:
             return await anext(items)
 
         async def leave() -> None:
+            await asyncio.sleep(0)  # a failure may have ended `take`, which begins to unwind now
             await opened.__aexit__(None, None, None)
 
         try:

@@ -28,6 +28,7 @@ from umbra.trainer.world.mesh import sum_over_ranks
 # The floor keeps the quotient finite. A larger one shrinks advantages of groups that hardly differ;
 # below float32 rounding of the rewards, rounding noise grows to full size.
 _STD_FLOOR: Final = 1e-4
+_ROUNDING: Final = 1e-6
 
 
 def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -68,8 +69,10 @@ def normalize_over_batch(advantages: NDArray[np.float32]) -> NDArray[np.float32]
     sums = torch.tensor([len(wide), wide.sum(), np.square(wide).sum()], dtype=torch.float64)
     count, total, squares = (float(value) for value in sum_over_ranks(sums))
     mean = total / count
-    variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)
-    return np.asarray((wide - mean) / (math.sqrt(variance) + _STD_FLOOR), np.float32)
+    std = math.sqrt(max(0.0, squares - count * mean**2) / max(1.0, count - 1))
+    if abs(mean) < _ROUNDING * std:  # of centred advantages, whose zeros stay exact
+        mean = 0.0
+    return np.asarray((wide - mean) / (std + _STD_FLOOR), np.float32)
 
 
 def batch_advantages(

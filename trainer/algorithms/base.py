@@ -41,7 +41,7 @@ class LossInputs:
 
     rollout_logprobs: Tensor  # [M] float32, under the policies that sampled the tokens
     # [M] float32, under the policy at the beginning of the step. The current policy differs from
-    # the second of `train.updates_per_batch` on.
+    # the second of `train.mini_batches` or `train.updates_per_batch` on.
     proximal_logprobs: Tensor
     advantages: Tensor  # [M] float32, the same for all tokens of a sample
     weights: Tensor  # [M] float32, share of each token in the global loss; 0 in padding
@@ -72,7 +72,7 @@ class PolicyLoss(Protocol):
     """Compares the policy's logprobs with those of older policies; runs once per micro-batch.
 
     umbra's losses have no gradient where the advantage is 0, so their training leaves out samples
-    of advantage 0 while there is no KL term. A user's own loss gets all samples.
+    of advantage 0 while there is no KL term or entropy bonus. A user's own loss gets all samples.
     """
 
     def __call__(

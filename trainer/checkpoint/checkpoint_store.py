@@ -90,7 +90,7 @@ class CheckpointStore:
         was removed; earlier checkpoints stay unchanged."""
         self.folder = from_lead(self._mesh, self._locate)
         target = self.path(state.step)
-        tensors = _tensors(models)
+        tensors = _tensors({name: model for name, model in models.items() if model.is_saved})
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         from_lead(self._mesh, lambda: self._prepare(target, nbytes))
         writer = _Writer(target, nbytes)
@@ -109,13 +109,17 @@ class CheckpointStore:
         """Loads a checkpoint in place. Raises ConfigError if it is incomplete or of another model,
         RunDirectoryError if one of its files cannot be read."""
         state = read_trainer_state(path)
-        tensors, random_state = _tensors(models), _random_state(self._mesh.rank)
+        trained = {name: model for name, model in models.items() if model.adamw is not None}
+        tensors, random_state = _tensors(trained), _random_state(self._mesh.rank)
+        references = _tensors(models)
         with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
             _check_fit(path, tensors, saved)
-            if random_state.keys() <= saved.keys():  # fewer ranks may have written it
-                tensors |= random_state
+            # Fewer ranks may have written it, or the reference was the starting model.
+            for optional in (random_state, references):
+                if optional.keys() <= saved.keys():
+                    tensors |= optional
             _dcp.load(tensors, storage_reader=reader)
         for value in random_state.values():
             torch.set_rng_state(value)
@@ -241,8 +245,6 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     than the policy begin with the model's."""
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
-        if not model.is_saved:
-            continue
         prefix = "" if model_name == POLICY else f"{model_name}/"
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         if model.adamw is not None:

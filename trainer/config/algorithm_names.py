@@ -4,6 +4,7 @@ the config is checked against the names before anything is loaded."""
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ def takes_args(loss: str, args: Mapping[str, Any]) -> bool:
     """Whether one of umbra's losses takes these `train.loss_args`."""
     known = LOSS_ARGS.get(loss, {})
     return all(
-        name in known and isinstance(value, int | float) and value > 0
+        name in known and type(value) in (int, float) and 0 < value < math.inf
         for name, value in args.items()
     )
 

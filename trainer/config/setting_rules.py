@@ -159,7 +159,7 @@ RULES: Final = (
     Rule(
         "warning",
         "train.clip_eps_low == train.clip_eps_high == 0 and train.loss in LOSSES "
-        "and train.loss != 'cispo'",
+        "and train.loss not in ('cispo', 'sapo')",
         "any difference between the engines' logprobs and the trainer's clips a token: set both "
         "above 0, such as 0.2",
     ),
@@ -177,6 +177,23 @@ RULES: Final = (
         "train.importance_cap",
         "train.importance_above_cap",
         "train.importance_floor",
+    ),
+    *_unused(
+        "train.loss == 'sapo'",
+        "use another train.loss",
+        "train.clip_eps_low",
+        "train.clip_eps_high",
+    ),
+    Rule(
+        "warning",
+        "rollout.drop_zero_variance_groups and train.advantage == 'reinforce'",
+        "without a baseline, groups of equal rewards teach, too: leave one of the two out",
+    ),
+    Rule(
+        "warning",
+        "train.advantage == 'reinforce' and train.advantage_norm == 'none'",
+        "nothing is compared with anything, so that rewards of 0 and 1 can only raise "
+        "probabilities: use train.advantage_norm = 'batch'",
     ),
     Rule(
         "error",

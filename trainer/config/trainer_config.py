@@ -356,8 +356,8 @@ class TrainSection(Settings):
         loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
             "sequence" the mean of each sample's mean, "constant" their sum divided by the number
             of samples and `rollout.max_new_tokens`.
-        mask_truncated: Whether completions that reach their largest length are left out of the
-            loss. Their rewards still count in the advantages of their group.
+        mask_truncated: Whether completions whose last generation reached its largest length are
+            left out of the loss. Their rewards still count in the advantages of their group.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
         reference_every: Steps after which the current policy becomes the reference model of the KL

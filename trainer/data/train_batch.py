@@ -74,6 +74,10 @@ class TrainBatch:
         """The tokens of a sample."""
         return slice(int(self.offsets[idx]), int(self.offsets[idx + 1]))
 
+    def of_samples(self, of_groups: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[N] of the values of all samples of `groups`, [sum G]."""
+        return of_groups[self.groups.indices]
+
     def add_advantages(self, of_samples: NDArray[np.float32]) -> None:
         """Gives a sample's tokens the sample's advantage, of [N]."""
         self.columns[ADVANTAGES] = self.spread(of_samples)

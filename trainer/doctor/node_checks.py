@@ -280,8 +280,10 @@ class NodeChecks:
             num_parameters = ModelSizes.read(config.model.path).num_parameters
         except (ConfigError, DataError) as error:
             raise NotApplicable(f"the model's size is not known: {error}") from None
-        # Parameters and AdamW's two states, and one checkpoint is written before one is removed.
-        checkpoint = 3 * ITEMSIZES[config.master_dtype] * num_parameters
+        # Parameters, AdamW's two states and perhaps a reference model; and one checkpoint is
+        # written before one is removed.
+        num_copies = 4 if config.train.kl_coef and config.train.reference_every else 3
+        checkpoint = num_copies * ITEMSIZES[config.master_dtype] * num_parameters
         needed = checkpoint * (config.train.keep_checkpoints + 1)
         needed += ITEMSIZES[config.model.dtype] * num_parameters * config.train.export
         with writing("write checkpoints to", folder, needed):

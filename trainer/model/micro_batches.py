@@ -41,9 +41,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchBuilder:
-    """Leaves out samples of advantage zero with `skips_neutral`. With umbra's losses and
-    without a KL term they add exactly nothing to the gradient; once most prompts are learned,
-    they are the majority."""
+    """Leaves out samples of advantage zero with `skips_neutral`. With umbra's losses, without a
+    KL term and an entropy bonus, they add exactly nothing to the gradient; once most prompts are
+    learned, they are the majority."""
 
     packed: bool  # for packed attention; otherwise samples are padded
     dtype: torch.dtype  # of attention masks: the model's compute dtype

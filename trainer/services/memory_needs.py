@@ -153,7 +153,9 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
     attention = repeated * (2 + sizes.q_size / sizes.kv_size)
     # A block and the next one are gathered; the gradient is whole, once more to be reduced.
     block = layer + attention + block_size * (3 * itemsize + reduced)
-    return int(2 * itemsize * root_size + max(kept + scoring, kept + block, reduced * root_size))
+    # Without layers of its own, the root adds its gradient up in float32 over micro-batches.
+    root = root_size * (itemsize + max(itemsize, 0 if block_size else 4))
+    return int(root + max(kept + scoring, kept + block, reduced * root_size))
 
 
 def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
@@ -187,7 +189,7 @@ class LargestMicroBatch:
         train, rollout = config.train, config.rollout
         context_len = _context_len(config.pool, config.model.path)
         prompt_len = max(1, context_len - rollout.max_new_tokens)
-        num_samples = -(-config.samples_per_step // num_ranks)
+        num_samples = -(-config.samples_per_step // (train.mini_batches * num_ranks))
         whole = num_generated = num_samples * context_len
         if not rollout.agent:  # whose completions may fill the context
             num_generated = num_samples * rollout.max_new_tokens

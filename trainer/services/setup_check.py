@@ -153,10 +153,12 @@ def check_stop_tokens(config: TrainerConfig) -> None:
 
 
 def check_batch_size(config: TrainerConfig, world_size: int) -> None:
-    """Raises ConfigError if a step has fewer completions than there are ranks."""
-    if config.samples_per_step < world_size:
+    """Raises ConfigError if an optimizer step has fewer completions than there are ranks."""
+    num_samples = config.samples_per_step // config.train.mini_batches
+    if num_samples < world_size:
+        parts = "" if config.train.mini_batches == 1 else " / train.mini_batches"
         raise ConfigError(
-            f"rollout.groups_per_step x rollout.group_size is {config.samples_per_step} "
+            f"rollout.groups_per_step x rollout.group_size{parts} is {num_samples} "
             f"completions a step for {world_size} ranks; every rank needs one: raise either, or "
-            f"start {config.samples_per_step} ranks or fewer"
+            f"start {num_samples} ranks or fewer"
         )

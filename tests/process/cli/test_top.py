@@ -86,7 +86,7 @@ def read_more(terminal: int) -> bytes:
 def test_ctrl_c_leaves_the_terminal_as_it_was(run_dir: Path) -> None:
     ours, theirs = pty.openpty()
     # SIGINT is ignored in what a shell script starts in the background, such as these tests.
-    python = ("env", "--default-signal=INT", sys.executable)
+    python = ("env", "--default-signal=INT", "TERM=xterm", sys.executable)
     command = [*python, "-m", "umbra.runtime.cli.umbra_command", "top", str(run_dir)]
     shown = b""
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:

@@ -181,7 +181,7 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
         ),
     )
     faults = [
-        {"kind": "kill", "every_tokens": 2 * work.tokens_between_faults, "incarnations": [1]},
+        {"kind": "kill", "every_tokens": 2 * work.tokens_between_faults, "incarnations": [1, 2]},
         # The stream of deltas breaks: the engine's requests move to the others.
         {"kind": "error", "call": "deltas", "every_tokens": work.tokens_between_faults, "times": 2},
     ]

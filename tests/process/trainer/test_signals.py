@@ -310,11 +310,11 @@ def test_umbra_stop_limits_the_time_that_ctrl_c_has_left_open(waits_in_c: bool) 
             say(error)
             raise
     """
-    started = time.monotonic()
     with rank(code) as process:
+        started = time.monotonic()
         assert rest_of(process) == ("the step in progress did not end within 0.5 s of umbra stop\n")
         assert process.returncode == 128 + signal.SIGINT
-        assert 2.5 < time.monotonic() - started < 30.0
+        assert 0.5 < time.monotonic() - started < 15.0  # the timers may have begun before
 
 
 def test_after_umbra_stop_only_ctrl_c_shortens_the_step() -> None:

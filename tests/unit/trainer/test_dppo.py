@@ -22,9 +22,9 @@ def test_loss_and_gradient_are_the_papers_formula(low: float, high: float) -> No
     ):
         moved, ratio = math.exp(new) - math.exp(old), math.exp(new - old)
         left_out.append(moved > high if advantage > 0 else moved < -low)
-        term = 0.0 if left_out[-1] else ratio * advantage / NUM_TOKENS
-        loss -= term
-        gradient.append(-term)  # the ratio is its own derivative
+        weight = 0.0 if left_out[-1] else min(ratio, 20.0)
+        loss -= weight * advantage * new / NUM_TOKENS
+        gradient.append(-weight * advantage / NUM_TOKENS)
     policy = logprobs.clone().requires_grad_()
 
     output = dppo_loss(policy, inputs, TrainSection(steps=1, clip_eps_low=low, clip_eps_high=high))

@@ -70,7 +70,7 @@ def test_all_answers_are_settings_of_umbra() -> None:
         ('generation_kwargs.stop=["x"]', "'generation_kwargs.stop' of TRL: use 'rollout.stop'"),
         (
             "actor.ppo_mini_batch_size=64",
-            "'actor.ppo_mini_batch_size' of verl: use 'train.mini_batches'",
+            "'actor.ppo_mini_batch_size' of verl: not in umbra; nearest is 'train.mini_batches'",
         ),
     ],
 )

@@ -100,6 +100,22 @@ QUESTIONABLE = [
             ("importance_floor", "0.1", "0.1"),
         )
     ),
+    *(
+        (
+            f"train.loss=sapo train.clip_eps_{end}=0.3",
+            f"train.clip_eps_{end} = 0.3 and train.loss = 'sapo': ",
+        )
+        for end in ("low", "high")
+    ),
+    (
+        "train.advantage=reinforce train.advantage_norm=batch "
+        "rollout.drop_zero_variance_groups=true",
+        "rollout.drop_zero_variance_groups = True and train.advantage = 'reinforce': ",
+    ),
+    (
+        "train.advantage=reinforce",
+        "train.advantage = 'reinforce' and train.advantage_norm = 'none': ",
+    ),
     ("train.loss=sapo train.dual_clip=3.0", "train.dual_clip = 3.0 and train.loss = 'sapo': "),
     ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),
     ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),

@@ -129,7 +129,7 @@ def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
 
     assert isinstance(outcomes[0], WeightSyncError)
     assert "rank 1 is lost" in str(outcomes[0])
-    assert freed_after_s < 10.0  # half of what the sync may take
+    assert freed_after_s < 5.0  # a rank that stands still ends the sync after 10 s
     assert engine.lifecycle.state == EngineState.SERVING
 
 
