@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
@@ -44,7 +44,6 @@ class SyncHandle:
             return await anext(items)
 
         async def leave() -> None:
-            await asyncio.sleep(0)  # a failure may have ended `take`, which begins to unwind now
             await opened.__aexit__(None, None, None)
 
         try:
@@ -91,17 +90,28 @@ class Pool:
         self._supervisor_call(method, self.name, *args, timeout_s, timeout_s=timeout_s + 5.0)
 
 
+class _Job(Generic[T]):
+    """One coroutine on its way from the calling thread to the loop and back."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], essential: bool) -> None:
+        self.coroutine = coroutine
+        self.essential = essential
+        self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.task: asyncio.Task[None] | None = None
+
+
 class LoopThread:
     """Runs an event loop on a background thread, for code that is not asynchronous (SPMD trainers).
     Owns the thread, its loop and all tasks on it. A failure posted with `fail()` ends every blocked
     `run()`, now and later, with `JobFailed`, so that no rank waits for a job that is lost."""
 
     def __init__(self, name: str) -> None:
-        self.failure: JobFailed | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._essential = set[concurrent.futures.Future[Any]]()  # calls that a failure ends
+        self._jobs: set[_Job[Any]] = set()
+        self._failure: JobFailed | None = None
         self._loop: asyncio.AbstractEventLoop
+        self._tasks: asyncio.TaskGroup
         self._stop: asyncio.Event
 
     def __enter__(self) -> Self:
@@ -114,6 +124,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
+    @property
+    def failure(self) -> JobFailed | None:
+        return self._failure
+
     def run(self, coroutine: Coroutine[Any, Any, T], *, even_if_failed: bool = False) -> T:
         """Runs `coroutine` on the loop and waits; an exception of a signal handler ends the wait.
 
@@ -124,48 +138,81 @@ class LoopThread:
             JobFailed: another rank or an essential process failed meanwhile.
             MailboxClosed: the thread has ended.
         """
-        if self.failure is not None and not even_if_failed:
-            coroutine.close()
-            raise self.failure
-        running = self.start(coroutine)
-        if running is None:
-            raise MailboxClosed("this session is closed: nothing can be called any more")
+        job = _Job(coroutine, essential=not even_if_failed)
         try:
-            if not even_if_failed:
-                self._essential.add(running)
-                if self.failure is not None:  # since a moment ago
-                    raise self.failure
-            return running.result()
-        except concurrent.futures.CancelledError:
-            if self.failure is not None and not even_if_failed:
-                raise self.failure from None
-            raise JobFailed("the session was closed while a call was pending") from None
-        finally:
-            running.cancel()
-            self._essential.discard(running)
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
-        """Runs `coroutine` beside everything else, until it ends or the thread is closed. Returns
-        at once, in a signal handler too; None where the thread has ended."""
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._call(self._begin, job)
         except RuntimeError:  # the loop is closed
             coroutine.close()
-            return None
+            raise MailboxClosed("this session is closed: nothing can be called any more") from None
+        try:
+            return job.result.result()
+        except concurrent.futures.CancelledError:
+            raise JobFailed("the session was closed while a call was pending") from None
+        except BaseException:
+            if not job.result.done():
+                self._call(self._cancel, job)
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs `coroutine` beside everything else, until it ends or the thread is closed. Returns
+        at once, in a signal handler too. Does nothing where the thread has ended."""
+        try:
+            self._call(self._begin, _Job(coroutine, essential=False))
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
 
     def fail(self, failure: JobFailed) -> None:
         """Ends blocked calls, now and later. Called on the loop; the first failure counts."""
-        if self.failure is None:
-            self.failure = failure
-            for running in tuple(self._essential):
-                running.cancel()
+        if self._failure is None:
+            self._failure = failure
+            for job in self._jobs:
+                if job.essential:
+                    self._cancel(job)
+
+    def _call(self, function: Callable[[_Job[Any]], None], job: _Job[Any]) -> None:
+        self._loop.call_soon_threadsafe(function, job)
+
+    def _begin(self, job: _Job[Any]) -> None:
+        if self._failure is not None and job.essential:
+            job.coroutine.close()
+            job.result.set_exception(self._failure)
+            return
+        self._jobs.add(job)
+        job.task = self._tasks.create_task(self._settle(job))
+        job.task.add_done_callback(lambda _task: self._finish(job))
+
+    @staticmethod
+    def _cancel(job: _Job[Any]) -> None:
+        if job.task is not None:
+            job.task.cancel()
+
+    @staticmethod
+    async def _settle(job: _Job[Any]) -> None:
+        try:
+            job.result.set_result(await job.coroutine)
+        except Exception as error:  # noqa: BLE001 -- raised in the calling thread
+            job.result.set_exception(error)
+
+    def _finish(self, job: _Job[Any]) -> None:
+        """Ends a job that was cancelled, perhaps before its first step."""
+        self._jobs.discard(job)
+        job.coroutine.close()
+        if job.result.done():
+            return
+        if self._failure is not None and job.essential:
+            job.result.set_exception(self._failure)
+        else:
+            job.result.cancel()
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._main())  # the runner cancels the tasks that remain
+            runner.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._ready.set()
-        await self._stop.wait()
+        async with asyncio.TaskGroup() as self._tasks:
+            self._ready.set()
+            await self._stop.wait()
+            for job in list(self._jobs):
+                self._cancel(job)
