@@ -118,6 +118,9 @@ def _parse_fault(path: str, raw: object) -> Fault:
         raise ConfigError(f"{path}.{key} is {values[key]!r}; allowed: {', '.join(names)}")
     if "every_tokens" in values and "times" in _OWN_KEYS[kind]:
         values.setdefault("times", None)
+    infinite = [key for key, value in values.items() if value in (math.inf, -math.inf)]
+    if infinite:
+        raise ConfigError(f"{path}.{infinite[0]} is {values[infinite[0]]}: give a finite number")
     try:
         return TypeAdapter(Fault).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import UnsupportedOperation
-from typing import Any, Final, cast
+from typing import Any, Final, TextIO, cast
 
 from umbra.runtime.cli.command_parsers import COMMANDS, command_parsers
 from umbra.runtime.errors import ConfigError, DataError, UmbraError, how_to_install
@@ -34,12 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None if it was closed from the start
                 sys.stdout.flush()
     except BrokenPipeError:
+        unread = [fd for stream in (sys.stdout, sys.stderr) for fd in _unread(stream)]
+        if not unread:  # another pipe, of the command itself
+            raise
         with open(os.devnull, "wb") as nowhere:
-            streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
-            for stream in streams:  # whose last flush would fail, with a message
-                with contextlib.suppress(AttributeError, UnsupportedOperation):
-                    os.dup2(nowhere.fileno(), stream.fileno())
+            for descriptor in unread:  # whose last flush would fail, with a message
+                os.dup2(nowhere.fileno(), descriptor)
         return _STATUS
+
+
+def _unread(stream: TextIO | None) -> list[int]:
+    """The descriptor of a stream that nobody reads any more; else nothing."""
+    try:
+        descriptor = -1 if stream is None else stream.fileno()  # None if closed from the start
+    except UnsupportedOperation:  # captured by this process
+        return []
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are always reported
+    return [descriptor] if descriptor >= 0 and poll.poll(0) else []
 
 
 def _run_reporting_errors(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -188,10 +188,12 @@ def _as_array(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
     """None if they are not a sequence of numbers; objects for numbers beyond 64 bits."""
     if isinstance(tokens, np.ndarray):
         return tokens
-    given = cast("list[object]", list(tokens))
-    if not all(issubclass(kind, int | np.integer) for kind in set(map(type, given))):
+    if not isinstance(tokens, list | tuple):
+        return None
+    kinds = set[type](map(type, tokens))
+    if bool in kinds or not all(issubclass(kind, int | np.integer) for kind in kinds):
         return None
     try:
-        return np.asarray(given, np.int64)
+        return np.asarray(tokens, np.int64)
     except OverflowError:
-        return np.asarray(given, object)
+        return np.asarray(tokens, object)

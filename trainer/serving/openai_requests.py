@@ -57,7 +57,7 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-# What a parameter of several types must be.
+# The forms of parameters that have several types.
 _FORMS: Final[Mapping[str, str]] = {
     "prompt": f"a text or a list of token ids, or a list of up to {_MAX_PROMPTS} of these",
     "stop": f"a text or a list of up to {_MAX_STOPS}, each of 1 to {_MAX_STOP_LEN} characters",

@@ -137,7 +137,7 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
 
 
 def share_cores(local_rank: int, local_world_size: int, gpus: Sequence[str]) -> None:
-    """Keeps this rank on the cores near its GPU, the one of its local rank in `gpus` (none on the
+    """Binds this rank to the cores near its GPU, the one of its local rank in `gpus` (none on the
     CPU). The ranks there share them and the container's CPU quota, since more threads than cores
     slow them down. A single rank has OMP_NUM_THREADS threads, if that is set.
 

@@ -62,6 +62,16 @@ def test_output_that_nobody_reads_ends_a_command_quietly(
     assert capsys.readouterr().err == ""
 
 
+def test_another_pipe_that_breaks_is_an_error_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("umbra.runtime.cli.stop_command.run", command)
+
+    with pytest.raises(BrokenPipeError):
+        run_main("stop", "run")
+
+
 def test_no_output_at_all_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as `umbra ... >&-` finds it
 

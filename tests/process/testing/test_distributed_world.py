@@ -55,18 +55,18 @@ def test_a_rank_that_raises_is_named_with_its_traceback(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_output(
-    world: DistributedWorld,
+    umbra_distributed_world: DistributedWorld,
 ) -> None:
     with pytest.raises(RankFailed, match=r"killed by SIGKILL \(9\)(.|\n)*about to die"):
-        world(world_functions.die_on, 1)
+        umbra_distributed_world(world_functions.die_on, 1)
 
 
 @pytest.mark.slow
 def test_a_late_rank_is_ended_and_its_stack_shown(
-    world: DistributedWorld,
+    umbra_distributed_world: DistributedWorld,
 ) -> None:
-    with pytest.raises(RankFailed, match="was not done within 3 s") as caught:
-        world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=3.0)
+    with pytest.raises(RankFailed, match="was not done within 6 s") as caught:
+        umbra_distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=6.0)
 
     # Where it was, sleeping or still on its way there, depends on the machine.
     assert re.search(r'File ".*distributed_world.py", line \d+ in main', str(caught.value))
