@@ -106,20 +106,22 @@ class CheckpointStore:
         return target
 
     def load(self, path: Path, models: Mapping[str, TrainModel]) -> TrainerState:
-        """Loads a checkpoint in place. Raises ConfigError if it is incomplete or of another model,
-        RunDirectoryError if one of its files cannot be read."""
+        """Loads a checkpoint in place. A frozen model that it lacks stays as it is. Raises
+        ConfigError if it is incomplete or of another model, RunDirectoryError if one of its files
+        cannot be read."""
         state = read_trainer_state(path)
-        trained = {name: model for name, model in models.items() if model.adamw is not None}
-        tensors, random_state = _tensors(trained), _random_state(self._mesh.rank)
-        references = _tensors(models)
+        tensors, random_state = dict[str, Tensor](), _random_state(self._mesh.rank)
         with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
-            _check_fit(path, tensors, saved)
-            # Fewer ranks may have written it, or the reference was the starting model.
-            for optional in (random_state, references):
-                if optional.keys() <= saved.keys():
-                    tensors |= optional
+            for name, model in models.items():
+                own = _tensors({name: model})
+                if model.adamw is not None or own.keys() <= saved.keys():  # else the starting model
+                    _check_fit(path, own, saved)
+                    tensors |= own
+                    model.is_saved = True
+            if random_state.keys() <= saved.keys():  # fewer ranks may have written it
+                tensors |= random_state
             _dcp.load(tensors, storage_reader=reader)
         for value in random_state.values():
             torch.set_rng_state(value)

@@ -155,8 +155,11 @@ def recomputed(
     return found
 
 
-def resume(world: Mesh, changes: dict[str, Any], folder: str, num_steps: int) -> list[Arrays]:
-    """Parameters after one step more than `num_steps`, at a stretch, and from a checkpoint."""
+def resume(
+    world: Mesh, changes: dict[str, Any], folder: str, num_steps: int, every: int = 0
+) -> list[Arrays]:
+    """Parameters after one step more than `num_steps`, at a stretch, and from a checkpoint with
+    another `reference_every`."""
     train = changed(changes)
     models = make_models(world, train)
     train_step = make_train_step(world, models[POLICY], train, models.get(REFERENCE))
@@ -167,7 +170,7 @@ def resume(world: Mesh, changes: dict[str, Any], folder: str, num_steps: int) ->
     saved = store.save(state, models)
     train_step.run(rank_batch(world, num_steps, 2), num_steps)
 
-    resumed = make_models(world, train)
+    resumed = make_models(world, replace(train, reference_every=every))
     train_step = make_train_step(world, resumed[POLICY], train, resumed.get(REFERENCE))
     store.load(saved, resumed)
     train_step.run(rank_batch(world, num_steps, 2), num_steps)

@@ -35,6 +35,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[str
         "masked": ["train_steps", _DECOUPLED | {"importance_above_cap": "mask"}, 1],
         "floor": ["train_steps", _DECOUPLED | {"importance_floor": 0.9}, 1],
         "resumed": ["resume", _DECOUPLED | _TWICE, str(folder / "once"), 2],
+        "start as reference": ["resume", _WITH_REFERENCE, str(folder / "start"), 2, 5],
         # The reference is the policy after two of three steps.
         "reference resumed": [
             "resume",
@@ -103,7 +104,7 @@ def test_on_old_tokens_the_losses_and_limits_differ(ran: dict[str, Any]) -> None
     assert (once["train/ratio_mean"], once["train/clipped_share"]) == (pytest.approx(1.0), 0.0)
 
 
-@pytest.mark.parametrize("name", ["resumed", "reference resumed"])
+@pytest.mark.parametrize("name", ["resumed", "start as reference", "reference resumed"])
 def test_training_resumes_from_a_checkpoint_as_without_one(ran: dict[str, Any], name: str) -> None:
     straight, resumed = ran[name]
 
