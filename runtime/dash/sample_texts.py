@@ -125,17 +125,24 @@ class SampleTexts:
             raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")
         self._tokenizer = ModelTokenizer.open(model or path)
         self._prompts = PromptSet.open(run_dir / _PROMPTS)
-        self._idx_by_id = {self._prompts[idx].prompt_id: idx for idx in range(len(self._prompts))}
+        self._idx_by_id: dict[str, int] = {}
+        self._unread = iter(range(len(self._prompts)))
 
     def read(self, ledger: LedgerIndex, rows: Sequence[SampleRow]) -> list[Row]:
         """Facts and texts of samples, as plain data."""
         contents = ledger.contents(rows)
         return [row.facts() | self._decode(row, contents.get(row.uid)) for row in rows]
 
+    def _find(self, prompt_id: str) -> int | None:
+        """The prompt's place in the file, which is read as far as needed."""
+        while prompt_id not in self._idx_by_id and (idx := next(self._unread, None)) is not None:
+            self._idx_by_id[self._prompts[idx].prompt_id] = idx
+        return self._idx_by_id.get(prompt_id)
+
     def _decode(self, row: SampleRow, content: SampleContent | None) -> Row:
         """Prompt, turns, and the agent loop's records. `content` is None if the ledger no longer
         has it."""
-        idx = self._idx_by_id.get(row.group.prompt_id)
+        idx = self._find(row.group.prompt_id)
         is_kept = content is not None
         content = content or SampleContent()
         tokens = content.prompt
