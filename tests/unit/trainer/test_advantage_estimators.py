@@ -68,6 +68,16 @@ def test_reinforce_has_no_baseline() -> None:
     assert reinforce_advantages(rewards).tolist() == rewards.tolist()
 
 
+def test_groups_that_teach_nothing_still_do_so_after_a_normalization_over_the_batch() -> None:
+    generator = np.random.default_rng(0)
+    groups = [grpo_advantages(generator.random(8, np.float32)) for _ in range(20)]
+
+    advantages = normalize_over_batch(np.concatenate([*groups, np.zeros(8, np.float32)]))
+
+    assert not advantages[-8:].any()
+    assert advantages.std(ddof=1) == pytest.approx(1.0, abs=1e-3)
+
+
 def test_equal_advantages_of_a_batch_become_zeros() -> None:
     assert not normalize_over_batch(np.full(5, 3.0, np.float32)).any()
     assert not normalize_over_batch(np.full(1, 3.0, np.float32)).any()
