@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -184,16 +184,17 @@ def _describe(tokens: Sequence[int] | NDArray[Any]) -> str:
     return f"a {type(tokens).__name__}" + (f" of {', '.join(sorted(kinds))}" if kinds else "")
 
 
-def _as_array(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
+def _as_array(tokens: object) -> NDArray[Any] | None:
     """None if they are not a sequence of numbers; objects for numbers beyond 64 bits."""
     if isinstance(tokens, np.ndarray):
-        return tokens
-    if not isinstance(tokens, list | tuple):
+        return cast("NDArray[Any]", tokens)
+    if not isinstance(tokens, Sequence) or isinstance(tokens, bytes | bytearray):
         return None
-    kinds = set[type](map(type, tokens))
+    given = cast("Sequence[Any]", tokens)
+    kinds = set[type](map(type, given))
     if bool in kinds or not all(issubclass(kind, int | np.integer) for kind in kinds):
         return None
     try:
-        return np.asarray(tokens, np.int64)
+        return np.asarray(given, np.int64)
     except OverflowError:
-        return np.asarray(tokens, object)
+        return np.asarray(given, object)
