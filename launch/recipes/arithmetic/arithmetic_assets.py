@@ -3,7 +3,7 @@
     python launch/recipes/arithmetic/arithmetic_assets.py
 
 ```
-~/.cache/umbra/smollm2-2/
+~/.cache/umbra/smollm2-3/
     model/        SmolLM2-135M-Instruct for transformers: config, weights, tokenizer, chat template
     sums/         train.jsonl, eval.jsonl: {"messages": [...], "answer": ...}
     sorting/      the same for the second task
@@ -21,7 +21,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Raise it with every change of what is made: folders of other formats stay and are not read."""
 NUM_TRAIN: Final = 16384
 NUM_EVAL: Final = 512
@@ -31,7 +31,7 @@ TASKS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
     "sorting": (
         "number_sorting",
-        {"min_numbers": 3, "max_numbers": 5, "max_decimals": 0, "min_value": 0, "max_value": 99},
+        {"min_numbers": 2, "max_numbers": 4, "max_decimals": 0, "min_value": 0, "max_value": 99},
     ),
 }
 """Folder -> generator of reasoning-gym, its settings."""
