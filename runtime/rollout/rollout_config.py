@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import Bounds, Checked, Count, FunctionName, Positive, Seconds, Settings
@@ -13,6 +13,9 @@ def _check_stop(stop: Sequence[str]) -> None:
     if "" in stop:
         raise ValueError("an empty text is in every completion: remove it")
 
+
+OVERLONG: Final = "overlong"
+"""Name of the part of a reward that punishes length; the others have those of their functions."""
 
 TopK = Annotated[int, Bounds(ge=0, zero="all tokens")]
 StopTextsSetting = Annotated[tuple[str, ...], Checked(_check_stop)]
@@ -164,6 +167,7 @@ class RolloutConfig(Settings):
         max_tokens_per_micro_batch: each distinct prompt counts once; 0 means no cap. A sample
             longer than the cap gets a micro-batch of its own.
         mask_truncated: see `[train]`.
+        overlong_buffer, overlong_penalty: see `[reward]`.
         ledger_path: folder of this manager's ledger; "" records nothing.
         pools_timeout_s: added to the deadlines of rewards and agent loops here, since workers do
             not count the wait for auxiliary pools.
@@ -193,6 +197,8 @@ class RolloutConfig(Settings):
     num_micro_batches: Positive = 1
     max_tokens_per_micro_batch: Count = 0
     mask_truncated: bool = False
+    overlong_buffer: Count = 0
+    overlong_penalty: Annotated[float, Bounds(gt=0)] = 1.0
     ledger_path: str = ""
     pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0
     accuracy_threshold: float = 1.0

@@ -143,6 +143,21 @@ RULES: Final = (
         "bool(reward.function) == bool(reward.functions)",
         "set reward.function, or reward.functions for several",
     ),
+    Rule(
+        "error",
+        "reward.overlong_buffer > rollout.max_new_tokens",
+        "the penalty would begin before the first token: use at most rollout.max_new_tokens",
+    ),
+    Rule(
+        "warning",
+        "reward.overlong_buffer > 0 and train.mask_truncated",
+        "completions with the whole penalty are not trained on: leave one of the two out",
+    ),
+    *_unused(
+        "reward.overlong_buffer == 0",
+        "set reward.overlong_buffer above 0",
+        "reward.overlong_penalty",
+    ),
     # the loss
     Rule(
         "warning",

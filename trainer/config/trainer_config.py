@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.errors import SettingError
-from umbra.runtime.rollout.rollout_config import RolloutSettings, TopK
+from umbra.runtime.rollout.rollout_config import OVERLONG, RolloutSettings, TopK
 from umbra.runtime.settings import (
     Address,
     Bounds,
@@ -257,6 +257,12 @@ class RewardSection(Settings):
             what they return, each times its weight, and each is logged as `reward/NAME_mean`. One
             may return None for a completion that it does not apply to.
         weights: Weight of each of `functions`, by name. Default: 1.
+        overlong_buffer: Over the last so many tokens before `rollout.max_new_tokens`, training
+            completions lose linearly more of their reward, up to `overlong_penalty`. The mean of
+            this share is logged as `reward/overlong_mean`, from 0 to -1. Evaluations have no
+            penalty. 0 is none in training, too.
+        overlong_penalty: What a completion of `rollout.max_new_tokens` tokens loses. Larger values
+            keep completions shorter.
         timeout_s: Limit for one call of a function. It excludes the time that the call waits for
             its turn and for auxiliary pools. Exceeding it drops the prompt, and the process of a
             function without async is replaced. An async function may block its process for half of
@@ -269,6 +275,8 @@ class RewardSection(Settings):
     function: FunctionName | None = None
     functions: Mapping[str, FunctionName] = field(default_factory=dict[str, str])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    overlong_buffer: Count = 0
+    overlong_penalty: Annotated[float, Bounds(gt=0)] = 1.0
     timeout_s: Seconds = 120.0
     accuracy_threshold: float = 1.0
     python_path: tuple[FilePath, ...] = ()
@@ -278,6 +286,8 @@ class RewardSection(Settings):
         for name in self.functions:
             if not name.isidentifier():
                 raise SettingError(f"functions: name {name!r} has more than letters, digits and _")
+        if self.overlong_buffer and OVERLONG in self.functions:
+            raise SettingError(f"functions: {OVERLONG!r} is the penalty's name: use another one")
         if unknown := sorted(self.weights.keys() - self.functions.keys()):
             known = ", ".join(self.functions) or "none"
             raise SettingError(f"weights: {', '.join(unknown)} is none of functions ({known})")

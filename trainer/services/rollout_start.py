@@ -110,8 +110,11 @@ def run_identity(
 
 
 def _rewards(config: TrainerConfig, folders: Sequence[str]) -> bytes:
-    weights = repr(sorted(config.reward.weights.items())) if config.reward.weights else ""
-    sources = (_source(target, folders) for target in config.reward.targets.values())
+    reward = config.reward
+    weights = repr(sorted(reward.weights.items())) if reward.weights else ""
+    if reward.overlong_buffer:
+        weights += repr((reward.overlong_buffer, reward.overlong_penalty))
+    sources = (_source(target, folders) for target in reward.targets.values())
     return b"".join([weights.encode(), *sources])
 
 

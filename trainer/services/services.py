@@ -301,6 +301,8 @@ def manager_spec(
         if train.micro_batches
         else train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[device_type],
         mask_truncated=train.mask_truncated,
+        overlong_buffer=config.reward.overlong_buffer,
+        overlong_penalty=config.reward.overlong_penalty,
         ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,

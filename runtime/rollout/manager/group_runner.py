@@ -19,7 +19,7 @@ from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, Wo
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.rollout_config import RolloutConfig, SamplingOptions
+from umbra.runtime.rollout.rollout_config import OVERLONG, RolloutConfig, SamplingOptions
 from umbra.runtime.tracing.spans import past_span
 
 # A worker's own deadline ends this much earlier than the wait for it.
@@ -64,6 +64,12 @@ class _Run:
             tokens=num_tokens,
             end=end,
         )
+
+
+def overlong_share(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
+    """How much of the last `buffer` tokens before `max_new_tokens` a completion has used, 0 to 1.
+    DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13."""
+    return min(1.0, max(0.0, (num_tokens - (max_new_tokens - buffer)) / buffer))
 
 
 class GroupRunner:
@@ -147,6 +153,18 @@ class GroupRunner:
         if run.group.num_open == 0:
             self._score(run)
 
+    def _reward(
+        self, sample: Trajectory, run: _Run, reward: float, parts: dict[str, float]
+    ) -> None:
+        """In training, the overlong penalty is one more part of the reward. Evaluations have none:
+        it would make right answers wrong."""
+        config = self._config
+        if config.overlong_buffer and run.group.order_idx >= 0:
+            limit = config.settings.max_new_tokens
+            parts[OVERLONG] = -overlong_share(sample.num_generated, limit, config.overlong_buffer)
+            reward += config.overlong_penalty * parts[OVERLONG]
+        sample.reward, sample.reward_parts = reward, parts
+
     def _score(self, run: _Run) -> None:
         if run.group.unscored:
             run.scoring_since = time.monotonic()
@@ -180,7 +198,8 @@ class GroupRunner:
         def on_result(reward: float | None) -> None:
             self._sessions.settle(sample)
             self._sessions.close(sample)
-            sample.reward = reward
+            if reward is not None:
+                self._reward(sample, run, reward, {})
             self._on_finished(sample, run, sample.finish_reason or "stop")
 
         return WorkerJob(
@@ -220,8 +239,8 @@ class GroupRunner:
         def on_result(scores: dict[str, Any]) -> None:
             parts: dict[str, list[float]] = scores["parts"]
             for idx, sample in enumerate(samples):
-                sample.reward = scores["rewards"][idx]
-                sample.reward_parts = {name: values[idx] for name, values in parts.items()}
+                of_sample = {name: values[idx] for name, values in parts.items()}
+                self._reward(sample, run, scores["rewards"][idx], of_sample)
             self._end(run)
 
         # A worker runs its score calls one after the other if the reward function is synchronous.

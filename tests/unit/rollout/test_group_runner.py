@@ -5,39 +5,65 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from recorded_world import Workers
 
+from umbra.runtime.rollout.agents.worker_pool import WorkerJob
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.manager.group_runner import GroupRunner
+from umbra.runtime.rollout.manager.group_runner import GroupRunner, overlong_share
 from umbra.runtime.rollout.prompts import Prompt, to_row
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
+from umbra.runtime.rollout.rollout_config import (
+    DispatchConfig,
+    RolloutConfig,
+    RolloutSettings,
+)
 from umbra.runtime.rpc.wire import Encoder
 
+PROMPT = Prompt("p", "a question", np.ones(2, np.int32), {})
 
-def finished(prompt: Prompt, idx: int) -> Trajectory:
-    sample = Trajectory(f"{prompt.prompt_id}/{idx}", prompt, idx, budget=4, max_context_len=9)
-    sample.append_generated(np.asarray([idx], np.int32), np.zeros(1, np.float32), 1)
+
+class Neighbours:
+    """The group's owner and the sessions of agent loops."""
+
+    def on_scored(self, group: Group) -> None: ...
+
+    def settle(self, sample: Trajectory) -> None: ...
+
+    def close(self, sample: Trajectory) -> None: ...
+
+
+def finished(prompt: Prompt, idx: int, num_tokens: int = 1) -> Trajectory:
+    name = f"{prompt.prompt_id}/{idx}"
+    sample = Trajectory(name, prompt, idx, budget=num_tokens, max_context_len=99)
+    tokens = np.full(num_tokens, idx, np.int32)
+    sample.append_generated(tokens, np.zeros(num_tokens, np.float32), 1)
     sample.finish("stop")
     return sample
 
 
-def score_call(samples: list[Trajectory]) -> tuple[Any, Any, Any]:
-    """The arguments of the call that scores a group."""
+def job_of(group: Group, **settings: Any) -> WorkerJob:
+    """The first job of a group."""
     workers = Workers()
     config = RolloutConfig(
-        dispatch=DispatchConfig(pool="p", max_context_len=9),
+        dispatch=DispatchConfig(pool="p", max_context_len=99),
         prompts_path="",
         world_size=1,
         worker_names=("w",),
         seed=0,
+        **settings,
     )
     unused: Any = None
     pool: Any = workers
-    runner = GroupRunner(config, unused, unused, pool, Recorder(None, unused), "manager")
-    runner.start(Group("g", samples), config.settings.sampling, unused)
-    (job,) = workers.queue
-    arguments: Any = job.make_arguments()
+    other: Any = Neighbours()
+    runner = GroupRunner(config, unused, other, pool, Recorder(None, unused), "manager")
+    runner.start(group, config.settings.sampling, other)
+    return workers.queue[0]
+
+
+def score_call(samples: list[Trajectory]) -> tuple[Any, Any, Any]:
+    """The arguments of the call that scores a group."""
+    arguments: Any = job_of(Group("g", samples)).make_arguments()
     return arguments
 
 
@@ -59,3 +85,52 @@ def test_samples_of_several_prompts_name_their_own() -> None:
     prompts, items, _ = score_call([finished(p, k) for k, p in enumerate((first, second, first))])
 
     assert [to_row(prompts[item["prompt"]]["row"])["of"] for item in items] == ["a", "b", "a"]
+
+
+def scored(group: Group, *, penalty: float = 0.5) -> Group:
+    """A group of three, with rewards of 1, 2 and 3."""
+    settings = RolloutSettings(max_new_tokens=10)
+    job = job_of(group, settings=settings, overlong_buffer=4, overlong_penalty=penalty)
+    job.on_result({"rewards": [1.0, 2.0, 3.0], "parts": {"exact": [4.0, 5.0, 6.0]}})
+    return group
+
+
+def test_a_completion_loses_more_the_further_it_is_into_the_overlong_buffer() -> None:
+    group = scored(Group("g", [finished(PROMPT, k, n) for k, n in enumerate((6, 9, 10))], 0))
+
+    assert [sample.reward for sample in group.trajectories] == [1.0, 2.0 - 0.375, 3.0 - 0.5]
+    assert [sample.reward_parts for sample in group.trajectories] == [
+        {"exact": 4.0, "overlong": 0.0},
+        {"exact": 5.0, "overlong": -0.75},
+        {"exact": 6.0, "overlong": -1.0},
+    ]
+
+
+def test_an_evaluation_has_no_overlong_penalty() -> None:
+    group = scored(Group("eval/0", [finished(PROMPT, k, 10) for k in range(3)]))
+
+    assert [sample.reward for sample in group.trajectories] == [1.0, 2.0, 3.0]
+    assert group.trajectories[0].reward_parts == {"exact": 4.0}
+
+
+def test_the_reward_of_an_agent_loop_has_the_overlong_penalty() -> None:
+    sample = Trajectory("p/0", PROMPT, 0, budget=10, max_context_len=99)
+    sample.append_generated(np.ones(9, np.int32), np.zeros(9, np.float32), 1)
+    settings = RolloutSettings(max_new_tokens=10, agent="m:loop")
+
+    job_of(Group("g", [sample], 0), settings=settings, overlong_buffer=4).on_result(2.0)
+
+    assert (sample.reward, sample.reward_parts) == (1.25, {"overlong": -0.75})
+
+
+@pytest.mark.parametrize("buffer", [1, 3, 7, 20])
+def test_the_overlong_penalty_is_that_of_dapo(buffer: int) -> None:
+    for length in range(22):
+        if length <= 20 - buffer:  # eq. 13, case by case
+            expected = 0.0
+        elif length <= 20:
+            expected = ((20 - buffer) - length) / buffer
+        else:
+            expected = -1.0
+
+        assert -overlong_share(length, 20, buffer) == expected

@@ -102,6 +102,14 @@ def test_a_changed_reward_function_is_noted(config: TrainerConfig) -> None:
     assert note.startswith("warning: reward.function, or the file that it is in, changed")
 
 
+def test_a_changed_overlong_penalty_is_noted_like_a_changed_reward(config: TrainerConfig) -> None:
+    shaped = replace(config, reward=replace(config.reward, overlong_buffer=64))
+
+    (note,) = notes_of(shaped)
+
+    assert note.startswith("warning: reward.function, or the file that it is in, changed")
+
+
 def test_the_remedy_names_the_checkpoint_to_begin_a_new_run_from(tmp_path: Path) -> None:
     assert instead_of_resuming(tmp_path) == (
         "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"

@@ -19,6 +19,10 @@ REFUSED = [
         "reward.functions.exact=rewards:exact",
         "reward.function = 'rewards:score' and reward.functions = {'exact': 'rewards:exact'}: ",
     ),
+    (
+        "reward.overlong_buffer=257 rollout.max_new_tokens=256",
+        "reward.overlong_buffer = 257 and rollout.max_new_tokens = 256: ",
+    ),
     ("eval.samples=2", "eval.samples = 2 and eval.temperature = 0.0: "),
     (
         "train.offload=all pool.mode=standalone",
@@ -70,6 +74,14 @@ QUESTIONABLE = [
     ),
     ("rollout.agent_concurrency=8", "rollout.agent_concurrency = 8 and rollout.agent = None: "),
     ("rollout.agent_retries=0", "rollout.agent_retries = 0 and rollout.agent = None: "),
+    (
+        "reward.overlong_buffer=9 train.mask_truncated=true",
+        "reward.overlong_buffer = 9 and train.mask_truncated = True: ",
+    ),
+    (
+        "reward.overlong_penalty=2.0",
+        "reward.overlong_penalty = 2.0 and reward.overlong_buffer = 0: ",
+    ),
     (
         "train.loss=gspo train.clip_eps_low=3e-4 train.clip_eps_high=4e-4",
         "train.loss = 'gspo' and train.loss_aggregation = 'token': ",

@@ -15,11 +15,16 @@ from minimal_config import MINIMAL
 from model_folders import write_model_folder
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.rollout.rollout_config import RolloutConfig, WorkerConfig
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.config_file import check_config, load_config
-from umbra.trainer.config.trainer_config import DataSection, ServeConfig, TrainerConfig
+from umbra.trainer.config.trainer_config import (
+    DataSection,
+    RewardSection,
+    ServeConfig,
+    TrainerConfig,
+)
 from umbra.trainer.data.prompt_preparation import PromptFiles
 from umbra.trainer.services.services import manager_spec, worker_specs
 from umbra.trainer.serving.served_config import served_pools
@@ -66,15 +71,15 @@ def test_overrides_win_and_keep_text_as_text(config_file: Path) -> None:
     assert config.pool.engine_args == {"vocab_size": 64}
 
 
-def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
+def test_the_settings_of_agent_loops_and_rewards_reach_the_manager(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 64, "max_position_embeddings": 128}')
     agent = {
         "agent_concurrency": 7, "agent_timeout_s": 5.0, "agent_retries": 3, "max_failed_share": 0.5,
     }  # fmt: skip
     rollout = {"agent": "loops:run", **agent}
-    config = check_config(
-        TrainerConfig, {**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout}, "config"
-    )
+    values = {**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout}
+    values["reward"] = {**MINIMAL["reward"], "overlong_buffer": 16, "overlong_penalty": 0.5}
+    config = check_config(TrainerConfig, values, "config")
     files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None, num_eval=0)
 
     spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3, Path("run"))))
@@ -83,6 +88,7 @@ def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     assert found.settings == replace(config.rollout, stop_token_ids=(3,))
     assert found.dispatch.max_context_len == 128
     assert found.worker_names == ("worker-0", "worker-1", "worker-2")
+    assert (found.overlong_buffer, found.overlong_penalty) == (16, 0.5)
 
 
 def test_the_settings_of_texts_reach_workers_and_servers(tmp_path: Path) -> None:
@@ -373,6 +379,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             ["reward.function = '", "set reward.function, or reward.functions for several"],
         ),
         ("reward.functions.exact=exact", ["reward.functions.exact", "'module:function'"]),
+        ("reward.overlong_penalty=0", ["reward.overlong_penalty", "greater than 0"]),
         ("reward.weights.exact=1", ["reward: weights: exact is none of functions (none)"]),
         (
             "pool.engine=embeded",
@@ -551,3 +558,11 @@ def test_master_dtype_follows_float64() -> None:
     )
 
     assert (double.master_dtype, half.master_dtype) == ("float64", "float32")
+
+
+def test_a_reward_function_does_not_have_the_name_of_the_overlong_penalty() -> None:
+    functions = {"overlong": "rewards:short"}
+    RewardSection(functions=functions)
+
+    with pytest.raises(SettingError, match=r"^functions: 'overlong' is the penalty's name: use"):
+        RewardSection(functions=functions, overlong_buffer=9)
