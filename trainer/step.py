@@ -12,7 +12,7 @@ from torch import Tensor
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss, Reduction
-from umbra.trainer.algorithms.losses import kl_terms
+from umbra.trainer.algorithms.losses import kl_terms, kl_to_go
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.data.train_batch import (
     ADVANTAGES,
@@ -109,17 +109,24 @@ class TrainStep:
         totals.add(output.metrics, micro_batch.weights)
 
     def _evaluate(self, micro_batch: MicroBatch) -> LossOutput:
-        """The loss with its KL term and entropy bonus, and the metrics of all."""
+        """The loss with its KL term and entropy bonus, and the metrics of all. With
+        `kl_in_reward`, the advantages have the KL instead."""
         train, columns = self._train, micro_batch.columns
         use = "trained" if train.entropy_coef else "measured" if train.log_entropy else "none"
         scores = self._policy.score(micro_batch, use)
+        proximal = columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach())
+        reference = columns.get(REFERENCE_LOGPROBS)
+        advantages = columns[ADVANTAGES]
+        if reference is not None and train.kl_in_reward:
+            penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
+            advantages = advantages - train.kl_coef * penalties
         inputs = LossInputs(
             rollout_logprobs=columns[ROLLOUT_LOGPROBS],
-            proximal_logprobs=columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach()),
-            advantages=columns[ADVANTAGES],
+            proximal_logprobs=proximal,
+            advantages=advantages,
             weights=micro_batch.weights,
             sample_lens=micro_batch.sample_lens,
-            columns=columns,
+            columns=columns | {ADVANTAGES: advantages},
         )
         output = self._loss(scores.logprobs, inputs, train)
         loss, metrics = output.loss, dict(output.metrics)
@@ -129,10 +136,11 @@ class TrainStep:
             metrics["entropy"] = LossMetric(scores.entropy.detach())
             if train.entropy_coef:
                 loss = loss - train.entropy_coef * (micro_batch.weights * scores.entropy).sum()
-        if REFERENCE_LOGPROBS in columns:
-            terms = kl_terms(scores.logprobs, columns[REFERENCE_LOGPROBS], train.kl_estimator)
-            loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
+        if reference is not None:
+            terms = kl_terms(scores.logprobs, reference, train.kl_estimator)
             metrics["reference_kl"] = LossMetric(terms)
+            if not train.kl_in_reward:
+                loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
         return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)
 
 

@@ -169,7 +169,7 @@ def kl_terms(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimato
 
     With log_ratio = log p_ref - log p: k2 = log_ratio^2 / 2 (biased, but its gradient is the KL's),
     k3 = exp(log_ratio) - 1 - log_ratio (unbiased, never negative). k1 = -log_ratio is no loss: its
-    expected gradient is zero.
+    expected gradient is zero. In the reward it is the one to take; see `kl_to_go`.
     """
     log_ratio = reference_logprobs - logprobs
     match estimator:
@@ -179,6 +179,16 @@ def kl_terms(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimato
             return log_ratio.exp() - 1.0 - log_ratio
         case _:
             assert_never(estimator)
+
+
+def kl_to_go(logprobs: Tensor, reference_logprobs: Tensor, sample_lens: Tensor) -> Tensor:
+    """[M] sums of log p - log p_ref (k1) over a token and the later ones of its sample: the KL that
+    the token is responsible for. REINFORCE++, Hu et al. 2025, arXiv:2501.03262."""
+    terms = (logprobs - reference_logprobs).double()
+    sums = terms.cumsum(0)
+    of_samples = sums[sample_lens.cumsum(0) - 1]  # up to the last token of each sample
+    ends = torch.repeat_interleave(of_samples, sample_lens, output_size=len(terms))
+    return (ends - sums + terms).to(logprobs.dtype)
 
 
 def token_weights(

@@ -230,8 +230,15 @@ RULES: Final = (
     *_unused(
         "train.kl_coef == 0",
         "set train.kl_coef above 0",
+        "train.kl_in_reward",
         "train.reference_every",
         "train.kl_estimator",
+    ),
+    Rule(
+        "warning",
+        "train.kl_in_reward and train.kl_estimator != 'k3'",
+        "in the reward the estimator is k1, and the setting changes only what "
+        "train/reference_kl logs: leave train.kl_estimator out",
     ),
     # the optimizer
     Rule(

@@ -370,10 +370,13 @@ class TrainSection(Settings):
             left out of the loss. Their rewards still count in the advantages of their group.
         kl_coef: Weight of the KL term to the starting model. Larger values keep the policy closer
             to it; 0 keeps no reference model.
+        kl_in_reward: Whether the KL is in the reward instead of the loss: of a token's advantage,
+            `kl_coef` times the log-ratios of policy and reference (k1) are subtracted, summed from
+            the token to the end of the completion. That is after `advantage_norm`.
         reference_every: Steps after which the current policy becomes the reference model of the KL
             term. 0 keeps the starting model.
-        kl_estimator: Estimator of the KL term, see `umbra.trainer.algorithms.losses`. The
-            estimator k1 is not among them: as a loss, its expected gradient is 0.
+        kl_estimator: Estimator of the KL term in the loss, see `umbra.trainer.algorithms.losses`.
+            The estimator k1 is not among them: as a loss, its expected gradient is 0.
         max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
             the trainer's, of the same tokens under the same weights. A single token may differ by
             30 times as much. Beyond it, the first step that can be compared ends the run before
@@ -439,6 +442,7 @@ class TrainSection(Settings):
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     mask_truncated: bool = False
     kl_coef: Annotated[float, Bounds(ge=0)] = 0.0
+    kl_in_reward: bool = False
     reference_every: Count = 0
     kl_estimator: Literal["k2", "k3"] = "k3"
     max_logprob_difference: Annotated[float, Bounds(ge=0)] = 0.0

@@ -94,7 +94,8 @@ def train_steps(
 
     model: Any = policy.model
     model.get_decoder().register_forward_hook(count)
-    train_step = make_train_step(world, policy, train)
+    reference = make_policy(world, None) if train.kl_coef else None
+    train_step = make_train_step(world, policy, train, reference)
     metrics = [
         train_step.run(split_batch(world, seed, num_micro_batches, num_mini_batches), seed)
         for seed in range(3)
@@ -105,9 +106,10 @@ def train_steps(
 def train_by_hand(
     world: Mesh, changes: dict[str, Any], num_micro_batches: int, num_mini_batches: int = 1
 ) -> Arrays:
-    """`train_steps` as the papers have it: the proximal policy has a pass of its own."""
+    """`train_steps` as the papers have it: the proximal policy has a pass of its own. The KL, if
+    there is one, is in the reward."""
     train = changed(changes)
-    policy = make_policy(world, train)
+    policy, reference = make_policy(world, train), make_policy(world, None)
     builder = make_builder(world, policy, train)
     for seed in range(3):
         batch = split_batch(world, seed, num_micro_batches, num_mini_batches)
@@ -115,6 +117,12 @@ def train_by_hand(
             [(micro_batch, policy.logprobs(micro_batch)) for micro_batch in mini_batch]
             for mini_batch in builder.build(batch)
         ]
+        for micro_batch, proximal in chain(*mini_batches):
+            kl = proximal - reference.logprobs(micro_batch)
+            ends = whole(micro_batch.sample_lens.cumsum(0))
+            stops = [min(end for end in ends if end > at) for at in range(len(kl))]
+            penalties = [kl[at:stop].sum() for at, stop in enumerate(stops)]
+            micro_batch.columns[ADVANTAGES] -= train.kl_coef * torch.stack(penalties)
         for mini_batch in train.updates_per_batch * mini_batches:
             for idx, (micro_batch, proximal) in enumerate(mini_batch, 1):
                 inputs = LossInputs(

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process]
 
 _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "importance_cap": 1.5}
 _TWICE: dict[str, Any] = {"updates_per_batch": 2}
+_KL_IN_REWARD: dict[str, Any] = {"kl_coef": 0.5, "kl_in_reward": True}
 _WITH_REFERENCE: dict[str, Any] = {"kl_coef": 0.5}
 NUM_MICRO_BATCHES = 3
 
@@ -31,6 +32,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[str
         "by hand": ["train_by_hand", _DECOUPLED | _TWICE, NUM_MICRO_BATCHES],
         "mini-batches": ["train_steps", _DECOUPLED | _TWICE, 2 * NUM_MICRO_BATCHES, 2],
         "mini-batches by hand": ["train_by_hand", _DECOUPLED | _TWICE, 2 * NUM_MICRO_BATCHES, 2],
+        "kl in the reward": ["train_steps", _DECOUPLED | _TWICE | _KL_IN_REWARD, 6, 2],
+        "kl in the reward by hand": ["train_by_hand", _DECOUPLED | _TWICE | _KL_IN_REWARD, 6, 2],
         "clipped twice": ["train_steps", _TWICE, NUM_MICRO_BATCHES],
         "masked": ["train_steps", _DECOUPLED | {"importance_above_cap": "mask"}, 1],
         "floor": ["train_steps", _DECOUPLED | {"importance_floor": 0.9}, 1],
@@ -84,6 +87,16 @@ def test_every_mini_batch_is_a_step_with_the_logprobs_before_the_first(ran: dict
 
     assert largest_difference(parameters, ran["mini-batches by hand"]) < 1e-6
     assert largest_difference(parameters, ran["twice"][0]) > 1e-4
+
+
+def test_with_the_kl_in_the_reward_it_is_in_the_advantages_and_not_in_the_loss(
+    ran: dict[str, Any],
+) -> None:
+    parameters, metrics, _ = ran["kl in the reward"]
+
+    assert largest_difference(parameters, ran["kl in the reward by hand"]) < 1e-6
+    assert largest_difference(parameters, ran["mini-batches"][0]) > 1e-4
+    assert all(row["train/reference_kl"] > 0 for row in metrics)
 
 
 def test_the_proximal_policy_costs_no_pass(ran: dict[str, Any]) -> None:

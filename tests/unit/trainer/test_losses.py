@@ -16,6 +16,7 @@ from umbra.trainer.algorithms.losses import (
     KlEstimator,
     clipped_loss,
     kl_terms,
+    kl_to_go,
     token_weights,
 )
 from umbra.trainer.config.trainer_config import TrainSection
@@ -162,3 +163,27 @@ def test_k3_is_never_negative() -> None:
     logprobs, reference, _ = random_tokens()
 
     assert (kl_terms(logprobs, reference, "k3") >= 0).all()
+
+
+def test_a_token_pays_for_the_kl_of_its_sample_from_it_on() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, reference = -3 * torch.rand(2, sum(LENS), generator=generator, dtype=torch.float64)
+
+    expected: list[float] = []
+    start = 0
+    for length in LENS:
+        for first in range(start, start + length):
+            later = range(first, start + length)
+            expected.append(sum(float(logprobs[t]) - float(reference[t]) for t in later))
+        start += length
+    assert listed(kl_to_go(logprobs, reference, torch.tensor(LENS))) == pytest.approx(expected)
+
+
+def test_sums_of_the_kl_are_exact_in_the_last_of_many_samples() -> None:
+    logprobs = torch.full((40_000,), -0.1)
+    logprobs[-2:] = -1.0
+    lens = torch.tensor([39_998, 2])
+
+    assert listed(kl_to_go(logprobs, torch.zeros(40_000), lens)[-3:]) == [
+        pytest.approx(-0.1, abs=1e-8), -2.0, -1.0,
+    ]  # fmt: skip

@@ -131,6 +131,11 @@ QUESTIONABLE = [
     ("train.loss=sapo train.dual_clip=3.0", "train.dual_clip = 3.0 and train.loss = 'sapo': "),
     ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),
     ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),
+    ("train.kl_in_reward=true", "train.kl_in_reward = True and train.kl_coef = 0.0: "),
+    (
+        "train.kl_coef=0.1 train.kl_in_reward=true train.kl_estimator=k2",
+        "train.kl_in_reward = True and train.kl_estimator = 'k2': ",
+    ),
     ("train.warmup_steps=10", "train.warmup_steps = 10 and train.steps = 10: "),
     ("train.min_lr_ratio=0.1", "train.min_lr_ratio = 0.1 and train.schedule = 'constant': "),
     (
