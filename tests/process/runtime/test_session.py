@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from actor_specs import PROGRAMS, actor
+from pools_in_turn import wait_until
 from rank_processes import poll
 from watching import all_end, kill, processes, supervisor_of, tree
 
@@ -114,7 +116,10 @@ def test_a_file_system_that_hangs_does_not_hold_the_supervisor_up(
     session = umbra_session_factory(run_dir=run_dir)
     session.spawn(actor("Echo", "judge"))
 
-    assert "judge" in written.read_text()
+    assert session.supervisor_call("list_actors", timeout_s=60.0)
+    # A blocking open could miss a writer that has closed before the reader wakes.
+    with open(os.open(written, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as reader:
+        wait_until(lambda: b'"judge"' in (reader.read() or b""))
 
 
 @pytest.mark.slow
@@ -159,19 +164,21 @@ def test_calls_on_a_closed_session_are_errors(umbra_session_factory: SessionFact
 
 
 def test_an_interrupt_ends_a_blocked_call(session: Session, spawn: Any) -> None:
-    echo = spawn(actor("Echo"))
-    me = threading.main_thread().ident
-    assert me is not None
-    timer = threading.Timer(0.3, signal.pthread_kill, (me, signal.SIGINT))
+    echo, main_thread = spawn(actor("Echo")), threading.get_ident()
     # Python leaves it ignored where the starter did, as a shell does with what runs behind "&".
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer.start()
 
-    with pytest.raises(KeyboardInterrupt):
-        echo.call("sleep", 60.0, timeout_s=60.0)
+    def interrupt_the_call() -> None:
+        wait_until(lambda: echo.call("num_waiting") == 1)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as side:
+        interrupting = side.submit(interrupt_the_call)
+        with pytest.raises(KeyboardInterrupt):
+            echo.call("sleep", 60.0, timeout_s=60.0)
+        interrupting.result()
 
     signal.signal(signal.SIGINT, before)
-    timer.join()
     assert echo.call("cancelled") == 1
 
 
@@ -179,15 +186,15 @@ def test_an_interrupt_ends_a_blocked_call(session: Session, spawn: Any) -> None:
 def test_a_supervisor_that_was_stopped_does_not_blame_its_actors(
     session: Session, spawn: Any
 ) -> None:
-    echo = spawn(actor("Echo", hung_limit_s=0.5))
+    echo = spawn(actor("Echo", hung_limit_s=1.5))  # a heartbeat takes milliseconds
     supervisor = supervisor_of(guardian_of(session))
 
     kill(supervisor, signal.SIGSTOP)
-    time.sleep(1.2)
+    time.sleep(2.0)
     kill(supervisor, signal.SIGCONT)
 
     # Longer than the limit, so that a wrong verdict would have come.
-    time.sleep(0.8)
+    time.sleep(1.7)
     assert session.actor(echo.ref.name).call("who")["incarnation"] == 1
 
 
