@@ -1,4 +1,4 @@
-"""Tests that are coroutines."""
+"""Tests that are coroutines, and the clock of their loops."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def on_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
         asyncio.run(test(*args, **kwargs))
 
     return run
+
+
+def skip_time(seconds: float) -> None:
+    """Lets seconds of the running loop's clock pass at once: its timers up to then are due."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    setattr(loop, "time", lambda: before() + seconds)  # noqa: B010 - a method, for type checkers

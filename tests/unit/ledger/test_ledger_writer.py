@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from async_tests import on_a_loop
+from async_tests import on_a_loop, skip_time
 from ledger_replay import replay
 from ledger_samples import life_of_a_group, versions_in
 
@@ -21,20 +21,35 @@ from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 
 
+class HeldDisk:
+    """Syncs wait until they are released, one by one or all."""
+
+    def __init__(self, real_sync: Callable[[int], None]) -> None:
+        self._real_sync = real_sync
+        self._begun = threading.Semaphore(0)
+        self._released = threading.Semaphore(0)
+
+    def sync(self, descriptor: int) -> None:
+        self._begun.release()
+        assert self._released.acquire(timeout=30)
+        self._real_sync(descriptor)
+
+    async def next_sync(self) -> None:
+        """Returns once one more sync has begun."""
+        assert await asyncio.to_thread(self._begun.acquire, timeout=30)
+
+    def release(self, num_syncs: int = 1000) -> None:
+        self._released.release(num_syncs)
+
+
 @contextmanager
-def held_disk(monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
-    """Syncs wait for the event."""
-    released, real_sync = threading.Event(), os.fsync
-
-    def slow_sync(descriptor: int) -> None:
-        assert released.wait(30)
-        real_sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", slow_sync)
+def held_disk(monkeypatch: pytest.MonkeyPatch) -> Generator[HeldDisk]:
+    disk = HeldDisk(os.fsync)
+    monkeypatch.setattr(os, "fsync", disk.sync)
     try:
-        yield released
+        yield disk
     finally:
-        released.set()
+        disk.release()
         monkeypatch.undo()
 
 
@@ -57,19 +72,19 @@ def test_what_is_appended_meanwhile_shares_one_sync(
     async def body() -> None:
         log = LedgerLog.open(tmp_path, "job")
         async with LedgerWriter(log, flush_s=60.0) as writer:
-            with held_disk(monkeypatch) as released:
+            with held_disk(monkeypatch) as disk:
                 first = writer.append(Version(0, 0))
                 waiting = asyncio.gather(writer.durable(first, 10.0))
-                await asyncio.sleep(0.05)
+                await disk.next_sync()
                 later = [writer.append(Version(version, 0)) for version in range(1, 100)]
-                released.set()
+                disk.release()
                 await waiting
                 await writer.durable(later[-1], 10.0)
 
     asyncio.run(body())
     entries = list(read_history(tmp_path).entries())
     assert versions_in(tmp_path) == list(range(100))
-    assert len({entry.position for entry in entries}) <= 3
+    assert len({entry.position for entry in entries}) == 2
 
 
 def test_nothing_appended_is_lost_at_close(tmp_path: Path) -> None:
@@ -101,14 +116,14 @@ async def test_there_is_capacity_again_once_the_disk_has_caught_up(
 ) -> None:
     log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
     async with LedgerWriter(log, max_queued_nbytes=1000, on_progress=progressed.set) as writer:
-        with held_disk(monkeypatch) as released:
+        with held_disk(monkeypatch) as disk:
             assert writer.has_capacity
             writer.append(Recorded(0, "page", b"x" * 2000))
             writer.append(Version(0, 0))  # taken all the same
             assert not writer.has_capacity
-            await asyncio.sleep(0.05)
+            await disk.next_sync()
             assert not progressed.is_set()
-            released.set()
+            disk.release()
             async with asyncio.timeout(10.0):
                 await progressed.wait()
             assert writer.has_capacity
@@ -133,32 +148,28 @@ async def test_a_full_queue_on_a_stalled_disk_is_an_error_in_time(
                 writer.append(Version(0, 0))
 
 
-@pytest.mark.slow
-def test_a_disk_that_is_only_slow_is_waited_for(
+@on_a_loop
+async def test_a_disk_that_is_only_slow_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allowed, real_sync = threading.Semaphore(0), os.fsync
-
-    def slow_sync(descriptor: int) -> None:
-        assert allowed.acquire(timeout=30)
-        real_sync(descriptor)
-
-    async def body() -> None:
-        log = LedgerLog.open(tmp_path, "job")
-        monkeypatch.setattr(os, "fsync", slow_sync)
-        async with LedgerWriter(log, max_queued_nbytes=1, stall_timeout_s=1.0) as writer:
+    log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
+    with held_disk(monkeypatch) as disk:
+        async with LedgerWriter(
+            log, max_queued_nbytes=1, stall_timeout_s=1000.0, on_progress=progressed.set
+        ) as writer:
             page = b"x" * 3_000_000  # a frame takes one
             tickets = [writer.append(Recorded(0, f"page{idx}", page)) for idx in range(6)]
-            waiting = asyncio.gather(writer.durable(tickets[-1], 1.0))
+            waiting = asyncio.gather(writer.durable(tickets[-1], 1000.0))
             for _ in tickets:
-                await asyncio.sleep(0.3)
+                await disk.next_sync()
+                skip_time(600.0)
                 assert not writer.has_capacity
-                allowed.release()
+                progressed.clear()
+                disk.release(1)
+                await progressed.wait()
             await waiting
             assert writer.has_capacity
 
-    asyncio.run(body())
-    monkeypatch.undo()
     assert len({entry.position for entry in read_history(tmp_path).entries()}) == 6
 
 
