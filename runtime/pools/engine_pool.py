@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -402,12 +403,6 @@ class EnginePool:
 
 
 def _sync_settings(spec: PoolSpec) -> SyncSettings:
-    return SyncSettings(
-        bucket_nbytes=spec.bucket_nbytes,
-        verify_every=spec.verify_every,
-        full_sync_every=spec.full_sync_every,
-        pause_mode=spec.on_update,
-        require_engine=False,
-        transport=spec.transport,
-        staged_updates=spec.staged_updates,
-    )
+    names = {field.name for field in fields(SyncSettings)} & {field.name for field in fields(spec)}
+    same = {name: getattr(spec, name) for name in names}
+    return SyncSettings(**same, pause_mode=spec.on_update, require_engine=False)

@@ -92,7 +92,7 @@ def populate_mapping(memory: mmap.mmap, start: int, nbytes: int) -> None:
     The first write to a fresh page traps into the kernel, which finds and zeroes it: on a virtual
     machine a copy to 512 MB of fresh memory took 1290 ms, to the same memory again 54 ms.
 
-    Reading is enough, because pages of shared memory are mapped writable at once: 2 ms for 32 MiB
+    Reading is enough, because pages of a memfd are mapped writable at once: 2 ms for 32 MiB
     that exist already, where populating for writing takes 7 ms. Raises OSError if there is no
     memory; without this call, the first use of a page would end the process (SIGBUS).
     """
