@@ -304,7 +304,8 @@ class TrainingRun:
     def add_advantages(self, batch: TrainBatch) -> None:
         """Adds them as a column, from the rewards of whole groups."""
         groups = batch.groups
-        of_groups = batch_advantages(self._estimate, groups.rewards, groups.offsets)
+        weights = tuple(self.config.compared_parts.values()) or (1.0,)
+        of_groups = batch_advantages(self._estimate, groups.rewards, groups.offsets, weights)
         of_samples = batch.of_samples(of_groups)
         if self.config.train.advantage_norm == "batch":
             of_samples = normalize_over_batch(of_samples)

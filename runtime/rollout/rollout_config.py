@@ -168,6 +168,8 @@ class RolloutConfig(Settings):
             longer than the cap gets a micro-batch of its own.
         mask_truncated: see `[train]`.
         overlong_buffer, overlong_penalty: see `[reward]`.
+        reward_parts: names of the parts of rewards that advantages compare apart, in order; none
+            for the rewards.
         ledger_path: folder of this manager's ledger; "" records nothing.
         pools_timeout_s: added to the deadlines of rewards and agent loops here, since workers do
             not count the wait for auxiliary pools.
@@ -199,6 +201,7 @@ class RolloutConfig(Settings):
     mask_truncated: bool = False
     overlong_buffer: Count = 0
     overlong_penalty: Annotated[float, Bounds(gt=0)] = 1.0
+    reward_parts: tuple[str, ...] = ()
     ledger_path: str = ""
     pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0
     accuracy_threshold: float = 1.0

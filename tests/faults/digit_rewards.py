@@ -13,6 +13,12 @@ def low_digits(prompts: list[str], completions: list[str], **columns: list[Any])
     return [sum(c in "01234" for c in text) / 8 for text in completions]
 
 
+def even_digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    """The number of even digits; none for a completion without a digit."""
+    digits = ["".join(filter(str.isdigit, text)) for text in completions]
+    return [float(sum(c in "02468" for c in found)) if found else None for found in digits]
+
+
 async def judged(
     prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
 ) -> list[float]:

@@ -206,7 +206,9 @@ def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folde
     decoupled = ["train.loss=decoupled", "train.updates_per_batch=2", "train.eval_every=2"]
     decoupled += ["rollout.top_p=0.8", "rollout.top_k=40", 'rollout.stop=["a", "7"]']
     decoupled += ["train.mini_batches=2", "train.mask_truncated=true"]
-    decoupled += ["train.advantage_norm=batch"]
+    decoupled += ["reward.function=", "reward.functions.low=digit_rewards:low_digits"]
+    decoupled += ["reward.functions.even=digit_rewards:even_digits", "reward.weights.even=0.5"]
+    decoupled += ["train.advantage=gdpo", "train.advantage_norm=batch", "reward.overlong_buffer=4"]
 
     def metrics_of(name: str, offload: str, *, is_resumed: bool) -> list[dict[str, float]]:
         options = [f"run.dir={folder}/{name}", f"train.offload={offload}", "train.kl_coef=0.1"]

@@ -7,13 +7,15 @@
 | "rloo" | Ahmadian et al. 2024, arXiv:2402.14740 |
 | "maxrl" | Tajwar et al. 2026, arXiv:2602.02710 |
 | "reinforce" | Williams 1992, doi:10.1007/BF00992696 |
+| "gdpo" | Liu et al. 2026, arXiv:2601.05242: "grpo" of each of several rewards |
 
-G: group size.
+G: group size; K: rewards that are compared apart, one but for "gdpo".
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -79,23 +81,31 @@ def batch_advantages(
     estimate: AdvantageEstimator,
     group_rewards: NDArray[np.float32],
     group_offsets: NDArray[np.int32],
+    weights: Sequence[float] = (1.0,),
 ) -> NDArray[np.float32]:
-    """Advantages of whole groups, one after the other: [sum G] from rewards [sum G].
+    """Advantages of whole groups, one after the other: [sum G] from rewards [K, sum G].
 
-    `group_offsets`, [groups + 1], has the start of each group. Raises UmbraError if the estimator
-    returned advantages of another shape, or not finite ones.
+    `group_offsets`, [groups + 1], has the start of each group. The advantages of the K rewards add
+    up by `weights`. NaN is a reward that does not apply: its sample has no part in that comparison.
+    Raises UmbraError if the estimator returned advantages of another shape, or not finite ones.
     """
-    advantages = np.empty_like(group_rewards)
-    for start, stop in pairwise(group_offsets.tolist()):
-        rewards = group_rewards[start:stop]
-        found = np.asarray(estimate(rewards.copy()), np.float32)  # it may compute in place
-        if found.shape != rewards.shape or not np.isfinite(found).all():
-            raise UmbraError(
-                f"train.advantage: the estimator returned {found.tolist()} for the rewards "
-                f"{rewards.tolist()}: return one finite number for each"
-            )
-        advantages[start:stop] = found
-    return advantages
+    advantages = np.zeros(group_rewards.shape[1])
+    for weight, row in zip(weights, group_rewards, strict=True):
+        for start, stop in pairwise(group_offsets.tolist()):
+            applies = start + np.flatnonzero(~np.isnan(row[start:stop]))
+            if len(applies):
+                advantages[applies] += weight * _estimated(estimate, row[applies])
+    return np.asarray(advantages, np.float32)
+
+
+def _estimated(estimate: AdvantageEstimator, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    found = np.asarray(estimate(rewards.copy()), np.float32)  # it may compute in place
+    if found.shape != rewards.shape or not np.isfinite(found).all():
+        raise UmbraError(
+            f"train.advantage: the estimator returned {found.tolist()} for the rewards "
+            f"{rewards.tolist()}: return one finite number for each"
+        )
+    return found
 
 
 def _centred(rewards: NDArray[np.float32]) -> NDArray[np.float64]:

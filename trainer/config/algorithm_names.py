@@ -31,6 +31,7 @@ ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
     "rloo": f"{_FOLDER}.advantages:rloo_advantages",
     "maxrl": f"{_FOLDER}.advantages:maxrl_advantages",
     "reinforce": f"{_FOLDER}.advantages:reinforce_advantages",
+    "gdpo": f"{_FOLDER}.advantages:grpo_advantages",  # of each part of the rewards
 }
 """Values of `train.advantage`; "module:function" names a user's own `AdvantageEstimator`."""
 

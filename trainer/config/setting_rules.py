@@ -212,6 +212,18 @@ RULES: Final = (
     ),
     Rule(
         "error",
+        "train.advantage == 'gdpo' and len(reward.functions) < 2",
+        "GDPO normalizes several rewards apart: name them in reward.functions, or use "
+        "train.advantage = 'grpo'",
+    ),
+    Rule(
+        "warning",
+        "train.advantage == 'gdpo' and train.advantage_norm == 'none'",
+        "the size of the sum of normalized rewards grows with their number: use "
+        "train.advantage_norm = 'batch', as the paper does",
+    ),
+    Rule(
+        "error",
         "0 < train.dual_clip <= 1",
         "it bounds ratios, which are 1 where nothing has changed: use a number above 1, such as 3, "
         "or 0 for no bound",

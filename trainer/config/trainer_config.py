@@ -359,8 +359,9 @@ class TrainSection(Settings):
         advantage: "grpo" subtracts the mean reward of a group and divides by the standard deviation
             of the group as a sample, which divides by one less than its size; "dr_grpo" does not
             divide. "rloo" subtracts the mean of the group's other rewards. "maxrl" divides by the
-            mean, for rewards of at least 0. "reinforce" is the reward itself. "module:function" is
-            an `AdvantageEstimator` of your own, found like `loss`.
+            mean, for rewards of at least 0. "reinforce" is the reward itself. "gdpo" is "grpo" of
+            each of `reward.functions` apart, and the sum of these by `reward.weights`.
+            "module:function" is an `AdvantageEstimator` of your own, found like `loss`.
         advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
             standard deviation; "none" leaves them as they are.
         loss_aggregation: How losses of tokens become one: "token" is their mean over the batch,
@@ -513,6 +514,16 @@ class TrainerConfig:
     def samples_per_step(self) -> int:
         """Completions of one step, over all ranks."""
         return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def compared_parts(self) -> dict[str, float]:
+        """Weights of the parts of rewards that advantages compare apart, by name; none where
+        they compare rewards."""
+        if self.train.advantage != "gdpo":
+            return {}
+        reward = self.reward
+        weights = {name: reward.weights.get(name, 1.0) for name in reward.functions}
+        return weights | ({OVERLONG: reward.overlong_penalty} if reward.overlong_buffer else {})
 
     def with_steps(self, num_prompts: int) -> Self:
         """With `train.steps` for `train.epochs` over `num_prompts` training prompts."""

@@ -1,6 +1,7 @@
 """A rank's samples of one step, as the rollout manager delivers them.
 
-N: samples; T: their tokens, one sample after the other; G: samples of a group.
+N: samples; T: their tokens, one sample after the other; G: samples of a group; K: rewards that
+advantages compare apart, one but for GDPO.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ REFERENCE_LOGPROBS: Final = "reference_logprobs"
 class RewardGroups:
     """The groups that a rank has a sample of. Ranks may share a group: each has all its rewards."""
 
-    rewards: NDArray[np.float32]  # [sum G]
-    offsets: NDArray[np.int32]  # [groups + 1], the start of each group in `rewards`
-    indices: NDArray[np.int32]  # [N], the index of each of the rank's samples in `rewards`
+    rewards: NDArray[np.float32]  # [K, sum G]; NaN where one of several does not apply
+    offsets: NDArray[np.int32]  # [groups + 1], the start of each group in a row of `rewards`
+    indices: NDArray[np.int32]  # [N], the index of each of the rank's samples in a row
 
 
 @dataclass(frozen=True, slots=True)

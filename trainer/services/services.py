@@ -303,6 +303,7 @@ def manager_spec(
         mask_truncated=train.mask_truncated,
         overlong_buffer=config.reward.overlong_buffer,
         overlong_penalty=config.reward.overlong_penalty,
+        reward_parts=tuple(config.compared_parts),
         ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,

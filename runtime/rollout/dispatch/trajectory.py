@@ -347,14 +347,20 @@ class Group:
     Args:
         group_id: unique in the job, such as `e0/prompt7`.
         order_idx: index in the endless order of prompts; -1 in evaluations.
+        parts: names of the parts of rewards that advantages compare apart; none for the rewards.
     """
 
-    __slots__ = ("group_id", "last_engine", "num_open", "order_idx", "trajectories")
+    __slots__ = ("group_id", "last_engine", "num_open", "order_idx", "parts", "trajectories")
 
     def __init__(
-        self, group_id: str, trajectories: Sequence[Trajectory], order_idx: int = -1
+        self,
+        group_id: str,
+        trajectories: Sequence[Trajectory],
+        order_idx: int = -1,
+        parts: Sequence[str] = (),
     ) -> None:
         self.group_id = group_id
+        self.parts = parts
         self.order_idx = order_idx
         self.trajectories = list(trajectories)
         self.num_open = len(self.trajectories)  # trajectories that are still being generated
@@ -374,6 +380,17 @@ class Group:
         """[G]; every trajectory must have been scored."""
         return np.asarray([sample.reward for sample in self.trajectories], np.float32)
 
+    @property
+    def compared_rewards(self) -> NDArray[np.float32]:
+        """[K, G], what advantages compare: each of the K parts, NaN where it does not apply, or the
+        rewards as the only row."""
+        if not self.parts:
+            return self.rewards[np.newaxis]
+        of_samples = [sample.reward_parts for sample in self.trajectories]
+        return np.asarray(
+            [[of_one[part] for of_one in of_samples] for part in self.parts], np.float32
+        )
+
     def shape(self) -> GroupShape:
         """Agent loops may have given samples prompts of their own."""
         prompt = self.trajectories[0].prompt_tokens
@@ -383,5 +400,6 @@ class Group:
 
     @property
     def has_zero_variance(self) -> bool:
-        """All rewards are equal: there is nothing to learn from the group."""
-        return len({sample.reward for sample in self.trajectories}) == 1
+        """All rewards that are compared are equal: there is nothing to learn from the group."""
+        rows = self.compared_rewards
+        return all(len(np.unique(row[~np.isnan(row)])) <= 1 for row in rows)

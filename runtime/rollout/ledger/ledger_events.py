@@ -170,6 +170,20 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RewardParts:
+    """The parts of the rewards that the samples are about to get, K for each: `values`, [S * K], in
+    the order of `names`, sample after sample; NaN where a part does not apply."""
+
+    uids: Uids
+    names: Sequence[str]
+    values: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        expected = len(self.uids) * len(self.names)
+        _require(len(self.values) == expected, "expected one value per uid and name")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leased:
     """The samples, whole groups, were delivered to the ranks for optimizer step `step`, from 0.
     Must be durable before the ranks have them. Otherwise a checkpoint may have been trained on
@@ -231,6 +245,7 @@ Event: TypeAlias = (
     | Recorded
     | Finished
     | Scored
+    | RewardParts
     | Leased
     | Dropped
     | Checkpoint
@@ -400,6 +415,7 @@ _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     13: (Checkpoint, (_INT, _INT)),
     14: (Restored, (_INT, _INT, _BOOL)),
     15: (Evaluated, (_INT, _FLOAT, _Anything())),
+    16: (RewardParts, (_I64, _Texts(), _F64)),
 }
 _FORMS: Final = {
     kind: (tag, tuple((field.name, form) for field, form in zip(fields(kind), forms, strict=True)))

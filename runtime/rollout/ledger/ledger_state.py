@@ -23,6 +23,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Recorded,
     Reset,
     Restored,
+    RewardParts,
     Scored,
     Started,
     Tokens,
@@ -109,6 +110,8 @@ class LedgerState:
                 self._record(event)
             case Finished():
                 self._finish(event)
+            case RewardParts():
+                self._keep_parts(event)
             case Scored():
                 self._score(event)
             case Leased():
@@ -339,6 +342,12 @@ class LedgerState:
         for sample, reason in zip(samples, event.reasons, strict=True):
             sample.finish_reason = reason
 
+    def _keep_parts(self, event: RewardParts) -> None:
+        samples = self._find(event, event.uids, _FINISHED)
+        rows = event.values.reshape(len(samples), len(event.names)).tolist()
+        for sample, values in zip(samples, rows, strict=True):
+            sample.reward_parts = dict(zip(event.names, values, strict=True))
+
     def _score(self, event: Scored) -> None:
         samples = self._find(event, event.uids, _FINISHED)
         self._move_all(samples, SampleState.SCORED)
@@ -421,6 +430,7 @@ class LedgerState:
         sample.num_rolled_back += num_lost
         self._truncate(sample, num_tokens)
         sample.reward = None
+        sample.reward_parts = {}
         sample.finish_reason = ""
         self._move(sample, SampleState.PARTIAL if num_tokens else SampleState.PENDING)
 

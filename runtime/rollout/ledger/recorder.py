@@ -35,6 +35,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Recorded,
     Reset,
     Restored,
+    RewardParts,
     Scored,
     Started,
     Tokens,
@@ -177,11 +178,11 @@ class Recorder:
         self._write(Admitted(first_uid, group.group_id, prompt_id, epoch, order_idx, seeds))
 
     def scored(self, samples: Iterable[Trajectory]) -> None:
-        """Records rewards of samples, once for each."""
+        """Records rewards of samples and their parts, once for each."""
         for sample in samples:
             if sample.uid not in self._scored:
                 self._scored.add(sample.uid)
-                self._add("scored", sample, sample.reward)
+                self._add("scored", sample, (sample.reward, sample.reward_parts))
 
     def leased(self, step: int, groups: Sequence[Group]) -> None:
         uids = _uids(groups)
@@ -373,12 +374,22 @@ def _column(parts: Sequence[tuple[int, Any]]) -> NDArray[np.int64]:
     return uids_of(*(uid for uid, _ in parts))
 
 
+def _scored(parts: Sequence[tuple[int, tuple[float, Mapping[str, float]]]]) -> list[Event]:
+    """Parts come first: after a crash between the two, a sample is scored again."""
+    events: list[Event] = []
+    for names, same in groupby(parts, key=lambda part: tuple(part[1][1])):
+        group = list(same)
+        if names:
+            values = [float(of_one[name]) for _, (_, of_one) in group for name in names]
+            events.append(RewardParts(_column(group), names, np.asarray(values, np.float64)))
+    rewards = np.asarray([reward for _, (reward, _) in parts], np.float64)
+    return [*events, Scored(_column(parts), rewards)]
+
+
 _EVENTS: Final[dict[str, Callable[[list[Any]], list[Event]]]] = {
     "event": lambda parts: parts,
     "started": lambda parts: [Started(_column(parts))],
     "cut": lambda parts: [Cut(_column(parts), "interrupted")],
     "finished": lambda parts: [Finished(_column(parts), [reason for _, reason in parts])],
-    "scored": lambda parts: [
-        Scored(_column(parts), np.asarray([reward for _, reward in parts], np.float64))
-    ],
+    "scored": _scored,
 }

@@ -38,6 +38,7 @@ _STORED: Final = (
     "finish_reason",
     "drop_reason",
     "reward",
+    "reward_parts",
     "step",
     "recorded",
     "num_interruptions",
@@ -100,6 +101,7 @@ class SampleAccount:
         "prompt",
         "recorded",
         "reward",
+        "reward_parts",
         "state",
         "step",
         "uid",
@@ -112,6 +114,7 @@ class SampleAccount:
         self.finish_reason = ""
         self.drop_reason = ""
         self.reward: float | None = None
+        self.reward_parts: dict[str, float] = {}  # NaN where one does not apply
         self.step: int | None = None  # from 0, that it was leased for or trained in
         self.prompt: NDArray[np.int32] | None = None  # the agent loop's, if it has one
         self.recorded: dict[str, Any] = {}  # values of `ctx.once`; they survive resets

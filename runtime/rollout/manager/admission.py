@@ -45,7 +45,7 @@ class Admission:
             seed = trajectory_seed(self._config.seed, epoch, idx, k)
             name = f"{group_id}/{k}"
             samples.append(self._trajectory(name, prompt, seed, settings.max_new_tokens))
-        return Group(group_id, samples, order_idx)
+        return Group(group_id, samples, order_idx, self._config.reward_parts)
 
     def epoch_of(self, order_idx: int) -> int:
         return order_idx // len(self._train)

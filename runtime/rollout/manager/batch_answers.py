@@ -87,9 +87,10 @@ def rank_columns(
     """One rank's columns of the global batch `groups`; `members` are the indices of its samples.
 
     A group may be split over ranks, so each rank gets the rewards of all its groups whole:
-        group_rewards: [sum G] float32, of every group that the rank has a sample of.
-        group_offsets: [groups + 1] int32, the start of each of these groups in `group_rewards`.
-        reward_indices: [N] int32, the index of each of the rank's samples in `group_rewards`.
+        group_rewards: [K, sum G] float32, `compared_rewards` of every group that the rank has a
+            sample of.
+        group_offsets: [groups + 1] int32, the start of each of these groups in a row.
+        reward_indices: [N] int32, the index of each of the rank's samples in a row.
     """
     starts = [0, *itertools.accumulate(len(group.trajectories) for group in groups)]
     owners = [bisect.bisect(starts, sample) - 1 for sample in members]
@@ -129,11 +130,12 @@ def _group_columns(
     groups: Sequence[Group], owners: Sequence[int], indices: Sequence[int]
 ) -> dict[str, Any]:
     used, positions = np.unique(np.asarray(owners, np.int64), return_inverse=True)
-    whole = [groups[int(owner)].rewards for owner in used]
+    whole = [groups[int(owner)].compared_rewards for owner in used]
     offsets = np.zeros(len(whole) + 1, np.int32)
-    np.cumsum([len(rewards) for rewards in whole], out=offsets[1:])
+    np.cumsum([rewards.shape[1] for rewards in whole], out=offsets[1:])
+    none = np.zeros((len(groups[0].parts) or 1, 0), np.float32)
     return {
-        "group_rewards": np.concatenate([np.zeros(0, np.float32), *whole]),
+        "group_rewards": np.concatenate([none, *whole], axis=1),
         "group_offsets": offsets,
         "reward_indices": (offsets[positions] + np.asarray(indices, np.int64)).astype(np.int32),
     }

@@ -64,6 +64,7 @@ def recover_groups(state: LedgerState, make_group: Callable[[int], Group]) -> Re
         _check(group, account)
         for sample, held in zip(group.trajectories, account.samples, strict=True):
             _fill(sample, held)
+            _check_parts(sample, group)
             if not sample.is_finished:
                 recovered.records[sample] = held.recorded
         if SampleState.LEASED in states:
@@ -88,6 +89,16 @@ def _check(group: Group, account: GroupAccount) -> None:
         )
 
 
+def _check_parts(sample: Trajectory, group: Group) -> None:
+    missing = sorted(set(group.parts) - sample.reward_parts.keys())
+    if sample.reward is not None and missing:
+        raise LedgerError(
+            f"the ledger has the reward of {sample.sample_id} without the part {missing[0]!r}, "
+            "which train.advantage = 'gdpo' compares: the setting or reward.functions was changed; "
+            "change it back, or begin a new run in another run.dir"
+        )
+
+
 def _fill(sample: Trajectory, held: SampleAccount) -> None:
     sample.uid = held.uid
     sample.num_interruptions = held.num_interruptions
@@ -104,6 +115,6 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
             sample.append_generated(tokens, logprobs, version)
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
-        sample.reward = held.reward
+        sample.reward, sample.reward_parts = held.reward, held.reward_parts
     elif sample.completion_len:
         sample.state = TrajectoryState.PARTIAL

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
@@ -70,6 +70,13 @@ def overlong_share(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
     """How much of the last `buffer` tokens before `max_new_tokens` a completion has used, 0 to 1.
     DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13."""
     return min(1.0, max(0.0, (num_tokens - (max_new_tokens - buffer)) / buffer))
+
+
+def _without_parts(sample: Trajectory) -> RolloutError:
+    return RolloutError(
+        f"the agent loop of {sample.sample_id} returned a reward, and train.advantage = 'gdpo' "
+        "compares those of reward.functions: return None, so that these score it"
+    )
 
 
 class GroupRunner:
@@ -198,6 +205,9 @@ class GroupRunner:
         def on_result(reward: float | None) -> None:
             self._sessions.settle(sample)
             self._sessions.close(sample)
+            if reward is not None and run.group.parts:
+                self._fail(run, _without_parts(sample))
+                return
             if reward is not None:
                 self._reward(sample, run, reward, {})
             self._on_finished(sample, run, sample.finish_reason or "stop")

@@ -290,7 +290,8 @@ def rewards_of_group(batch: dict[str, Any], idx: int) -> list[float]:
     own = batch["reward_indices"][idx]
     bounds: list[int] = batch["group_offsets"].tolist()
     (group,) = (span for span in pairwise(bounds) if span[0] <= own < span[1])
-    return batch["group_rewards"][slice(*group)].tolist()
+    (rewards,) = batch["group_rewards"]
+    return rewards[slice(*group)].tolist()
 
 
 def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -56,7 +56,7 @@ from umbra.trainer.world.mesh import Mesh, agree_on_signal, barrier, from_lead, 
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # Of batches that have their advantages.
-NO_GROUPS = RewardGroups(np.zeros(0, np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32))
+NO_GROUPS = RewardGroups(np.zeros((1, 0), np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32))
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a
 # gradient is almost zero, its rounding would show in full.
 TRAIN = TrainSection(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Recorded,
     Reset,
     Restored,
+    RewardParts,
     Scored,
     Started,
     Tokens,
@@ -71,6 +73,13 @@ def scores(draw: st.DrawFn) -> Scored:
     return Scored(uids, np.asarray([draw(REWARDS) for _ in uids], np.float64))
 
 
+@st.composite
+def reward_parts(draw: st.DrawFn) -> RewardParts:
+    uids, names = draw(UIDS), draw(st.lists(TEXTS, max_size=3))
+    values = [draw(REWARDS | st.just(math.nan)) for _ in uids for _ in names]
+    return RewardParts(uids, names, np.asarray(values, np.float64))
+
+
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Version, NUMBERS, NUMBERS),
     st.builds(
@@ -84,6 +93,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Recorded, NUMBERS, TEXTS, VALUES),
     finishes(),
     scores(),
+    reward_parts(),
     st.builds(Leased, NUMBERS, UIDS),
     st.builds(Dropped, UIDS, TEXTS, TEXTS),
     st.builds(Checkpoint, NUMBERS, NUMBERS),
@@ -220,6 +230,8 @@ def test_inconsistent_columns_are_refused() -> None:
         Tokens(uids, starts, offsets, versions, tokens, logprobs * np.float32(np.nan))
     with pytest.raises(ValueError, match="finite"):
         Scored(uids, np.asarray([np.inf]))
+    with pytest.raises(ValueError, match="expected one value per uid and name"):
+        RewardParts(uids, ["a", "b"], np.zeros(1))
     with pytest.raises(ValueError, match="expected one reason per uid"):
         Finished(uids, [])
 

@@ -55,6 +55,7 @@ def check_sample(sample: Trajectory, held: SampleAccount) -> None:
         assert sample.finish_reason == held.finish_reason, where
     if held.state in _HAS_REWARD:
         assert sample.reward == held.reward is not None, where
+        assert repr(dict(sample.reward_parts)) == repr(held.reward_parts), where
 
 
 def check_batches(state: LedgerState, delivered: Mapping[int, Mapping[str, Taken]]) -> None:
@@ -66,5 +67,6 @@ def check_batches(state: LedgerState, delivered: Mapping[int, Mapping[str, Taken
                 taken = delivered[held.step][held.sample_id]
                 assert taken.versions == held.versions.tolist()
                 assert (taken.tokens, taken.reward) == (held.tokens.tolist(), held.reward)
+                assert taken.parts == repr(held.reward_parts)
     done = [batch for step, batch in delivered.items() if step < state.steps_done]
     assert sum(map(len, done)) == state.counts[SampleState.TRAINED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -180,7 +181,9 @@ class Story:
         self.note(f"result of {job.label}")
         if job.is_active():
             rewards = [float(self.chance.randrange(3)) for _ in range(count)]
-            job.on_result({"rewards": rewards, "parts": {}})
+            short = [math.nan if reward == 1.0 else -reward for reward in rewards]
+            parts = {"exact": rewards, "short": short} if rewards[0] else {}
+            job.on_result({"rewards": rewards, "parts": parts})
 
     async def lose_score(self) -> None:
         if self.life.workers.scoring:
@@ -343,7 +346,9 @@ class Story:
                 assert all(0 <= age <= self.config.settings.max_staleness for age in ages), ages
                 assert sample.num_generated == len(made) <= self.config.settings.max_new_tokens
                 versions = sample.versions.tolist()
-                batch[sample.sample_id] = Taken(sample.tokens.tolist(), versions, sample.reward)
+                parts = repr(dict(sample.reward_parts))
+                taken = Taken(sample.tokens.tolist(), versions, sample.reward, parts)
+                batch[sample.sample_id] = taken
         before = self.delivered.setdefault(self.step, batch)
         assert before == batch, "another batch than the first time"
         earlier = [ids for step, ids in self.delivered.items() if step != self.step]

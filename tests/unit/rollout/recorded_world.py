@@ -49,6 +49,7 @@ class Taken(NamedTuple):
     tokens: list[int]
     versions: list[int]
     reward: float | None
+    parts: str  # of the reward; NaN differs from itself
 
 
 class Engine:

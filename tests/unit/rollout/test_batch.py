@@ -61,7 +61,7 @@ def test_a_rank_without_samples_gets_empty_columns() -> None:
 
     assert columns["offsets"].tolist() == [0]
     assert columns["tokens"].dtype == np.int32
-    assert columns["group_rewards"].tolist() == []
+    assert columns["group_rewards"].tolist() == [[]]
     assert columns["group_offsets"].tolist() == [0]
     assert columns["reward_indices"].tolist() == []
 
@@ -85,14 +85,14 @@ def test_a_sample_brings_the_rewards_of_its_whole_group_also_where_ranks_share_i
     first = rank_columns(groups, [0, 2, 6])
     second = rank_columns(groups, [1, 3, 4, 5, 7])
 
-    assert first["group_rewards"].tolist() == [0, 1, 2, 5, 6, 7]
+    assert first["group_rewards"].tolist() == [[0, 1, 2, 5, 6, 7]]
     assert first["group_offsets"].tolist() == [0, 3, 6]
     assert first["reward_indices"].tolist() == [0, 2, 4]
-    assert second["group_rewards"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert second["group_rewards"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert second["group_offsets"].tolist() == [0, 3, 5, 8]
     assert second["reward_indices"].tolist() == [1, 3, 4, 5, 7]
     for columns in (first, second):
-        own = columns["group_rewards"][columns["reward_indices"]]
+        own = columns["group_rewards"][0, columns["reward_indices"]]
         assert own.tolist() == columns["rewards"].tolist()
         dtypes = {name: columns[name].dtype.name for name in ("group_rewards", "reward_indices")}
         assert dtypes == {"group_rewards": "float32", "reward_indices": "int32"}
@@ -123,7 +123,7 @@ def test_truncated_completions_can_be_left_out_of_the_loss() -> None:
 
     assert columns["mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0]
     assert columns["mini_batches"] == [[[[0, 1]], 3, 2]]
-    assert columns["group_rewards"].tolist() == [1.0, 0.5]
+    assert columns["group_rewards"].tolist() == [[1.0, 0.5]]
 
 
 def test_metrics_are_of_the_whole_batch() -> None:
@@ -180,6 +180,13 @@ def make_admission(folder: Path, *, max_context_len: int = 64, **settings: Any) 
         max_context_len=max_context_len,
     )
     return Admission(config)
+
+
+def test_a_training_group_knows_the_parts_that_its_advantages_compare(tmp_path: Path) -> None:
+    admission = make_admission(tmp_path, reward_parts=("exact", "short"))
+
+    assert admission.training_group(0).parts == ("exact", "short")
+    assert [group.parts for group in admission.evaluation_groups()] == [()]
 
 
 def groups_of(admission: Admission, step: int) -> list[Group]:
@@ -239,3 +246,28 @@ def test_a_prompt_without_room_for_a_completion_is_named(tmp_path: Path) -> None
         groups_of(admission, 1)
 
     admission.close()
+
+
+def in_parts(*exact_and_length: tuple[float, float]) -> Group:
+    """A group that compares these two parts of rewards, whose sum is always 1."""
+    samples = scored_groups([[1.0] * len(exact_and_length)])[0].trajectories
+    for sample, (exact, length) in zip(samples, exact_and_length, strict=True):
+        sample.reward_parts = {"length": length, "logged": 9.0, "exact": exact}
+    return Group("g", samples, 0, parts=("exact", "length"))
+
+
+def test_parts_that_are_compared_apart_reach_every_rank_of_a_group() -> None:
+    groups = [in_parts((1.0, 0.0), (0.0, math.nan)), in_parts((0.25, 0.75))]
+
+    columns = rank_columns(groups, [1])
+
+    assert str(columns["group_rewards"].tolist()) == "[[1.0, 0.0], [0.0, nan]]"
+    assert columns["group_rewards"].dtype == np.float32
+    assert rank_columns(groups, [])["group_rewards"].shape == (2, 0)
+
+
+def test_equal_sums_of_different_parts_are_worth_a_comparison() -> None:
+    groups = [in_parts((1.0, 0.0), (0.0, 1.0)), in_parts((1.0, 0.0), (1.0, math.nan))]
+
+    assert [group.has_zero_variance for group in groups] == [False, True]
+    assert batch_metrics(groups)["zero_variance_groups"] == 1

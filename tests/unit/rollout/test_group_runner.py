@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from recorded_world import Workers
 
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.agents.worker_pool import WorkerJob
-from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_runner import GroupRunner, overlong_share
 from umbra.runtime.rollout.prompts import Prompt, to_row
@@ -24,9 +25,17 @@ PROMPT = Prompt("p", "a question", np.ones(2, np.int32), {})
 
 
 class Neighbours:
-    """The group's owner and the sessions of agent loops."""
+    """The group's owner, the dispatcher and the sessions of agent loops."""
+
+    def __init__(self) -> None:
+        self.errors: list[UmbraError] = []
 
     def on_scored(self, group: Group) -> None: ...
+
+    def on_failed(self, group: Group, error: UmbraError) -> None:
+        self.errors.append(error)
+
+    def cancel(self, turns: list[Turn]) -> None: ...
 
     def settle(self, sample: Trajectory) -> None: ...
 
@@ -42,7 +51,7 @@ def finished(prompt: Prompt, idx: int, num_tokens: int = 1) -> Trajectory:
     return sample
 
 
-def job_of(group: Group, **settings: Any) -> WorkerJob:
+def job_of(group: Group, neighbours: Neighbours | None = None, **settings: Any) -> WorkerJob:
     """The first job of a group."""
     workers = Workers()
     config = RolloutConfig(
@@ -55,8 +64,8 @@ def job_of(group: Group, **settings: Any) -> WorkerJob:
     )
     unused: Any = None
     pool: Any = workers
-    other: Any = Neighbours()
-    runner = GroupRunner(config, unused, other, pool, Recorder(None, unused), "manager")
+    other: Any = neighbours or Neighbours()
+    runner = GroupRunner(config, other, other, pool, Recorder(None, unused), "manager")
     runner.start(group, config.settings.sampling, other)
     return workers.queue[0]
 
@@ -134,3 +143,15 @@ def test_the_overlong_penalty_is_that_of_dapo(buffer: int) -> None:
             expected = -1.0
 
         assert -overlong_share(length, 20, buffer) == expected
+
+
+def test_a_reward_of_an_agent_loop_has_no_parts_to_compare() -> None:
+    neighbours = Neighbours()
+    sample = Trajectory("p/0", PROMPT, 0, budget=10, max_context_len=99)
+    settings = RolloutSettings(max_new_tokens=10, agent="m:loop")
+
+    job_of(Group("g", [sample], 0, ("exact",)), neighbours, settings=settings).on_result(2.0)
+
+    assert sample.reward is None
+    (error,) = neighbours.errors
+    assert str(error).startswith("the agent loop of p/0 returned a reward, and train.advantage")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -116,7 +118,7 @@ def columns_of(
         "logprobs": np.zeros(2 * count, np.float32),
         "versions": np.zeros(2 * count, np.int64),
         "sample_ids": [f"0/{idx}" for idx in reward_indices],
-        "group_rewards": np.asarray(group_rewards, np.float32),
+        "group_rewards": np.asarray([group_rewards], np.float32),
         "group_offsets": np.asarray(group_offsets, np.int32),
         "reward_indices": np.asarray(reward_indices, np.int32),
         "mini_batches": [[[list(range(count))], 4, 4]],
@@ -165,3 +167,42 @@ def test_what_a_users_estimator_must_not_return_is_shown(estimate: AdvantageEsti
 
     with pytest.raises(UmbraError, match=r"for the rewards \[0.5, 1.0\]: return one finite number"):
         token_advantages(columns, estimate)
+
+
+def gdpo_by_loops(rewards: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """The paper's eq. 4 and 7, of one group and [K, G] rewards, of which NaN counts nowhere."""
+    sums = [0.0] * len(rewards[0])
+    for row, weight in zip(rewards, weights, strict=True):
+        known = [reward for reward in row if not math.isnan(reward)]
+        mean = math.fsum(known) / len(known)
+        spread = math.fsum((reward - mean) ** 2 for reward in known)
+        std = math.sqrt(spread / (len(known) - 1))
+        for idx, reward in enumerate(row):
+            if not math.isnan(reward):
+                sums[idx] += weight * (reward - mean) / (std + 1e-4)
+    return sums
+
+
+def test_rewards_that_are_compared_apart_add_up_by_weight() -> None:
+    generator = np.random.default_rng(0)
+    rewards = generator.normal(0, [[1], [100], [0.01]], (3, 9)).astype(np.float32)
+    rewards[1, [2, 7]] = math.nan
+    weights = (1.0, 0.5, -2.0)
+
+    found = batch_advantages(grpo_advantages, rewards, np.asarray([0, 4, 9], np.int32), weights)
+
+    expected = [
+        number
+        for group in (slice(0, 4), slice(4, 9))
+        for number in gdpo_by_loops(rewards[:, group].tolist(), weights)
+    ]
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_reward_that_applies_to_one_sample_or_to_none_teaches_nothing() -> None:
+    rewards = np.asarray([[math.nan, math.nan, 3.0], [math.nan] * 3], np.float32)
+
+    found = batch_advantages(grpo_advantages, rewards, np.asarray([0, 3], np.int32), (1.0, 1.0))
+
+    assert found.tolist() == [0.0, 0.0, 0.0]

@@ -52,7 +52,9 @@ def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainB
             ROLLOUT_LOGPROBS: (np.arange(len(mask)) * mask).astype(np.float32),
             ADVANTAGES: np.repeat(np.arange(count, dtype=np.float32), [len(row) for row in rows]),
         },
-        groups=RewardGroups(np.zeros(0, np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32)),
+        groups=RewardGroups(
+            np.zeros((1, 0), np.float32), np.zeros(1, np.int32), np.zeros(0, np.int32)
+        ),
         versions=np.ones(len(mask), np.int64),
         sample_ids=[f"e0/{idx}/0" for idx in range(count)],
         mini_batches=[MiniBatch([list(range(count))], int(mask.sum()), count)],

@@ -42,6 +42,7 @@ REFUSED = [
         "train.warmup_steps = 1 and train.warmup_ratio = 0.1: ",
     ),
     ("train.mini_batches=3", "rollout.groups_per_step = 32 and train.mini_batches = 3: "),
+    ("train.advantage=gdpo", "train.advantage = 'gdpo' and reward.functions = {}: "),
     ("train.dual_clip=0.9", "train.dual_clip = 0.9: "),
     (
         "train.loss_args.tau=2",
@@ -127,6 +128,10 @@ QUESTIONABLE = [
     (
         "train.advantage=reinforce",
         "train.advantage = 'reinforce' and train.advantage_norm = 'none': ",
+    ),
+    (
+        "reward.function= reward.functions.a=m:a reward.functions.b=m:b train.advantage=gdpo",
+        "train.advantage = 'gdpo' and train.advantage_norm = 'none': ",
     ),
     ("train.loss=sapo train.dual_clip=3.0", "train.dual_clip = 3.0 and train.loss = 'sapo': "),
     ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),

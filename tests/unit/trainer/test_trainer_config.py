@@ -566,3 +566,14 @@ def test_a_reward_function_does_not_have_the_name_of_the_overlong_penalty() -> N
 
     with pytest.raises(SettingError, match=r"^functions: 'overlong' is the penalty's name: use"):
         RewardSection(functions=functions, overlong_buffer=9)
+
+
+def test_gdpo_compares_all_parts_of_rewards_by_their_weights() -> None:
+    functions = {"exact": "rewards:exact", "short": "rewards:short"}
+    reward = {"functions": functions, "weights": {"short": 0.2}, "overlong_buffer": 9}
+    values = {**MINIMAL, "reward": {**reward, "overlong_penalty": 3.0}}
+
+    config = check_config(TrainerConfig, values, "config", ["train.advantage=gdpo"])
+
+    assert config.compared_parts == {"exact": 1.0, "short": 0.2, "overlong": 3.0}
+    assert replace(config, train=replace(config.train, advantage="grpo")).compared_parts == {}
