@@ -170,7 +170,8 @@ def test_what_a_users_estimator_must_not_return_is_shown(estimate: AdvantageEsti
 
 
 def gdpo_by_loops(rewards: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """The paper's eq. 4 and 7, of one group and [K, G] rewards, of which NaN counts nowhere."""
+    """The paper's sum before the batch normalization, of one group and [K, G] rewards. NaN counts
+    nowhere."""
     sums = [0.0] * len(rewards[0])
     for row, weight in zip(rewards, weights, strict=True):
         known = [reward for reward in row if not math.isnan(reward)]
