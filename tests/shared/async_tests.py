@@ -11,11 +11,18 @@ P = ParamSpec("P")
 
 
 def on_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Runs the test on an event loop of its own."""
+    """Runs the test on an event loop of its own. An error in one of the loop's callbacks, which
+    asyncio only logs, fails it too."""
+
+    async def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        errors = list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        await test(*args, **kwargs)
+        assert not errors
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(test(*args, **kwargs))
+        asyncio.run(checked(*args, **kwargs))
 
     return run
 

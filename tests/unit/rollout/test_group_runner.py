@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ class Neighbours:
 
     def __init__(self) -> None:
         self.errors: list[UmbraError] = []
+        self.turns: list[Turn] = []
+
+    def submit(self, turn: Turn) -> None:
+        self.turns.append(turn)
 
     def on_scored(self, group: Group) -> None: ...
 
@@ -51,8 +56,10 @@ def finished(prompt: Prompt, idx: int, num_tokens: int = 1) -> Trajectory:
     return sample
 
 
-def job_of(group: Group, neighbours: Neighbours | None = None, **settings: Any) -> WorkerJob:
-    """The first job of a group."""
+def start(
+    group: Group, neighbours: Neighbours | None = None, **settings: Any
+) -> Sequence[WorkerJob]:
+    """The jobs of a group at its start."""
     workers = Workers()
     config = RolloutConfig(
         dispatch=DispatchConfig(pool="p", max_context_len=99),
@@ -67,7 +74,12 @@ def job_of(group: Group, neighbours: Neighbours | None = None, **settings: Any) 
     other: Any = neighbours or Neighbours()
     runner = GroupRunner(config, other, other, pool, Recorder(None, unused), "manager")
     runner.start(group, config.settings.sampling, other)
-    return workers.queue[0]
+    return workers.queue
+
+
+def job_of(group: Group, neighbours: Neighbours | None = None, **settings: Any) -> WorkerJob:
+    """The first job of a group."""
+    return start(group, neighbours, **settings)[0]
 
 
 def score_call(samples: list[Trajectory]) -> tuple[Any, Any, Any]:
@@ -94,6 +106,17 @@ def test_samples_of_several_prompts_name_their_own() -> None:
     prompts, items, _ = score_call([finished(p, k) for k, p in enumerate((first, second, first))])
 
     assert [to_row(prompts[item["prompt"]]["row"])["of"] for item in items] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("names", ["aa", "ab"])
+def test_turns_prefer_one_engine_only_for_a_shared_prompt(names: str) -> None:
+    prompts = [Prompt(name, name, np.ones(2, np.int32), {}) for name in names]
+    samples = [Trajectory("s", prompt, 0, budget=4, max_context_len=99) for prompt in prompts]
+    group, neighbours = Group("g", samples), Neighbours()
+
+    start(group, neighbours)
+
+    assert [turn.group for turn in neighbours.turns] == [group if names == "aa" else None] * 2
 
 
 def scored(group: Group, *, penalty: float = 0.5) -> Group:

@@ -74,7 +74,7 @@ def test_a_stop_that_comes_as_several_signals_is_one_and_a_later_one_does_not_wa
     rules = JobRules(nodes_may_change=False)
 
     assert rules.stop(signal.SIGTERM, 10.0) == StopDecision.STOP_RANKS
-    assert rules.stop(signal.SIGTERM, 10.0 + STOP_WINDOW_S / 2) == StopDecision.STOP_RANKS
+    assert rules.stop(signal.SIGTERM, 10.0 + STOP_WINDOW_S) == StopDecision.STOP_RANKS
     assert rules.stop(PREEMPT_SIGNAL, 10.0 + LATER_S) == StopDecision.IGNORE
     assert rules.stop(signal.SIGTERM, 10.0 + LATER_S) == StopDecision.END  # counted from the first
 

@@ -173,6 +173,15 @@ def test_the_sync_ends_when_an_engine_that_was_cut_off_has_been_reverted() -> No
     assert state.live_engines == ["b"]
 
 
+def test_ranks_that_have_joined_are_listed_in_order() -> None:
+    state = SyncState(3)
+
+    for rank in (2, 0):
+        state.observe(begin(rank, world_size=3))
+
+    assert state.joined_ranks == [0, 2]
+
+
 def test_ranks_of_different_jobs_do_not_join_one_sync() -> None:
     state = SyncState(3)
     state.observe(begin(0, world_size=2))
