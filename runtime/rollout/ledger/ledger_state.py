@@ -80,15 +80,14 @@ class LedgerState:
         self._distribute()
 
     def apply_all(self, entries: Iterable[Entry]) -> None:
-        """Applies many events, much faster. Until the end, accounts that were returned earlier may
-        lag behind the last event."""
+        """Applies many events, much faster. Accounts that were returned earlier may lag behind the
+        last event until an account is asked for."""
         for entry in entries:
             for event in entry.batch.events:
                 try:
                     self._apply(event)
                 except LedgerError as error:
                     raise LedgerError(f"the ledger at {entry.position}: {error}") from error
-        self._distribute()
 
     def _apply(self, event: Event) -> None:
         match event:

@@ -436,6 +436,7 @@ class Ledgers(RuleBasedStateMachine):
         assert {str(state): count for state, count in (+self.state.counts).items()} == expected
         num_cuts = sum(sample["cuts"] for sample in self.model.values())
         assert self.state.totals.interruptions == num_cuts
+        assert self.state.num_groups == len({sample["first"] for sample in self.model.values()})
 
     def teardown(self) -> None:
         again = LedgerState()

@@ -17,6 +17,7 @@ from umbra.trainer.config.trainer_config import TrainSection
 @pytest.mark.parametrize("args", [{}, {"tau_positive": 3, "tau_negative": 0.5}])
 def test_loss_and_gradient_are_the_papers_formula(args: dict[str, Any]) -> None:
     logprobs, inputs = random_tokens()
+    inputs.advantages[1] = 0.0  # its tau is `tau_negative`
     taus = args.get("tau_positive", 1.0), args.get("tau_negative", 1.05)
     loss, gradient, slopes = 0.0, list[float](), list[float]()
     for new, old, advantage in zip(
