@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,11 @@ from umbra.runtime.rpc.wire import Encoder
 PROMPT = Prompt("p", "a question", np.ones(2, np.int32), {})
 
 
-class Neighbours:
-    """The group's owner, the dispatcher and the sessions of agent loops."""
+class Neighbours(Workers):
+    """The group's owner, the dispatcher, the workers and the sessions of agent loops."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.errors: list[UmbraError] = []
         self.turns: list[Turn] = []
 
@@ -40,7 +40,8 @@ class Neighbours:
     def on_failed(self, group: Group, error: UmbraError) -> None:
         self.errors.append(error)
 
-    def cancel(self, turns: list[Turn]) -> None: ...
+    def cancel(self, turns: list[Turn]) -> None:
+        self.turns = [turn for turn in self.turns if turn not in turns]
 
     def settle(self, sample: Trajectory) -> None: ...
 
@@ -56,11 +57,7 @@ def finished(prompt: Prompt, idx: int, num_tokens: int = 1) -> Trajectory:
     return sample
 
 
-def start(
-    group: Group, neighbours: Neighbours | None = None, **settings: Any
-) -> Sequence[WorkerJob]:
-    """The jobs of a group at its start."""
-    workers = Workers()
+def start(group: Group, neighbours: Neighbours, **settings: Any) -> GroupRunner:
     config = RolloutConfig(
         dispatch=DispatchConfig(pool="p", max_context_len=99),
         prompts_path="",
@@ -70,16 +67,17 @@ def start(
         **settings,
     )
     unused: Any = None
-    pool: Any = workers
-    other: Any = neighbours or Neighbours()
-    runner = GroupRunner(config, other, other, pool, Recorder(None, unused), "manager")
+    other: Any = neighbours
+    runner = GroupRunner(config, other, other, other, Recorder(None, unused), "manager")
     runner.start(group, config.settings.sampling, other)
-    return workers.queue
+    return runner
 
 
 def job_of(group: Group, neighbours: Neighbours | None = None, **settings: Any) -> WorkerJob:
     """The first job of a group."""
-    return start(group, neighbours, **settings)[0]
+    neighbours = neighbours or Neighbours()
+    start(group, neighbours, **settings)
+    return neighbours.queue[0]
 
 
 def score_call(samples: list[Trajectory]) -> tuple[Any, Any, Any]:
@@ -109,14 +107,18 @@ def test_samples_of_several_prompts_name_their_own() -> None:
 
 
 @pytest.mark.parametrize("names", ["aa", "ab"])
-def test_turns_prefer_one_engine_only_for_a_shared_prompt(names: str) -> None:
+def test_turns_prefer_one_engine_only_for_a_shared_prompt_and_end_with_their_group(
+    names: str,
+) -> None:
     prompts = [Prompt(name, name, np.ones(2, np.int32), {}) for name in names]
     samples = [Trajectory("s", prompt, 0, budget=4, max_context_len=99) for prompt in prompts]
     group, neighbours = Group("g", samples), Neighbours()
 
-    start(group, neighbours)
+    runner = start(group, neighbours)
 
     assert [turn.group for turn in neighbours.turns] == [group if names == "aa" else None] * 2
+    runner.abandon(group)
+    assert neighbours.turns == []
 
 
 def scored(group: Group, *, penalty: float = 0.5) -> Group:
