@@ -190,10 +190,13 @@ class RunReporter:
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> dict[str, float]:
         """Logs and shows an evaluation after `step` steps; returns its metrics."""
         accuracy = float(result["accuracy"])
+        low, high = result["accuracy_interval"]
         if self.accuracy_before is None and self._config.train.eval_at_start:
             self.accuracy_before = self._earlier_accuracy(accuracy)
         row = {
             "eval/accuracy": accuracy,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
             "eval/reward_mean": float(result["mean_reward"]),
             "eval/completion_len_mean": float(result["completion_len_mean"]),
             **{f"eval/pass_at_{k}": value for k, value in result["pass_at"].items() if k != "1"},
@@ -202,8 +205,10 @@ class RunReporter:
             self.accuracy_after = accuracy
         self._write(step, row)
         self._write_samples(step, result["samples"])
-        held_out = f"{result['num_prompts']} held-out prompts"
-        self._display.note(f"after step {step}: accuracy {accuracy:.3f} on {held_out}")
+        self._display.note(
+            f"after step {step}: accuracy {accuracy:.3f} [{low:.3f}, {high:.3f}] on "
+            f"{result['num_prompts']} held-out prompts"
+        )
         return row
 
     def _write(self, step: int, row: MetricsRow) -> None:

@@ -141,10 +141,13 @@ def _table(outcome: Mapping[str, Any], num_samples: int) -> list[str]:
         rows["all"] = outcome
     ks = [k for k in outcome["pass_at"] if k != "1"]
     mean = f"mean@{num_samples}" if num_samples > 1 else "accuracy"
-    cells = [["set", "prompts", mean, *(f"pass@{k}" for k in ks), "reward"]]
+    cells = [["set", "prompts", mean, "95 % interval", *(f"pass@{k}" for k in ks), "reward"]]
     for name, scores in rows.items():
-        values = [scores["accuracy"], *(scores["pass_at"][k] for k in ks), scores["mean_reward"]]
-        cells.append([name, str(scores["num_prompts"]), *(f"{value:.4f}" for value in values)])
+        low, high = scores["accuracy_interval"]
+        accuracy = [f"{scores['accuracy']:.4f}", f"[{low:.4f}, {high:.4f}]"]
+        values = [*(scores["pass_at"][k] for k in ks), scores["mean_reward"]]
+        row = [name, str(scores["num_prompts"]), *accuracy, *(f"{value:.4f}" for value in values)]
+        cells.append(row)
     return _aligned(cells)
 
 
@@ -163,7 +166,7 @@ def _results(
     config: TrainerConfig, tokenizer: ModelTokenizer, model: str, outcome: Mapping[str, Any]
 ) -> dict[str, Any]:
     decode = tokenizer.decode_all
-    kept = ("num_prompts", "accuracy", "pass_at", "mean_reward", "sets", "completion_len_mean")
+    kept = ("num_prompts", "accuracy", "accuracy_interval", "pass_at", "mean_reward", "sets")
     return {
         "model": model,
         "samples_per_prompt": config.eval.samples,
@@ -171,6 +174,6 @@ def _results(
         "top_p": config.eval.top_p,
         "top_k": config.eval.top_k,
         "seconds": outcome["gen_s"],
-        **{name: outcome[name] for name in (*kept, "truncated_share")},
+        **{name: outcome[name] for name in (*kept, "completion_len_mean", "truncated_share")},
         "samples": [asdict(EvalSample.decode(decode, sample)) for sample in outcome["samples"]],
     }

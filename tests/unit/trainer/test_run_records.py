@@ -87,6 +87,7 @@ def reporter(
 def evaluation(accuracy: float, *samples: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "accuracy": accuracy,
+        "accuracy_interval": [accuracy - 0.125, accuracy + 0.125],
         "mean_reward": accuracy,
         "completion_len_mean": 3.0,
         "num_prompts": 8,
@@ -477,6 +478,19 @@ def test_a_run_directory_given_for_a_model_is_an_error_with_the_models_path(tmp_
 
     with pytest.raises(DataError, match=f"that of the run's model is {tmp_path}/export"):
         read_model_config(tmp_path)
+
+
+def test_an_accuracy_is_shown_and_logged_with_its_interval(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with MetricsLog(tmp_path, first_step=1) as log, ProgressDisplay(stream) as display:
+        journal = RunReporter(make_config(tmp_path), display, log, steps_before=0)
+
+        row = journal.evaluated(0, evaluation(0.25), is_last=False)
+
+    assert (row["eval/accuracy_low"], row["eval/accuracy_high"]) == (0.125, 0.375)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0].items() >= row.items()
+    shown = "after step 0: accuracy 0.250 [0.125, 0.375] on 8 held-out prompts"
+    assert shown in stream.getvalue()
 
 
 def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
