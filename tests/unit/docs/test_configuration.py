@@ -37,6 +37,7 @@ and the changes to it on the command line.
 def document() -> str:
     """The whole of it, from the docstrings and defaults of the sections."""
     parts = [_HEAD]
+    described: dict[str, str] = {}  # row -> its section
     for name, section in annotations_of(TrainerConfig).items():
         if typing.get_origin(section) is Mapping:
             name, section = f"{name}.NAME", typing.get_args(section)[1]
@@ -48,9 +49,16 @@ def document() -> str:
         for kind in section.__mro__:
             texts |= _attributes(inspect.cleandoc(kind.__doc__ or ""))
         schemas = TypeAdapter(section).json_schema()["properties"]
+        repeated: dict[str, list[str]] = {}
         for field in fields(section):
             allowed, text = _allowed(schemas[field.name]), texts[field.name]
-            parts.append(f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n")
+            row = f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n"
+            if described.setdefault(row, name) == name:
+                parts.append(row)
+            else:
+                repeated.setdefault(described[row], []).append(f"`{field.name}`")
+        for other, names in repeated.items():
+            parts.append(f"\n{', '.join(names)}: as in [{other}](#{other}).\n")
     parts.append("\n## Combinations\n\nConditions are Python over the sections of the config.\n")
     parts.append("\n| if | then | because |\n|---|---|---|\n")
     for rule in RULES:
