@@ -124,7 +124,7 @@ def test_a_plain_call_is_lost_by_a_restart_and_an_idempotent_one_is_answered_aft
 
     session.restart(echo.ref.name)
 
-    with pytest.raises(ConnectionLost, match=r"actor-\d+#1@.* went away before it answered"):
+    with pytest.raises(ConnectionLost, match=r"actor-\d+#1@.* went away before it answered$"):
         plain.result(60.0)
     assert idempotent.result(60.0) not in (first, None)
 

@@ -23,6 +23,7 @@ from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import to_wire
 from umbra.runtime.testing.distributed_world import DistributedWorld
+from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import complete
 from umbra.trainer.checkpoint.model_export import export_checkpoint
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
@@ -310,6 +311,15 @@ def test_only_a_complete_checkpoint_of_the_same_model_is_exported(ran: Ran, tmp_
         export_checkpoint(section, checkpoint, tmp_path / "out")
     assert main(["export", str(ran.folder / "saved"), str(tmp_path / "out")]) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_another_size_does_not_fit(tmp_path: Path) -> None:
+    save_parameters(torch.nn.Linear(2, 3), tmp_path)
+    saved = StoredParameters(tmp_path)
+
+    saved.check_fit(dict(torch.nn.Linear(2, 3).named_parameters()))
+    with pytest.raises(ConfigError, match=r"model.weight is \[3, 2\] there and \[2, 3\] here"):
+        saved.check_fit(dict(torch.nn.Linear(3, 2).named_parameters()))
 
 
 def load_trained(model: Any, arrays: dict[str, Any]) -> Any:
