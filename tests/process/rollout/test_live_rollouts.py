@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,6 @@ from umbra.runtime.rollout.manager.admission import PromptOrder, trajectory_seed
 from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.weights.sync_messages import Answer, SyncFilled, SyncMessage
 
 pytestmark = [pytest.mark.process]
 
@@ -145,56 +143,6 @@ def test_a_sync_in_mid_generation_only_changes_versions(
     assert (batches[0]["metrics"]["interruptions"] > 0) == (on_update == "abort")
     assert batches[0]["metrics"]["version_min"] == 1
     assert 0 < batches[0]["metrics"]["engine_idle_share"] < 0.9
-
-
-class FailsDuringDrain(SessionRank):
-    """A rank that fails when an engine has begun to drain."""
-
-    def __init__(self, live: LiveRollouts) -> None:
-        super().__init__(live.session)
-        self._live = live
-
-    def sync(self, message: SyncMessage[Answer]) -> Answer:
-        if not isinstance(message, SyncFilled):
-            return super().sync(message)
-        deadline = time.monotonic() + 10.0
-        while states(self._live) == [("SERVING", 1)]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        raise RuntimeError("the rank fails")
-
-
-def states(live: LiveRollouts) -> list[tuple[str, int]]:
-    return [(row["state"], row["version"]) for row in live.session.pool("policy").states()]
-
-
-@pytest.mark.slow
-def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    live = LiveRollouts(
-        umbra_session,
-        tmp_path,
-        engine={"tokens_per_s": 15.0},
-        num_engines=1,
-        pool={"on_update": "drain"},
-    )
-    live.publish(1)
-
-    def publish_in_vain() -> None:
-        publisher = WeightPublisher(FailsDuringDrain(live), {"w": torch.zeros(10)})
-        with pytest.raises(RuntimeError, match="the rank fails"):
-            publisher.publish("policy", 2, 20.0)
-        begun_at = time.monotonic()
-        while states(live) != [("SERVING", 1)]:
-            assert time.monotonic() < begun_at + 1.0
-
-    with while_generating(live, 100, publish_in_vain):
-        samples = merged(live.next_batch(0))
-
-    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
-    assert {version for s in samples.values() for version in s["versions"]} == {1}
-    assert live.processes()["policy-0"]["incarnation"] == 1
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +91,7 @@ class LiveRollouts:
         self.world_size = world_size
         self.version = -1
         self.num_syncs_served = 0
+        self.acts: list[Future[None]] = []  # the last rank calls after them
         self._weights = weights or {"w": torch.zeros(10)}
         self._folder = folder
         self.ledger_path = folder / "ledger" / "rollouts"
@@ -171,7 +172,7 @@ class LiveRollouts:
             "max_context_len": 256,
             "worker_names": tuple(workers),
             "agent": f"user_agents:{agent}" if agent else None,
-            "rank_timeout_s": 10.0,
+            "rank_timeout_s": 60.0,
             "engine_timeout_s": 30.0,
             "ledger_path": str(self.ledger_path),
         }
@@ -211,8 +212,14 @@ class LiveRollouts:
 
     def call_as_ranks(self, call: Callable[[int], Any]) -> list[Any]:
         """The results of `call(rank)` for each rank, called concurrently."""
+
+        def call_in_order(rank: int) -> Any:
+            if rank == self.world_size - 1:
+                wait(self.acts, 60.0)
+            return call(rank)
+
         with ThreadPoolExecutor(self.world_size) as ranks:
-            return list(ranks.map(call, range(self.world_size)))
+            return list(ranks.map(call_in_order, range(self.world_size)))
 
     # -- looking and breaking ------------------------------------------------------------
 
@@ -248,19 +255,21 @@ class LiveRollouts:
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Returns once the manager has so many tokens of the batch in progress."""
-        while True:
+        deadline, found = time.monotonic() + 60.0, 0
+        while found < num_tokens:
+            assert time.monotonic() < deadline, f"{found} tokens"
+            time.sleep(_LOOK_S)
             stats = self.manager.call("stats")
             parts = [stats["training"], stats["evaluation"] or {"tokens": 0}]
-            if sum(part["tokens"] for part in parts) >= num_tokens:
-                return
-            time.sleep(_LOOK_S)
+            found = sum(part["tokens"] for part in parts)
 
 
 @contextmanager
 def while_generating(
     live: LiveRollouts, num_tokens: int, act: Callable[[], None]
-) -> Generator[None, None, None]:
-    """Acts, in another thread, once the block's batch has so many tokens."""
+) -> Generator[None]:
+    """Acts, in another thread, once the block's batch has so many tokens, and before it is given
+    to the ranks: the last one asks for it after the act."""
 
     def wait_and_act() -> None:
         live.wait_for_tokens(num_tokens)
@@ -268,12 +277,14 @@ def while_generating(
 
     with ThreadPoolExecutor(1) as side:
         acting = side.submit(wait_and_act)
+        live.acts.append(acting)
         yield
         acting.result(60.0)
+        live.acts.remove(acting)
 
 
 @contextmanager
-def killing(live: LiveRollouts, name: str, *, after_tokens: int) -> Generator[None, None, None]:
+def killing(live: LiveRollouts, name: str, *, after_tokens: int) -> Generator[None]:
     """SIGKILLs a process once the block's batch has so many tokens."""
     with while_generating(live, after_tokens, lambda: live.signal(name, signal.SIGKILL)):
         yield
