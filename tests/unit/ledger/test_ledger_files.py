@@ -155,13 +155,23 @@ def test_a_writer_whose_folder_was_moved_stays_out_of_the_ledger_that_has_its_pa
     assert versions_in(folder) == [1, 2]
 
 
-def test_a_writer_whose_file_was_removed_acknowledges_nothing_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part_nbytes", "cause"),
+    [
+        (1 << 20, r"000001-0000\.log: it was removed while this run .*run\.resume=PATH"),
+        (1, r"No such file or directory; it was removed, or its file system is no longer mounted"),
+    ],
+    ids=["same file", "next file"],
+)
+def test_a_writer_whose_file_was_removed_acknowledges_nothing_more(
+    tmp_path: Path, part_nbytes: int, cause: str
+) -> None:
     folder = tmp_path / "ledger"
-    with LedgerLog.open(folder, "job") as log:
+    with LedgerLog.open(folder, "job", part_nbytes=part_nbytes) as log:
         write_events(log, [Version(0, 0)])
         shutil.rmtree(folder)
 
-        with pytest.raises(LedgerError, match=r"000001-0000\.log: it was removed while this run"):
+        with pytest.raises(LedgerError, match=cause):
             write_events(log, [Version(1, 0)])
 
 
