@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from actor_specs import actor
+from actor_specs import NEVER, actor
 from local_actors import lone_node
 
+from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.process import child_process, descendants
 from umbra.runtime.process.child_process import ChildProcess
@@ -52,3 +53,28 @@ def test_a_process_that_cannot_be_ended_fails_its_actor_alone(
     assert ended.state == ActorState.FAILED
     assert ended.has_process
     assert "was killed but does not end" in ended.failure
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("has_run", [False, True], ids=["first start", "restart"])
+def test_only_a_first_start_that_is_late_is_explained(tmp_path: Path, has_run: bool) -> None:
+    explained: list[str] = []
+
+    async def explain(why: str) -> str:
+        explained.append(why)
+        return "; stacks are in a file"
+
+    async def main(node: NodeContext) -> SupervisedActor:
+        spec = actor("SlowStart", start_timeout_s=0.01, grace_s=0.01, restart=NEVER)
+        late = SupervisedActor(spec, node, lambda _: None, explain_late=explain)
+        late.has_run = has_run
+        async with asyncio.timeout(30.0):
+            await late.run()
+        return late
+
+    with lone_node(tmp_path) as node:
+        late = asyncio.run(main(node))
+
+    assert late.state == ActorState.FAILED
+    assert len(explained) == (not has_run)
+    assert ("stacks are in a file" in late.failure) == (not has_run)
