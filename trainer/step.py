@@ -23,7 +23,9 @@ from umbra.trainer.data.train_batch import (
 )
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
-from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
+from umbra.trainer.model.token_scoring import EntropyUse
+from umbra.trainer.model.train_model import POLICY, REFERENCE, TokenScores, TrainModel
+from umbra.trainer.nonfinite_origin import nonfinite_origin
 from umbra.trainer.world.mesh import max_over_ranks, sum_over_ranks
 
 
@@ -71,7 +73,7 @@ class TrainStep:
                     self._accumulate(mini_batch, totals)
                 if update == idx == 0 and self._check is not None:
                     metrics = self._check.run(batch, micro_batches, step)
-                metrics |= self._step(step)
+                metrics |= self._step(batch, mini_batch, step)
                 norms.append(metrics["train/grad_norm"])
             if update == 0:
                 metrics |= {f"train/{name}": value for name, value in totals.reduce().items()}
@@ -91,30 +93,40 @@ class TrainStep:
         for idx, micro_batch in enumerate(micro_batches, 1):
             self._backward(micro_batch, totals, is_last=idx == len(micro_batches))
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _step(
+        self, batch: TrainBatch, mini_batch: Sequence[MicroBatch], step: int
+    ) -> dict[str, float]:
         with span("optimizer"):
             applied = self._policy.step(step)
         if not math.isfinite(applied["grad_norm"]):
+            origin = nonfinite_origin(
+                self._policy, batch, mini_batch, self._objective, self._entropy_use
+            )
             raise UmbraError(
-                f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}); "
-                "it has changed no parameter: lower train.learning_rate or "
+                f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}): "
+                f"{origin}. It has changed no parameter: lower train.learning_rate or "
                 "train.clip_eps_high, or compute in float32 (model.dtype)"
             )
         return {f"train/{name}": value for name, value in applied.items()}
 
     def _backward(self, micro_batch: MicroBatch, totals: MetricTotals, *, is_last: bool) -> None:
         """Frees the graph when it returns: the next micro-batch needs the memory."""
-        output = self._evaluate(micro_batch)
+        scores = self._policy.score(micro_batch, self._entropy_use)
+        micro_batch.columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach())
+        output = self._objective(scores, micro_batch)
         self._policy.backward(output.loss, is_last=is_last)
         totals.add(output.metrics, micro_batch.weights)
 
-    def _evaluate(self, micro_batch: MicroBatch) -> LossOutput:
+    @property
+    def _entropy_use(self) -> EntropyUse:
+        train = self._train
+        return "trained" if train.entropy_coef else "measured" if train.log_entropy else "none"
+
+    def _objective(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
         """The loss with its KL term and entropy bonus, and the metrics of all. With
         `kl_in_reward`, the advantages have the KL instead."""
         train, columns = self._train, micro_batch.columns
-        use = "trained" if train.entropy_coef else "measured" if train.log_entropy else "none"
-        scores = self._policy.score(micro_batch, use)
-        proximal = columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach())
+        proximal = columns[PROXIMAL_LOGPROBS]
         reference = columns.get(REFERENCE_LOGPROBS)
         advantages = columns[ADVANTAGES]
         if reference is not None and train.kl_in_reward:

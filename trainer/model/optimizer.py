@@ -62,7 +62,7 @@ def optimizer_step(
 ) -> dict[str, float]:
     """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
     Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters
-    are unchanged, and the caller must act on it."""
+    and gradients are unchanged, and the caller must act on it."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = global_norm(gradients)
     rate = train.learning_rate * learning_rate_factor(
@@ -76,11 +76,11 @@ def optimizer_step(
         limit = train.max_grad_norm
         if limit and norm > limit:
             for gradient in gradients:
-                _local(gradient).mul_(limit / norm)
+                local_shard(gradient).mul_(limit / norm)
         for group in adamw.param_groups:
             group["lr"] = rate
         cast("Any", adamw).step()
-    adamw.zero_grad()
+        adamw.zero_grad()
     return {"grad_norm": norm, "learning_rate": rate}
 
 
@@ -89,7 +89,7 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     over the axes that it is sharded on: ranks on others have the same."""
     shards = defaultdict[tuple[ProcessGroup, ...], list[Tensor]](list)
     for gradient in gradients:
-        shards[_sharding_groups(gradient)].append(_local(gradient))
+        shards[_sharding_groups(gradient)].append(local_shard(gradient))
     square = 0.0
     for groups, local_gradients in shards.items():
         total = get_total_norm(local_gradients, foreach=True).double().square()
@@ -106,5 +106,6 @@ def _sharding_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     return tuple(tensor.device_mesh.get_group(axis) for axis in axes)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,7 +6,10 @@ M: tokens to score; E: hidden size; V: vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, cast
 
 import numpy as np
@@ -146,12 +149,32 @@ class TrainModel:
         logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, entropy_use)
         return TokenScores(logprobs, None if entropy_use == "none" else entropy)
 
-    @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """[M], without gradient. Collective; reshards the parameters afterwards."""
-        logprobs = self.score(micro_batch).logprobs
+        """[M], as `measure` has them. Collective."""
+        return self.measure(micro_batch).logprobs
+
+    @torch.no_grad()
+    def measure(self, micro_batch: MicroBatch, entropy_use: EntropyUse = "none") -> TokenScores:
+        """Like `score`, without gradient. Collective; reshards the parameters afterwards."""
+        scores = self.score(micro_batch, entropy_use)
         cast("FSDPModule", self._scorer).reshard()
-        return logprobs
+        return scores
+
+    @contextmanager
+    def recorded_calls(self) -> Generator[Mapping[str, int]]:
+        """Fills the mapping with the names of the model's modules, numbered in the order in which
+        they are first called. Compiled blocks run eagerly meanwhile."""
+        calls: dict[str, int] = {}
+
+        def record(name: str, *_: Any) -> None:
+            calls.setdefault(name, len(calls))
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            model: Any = self.model
+            for name, module in model.named_modules():
+                stack.enter_context(module.register_forward_hook(partial(record, name)))
+            yield calls
 
     @torch.no_grad()
     def _compare(self, device: torch.device) -> None:
