@@ -100,10 +100,12 @@ def test_growth_evicts_the_few_that_outgrow_the_many() -> None:
     assert (growth.capacity, growth.evicted) == (64, (15,))
 
 
-def test_growth_evicts_the_youngest_where_all_outgrow() -> None:
+@pytest.mark.parametrize("num_outgrown", [8, 16])
+def test_growth_evicts_the_youngest_where_many_outgrow(num_outgrown: int) -> None:
+    lens = [30] * (16 - num_outgrown) + [65] * num_outgrown
     arrivals = list(reversed(range(16)))
 
-    growth = plan_growth(limits(1024), lens=[65] * 16, arrivals=arrivals, capacity=64)
+    growth = plan_growth(limits(1024), lens=lens, arrivals=arrivals, capacity=64)
 
     assert growth.capacity == 128
     assert sorted(growth.evicted) == list(range(8))
