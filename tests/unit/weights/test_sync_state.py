@@ -1,11 +1,17 @@
-"""The decisions of a sync, event by event."""
+"""The decisions of a sync, event by event, and a run that carries them out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from async_tests import on_a_loop
 
+from umbra.runtime.pools.sync_run import SyncRun
 from umbra.runtime.pools.sync_state import (
     Aborted,
     Action,
@@ -190,3 +196,21 @@ def test_ranks_of_different_jobs_do_not_join_one_sync() -> None:
 
     assert isinstance(failed, FailRanks)
     assert closed == Close()
+
+
+@on_a_loop
+async def test_a_rank_that_is_cancelled_as_it_is_granted_aborts_the_sync() -> None:
+    @asynccontextmanager
+    async def cancel_rank(*_: object) -> AsyncGenerator[Any]:
+        waiting.cancel()
+        yield SimpleNamespace(engines={}, links=None, progress=SimpleNamespace(abort=list))
+
+    host: Any = SimpleNamespace(pool="pool", pause_mode="", open_sync=cancel_rank)
+    run = SyncRun("pool-1", 3, host, require_engine=False)
+    async with asyncio.timeout(30.0), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run.run())
+        await run.started.wait()
+        waiting = tasks.create_task(run.wait(begin(0)))
+
+    assert waiting.cancelled()
+    assert run.failure == "rank 0 stopped waiting (SyncBegin)"
