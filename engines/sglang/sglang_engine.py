@@ -310,15 +310,11 @@ class SglangCore(AdapterCore):
         await self._unfreeze()
 
     async def sleep(self, level: int) -> None:
-        """Empties the cache first: SGLang would end if its memory were in use. An order precedes
-        the release and waits for the GPU, which SGLang 0.5.23 does not: a late kernel would find
-        its memory unmapped."""
+        """Empties the cache first: SGLang would end if its memory were in use."""
         await self.reset_prefix_cache()
         if level == 1 and "weights" not in self._released:
             await self._order({"action": "save"})
             self._is_saved = True
-        else:
-            await self._order({"action": "settle"})
         tags = [tag for tag in _MEMORY_TAGS if tag not in self._released]
         request = self.library.ReleaseMemoryOccupationReqInput(tags=tags)
         await self.call(self._frontend.release_memory_occupation(request))

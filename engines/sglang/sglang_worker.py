@@ -95,8 +95,23 @@ def _settle(model: nn.Module) -> dict[str, Any]:
 def _measure(model: nn.Module) -> dict[str, Any]:
     sglang_library.allow_stack_dumps()
     answer_stack_requests()
+    _wait_before_pauses()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
+
+
+def _wait_before_pauses() -> None:
+    """Lets SGLang's memory saver wait for the GPU before it unmaps memory. SGLang (0.5.23) waits
+    afterwards: kernels of the last step, and its copies of buffers, could find the memory gone."""
+    with contextlib.suppress(ImportError):  # without it, SGLang cannot sleep
+        saver: Any = importlib.import_module("torch_memory_saver").torch_memory_saver
+        pause: Callable[[str | None], None] = saver.pause
+
+        def wait_and_pause(tag: str | None = None) -> None:
+            _synchronize()
+            pause(tag)
+
+        saver.pause = wait_and_pause
 
 
 def _save(model: nn.Module) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def _as_array(tokens: object) -> NDArray[Any] | None:
     """None if they are not a sequence of numbers; objects for numbers beyond 64 bits."""
     if isinstance(tokens, np.ndarray):
         return cast("NDArray[Any]", tokens)
-    if not isinstance(tokens, Sequence) or isinstance(tokens, bytes | bytearray):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
         return None
     given = cast("Sequence[Any]", tokens)
     kinds = set[type](map(type, given))

@@ -403,6 +403,6 @@ class EnginePool:
 
 
 def _sync_settings(spec: PoolSpec) -> SyncSettings:
-    names = {field.name for field in fields(SyncSettings)} & {field.name for field in fields(spec)}
-    same = {name: getattr(spec, name) for name in names}
-    return SyncSettings(**same, pause_mode=spec.on_update, require_engine=False)
+    others: dict[str, Any] = {"pause_mode": spec.on_update, "require_engine": False}
+    names = {field.name for field in fields(SyncSettings)} - others.keys()
+    return SyncSettings(**{name: getattr(spec, name) for name in names}, **others)

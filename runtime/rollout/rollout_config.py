@@ -200,7 +200,7 @@ class RolloutConfig(Settings):
     max_tokens_per_micro_batch: Count = 0
     mask_truncated: bool = False
     overlong_buffer: Count = 0
-    overlong_penalty: Annotated[float, Bounds(gt=0)] = 1.0
+    overlong_penalty: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
     reward_parts: tuple[str, ...] = ()
     ledger_path: str = ""
     pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0

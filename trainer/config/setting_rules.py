@@ -160,6 +160,12 @@ RULES: Final = (
     ),
     # the loss
     Rule(
+        "error",
+        "train.loss == 'gspo' and train.kl_in_reward",
+        "GSPO gives all tokens of a completion one advantage, and the KL in the reward is a "
+        "token's: use train.kl_in_reward = false",
+    ),
+    Rule(
         "warning",
         "train.loss == 'gspo' and train.loss_aggregation != 'sequence'",
         "GSPO gives every sample the same weight: use train.loss_aggregation = 'sequence'",
@@ -212,7 +218,7 @@ RULES: Final = (
     ),
     Rule(
         "error",
-        "train.advantage == 'gdpo' and len(reward.functions) < 2",
+        "train.advantage == 'gdpo' and len(reward.functions) + (reward.overlong_buffer > 0) < 2",
         "GDPO normalizes several rewards apart: name them in reward.functions, or use "
         "train.advantage = 'grpo'",
     ),

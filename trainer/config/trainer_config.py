@@ -257,12 +257,12 @@ class RewardSection(Settings):
             what they return, each times its weight, and each is logged as `reward/NAME_mean`. One
             may return None for a completion that it does not apply to.
         weights: Weight of each of `functions`, by name. Default: 1.
-        overlong_buffer: Over the last so many tokens before `rollout.max_new_tokens`, training
-            completions lose linearly more of their reward, up to `overlong_penalty`. The mean of
-            this share is logged as `reward/overlong_mean`, from 0 to -1. Evaluations have no
-            penalty. 0 is none in training, too.
-        overlong_penalty: What a completion of `rollout.max_new_tokens` tokens loses. Larger values
-            keep completions shorter.
+        overlong_buffer: Number of the last tokens before `rollout.max_new_tokens` in which the
+            reward of a training completion falls linearly, by up to `overlong_penalty`. The mean of
+            this share is logged as `reward/overlong_mean`, from 0 to -1. A group whose rewards
+            differ by it alone is trained on. Evaluations have no penalty. 0: no penalty.
+        overlong_penalty: Penalty of a completion of `rollout.max_new_tokens` tokens, or the weight
+            of this part with `train.advantage` "gdpo". Larger values keep completions shorter.
         timeout_s: Limit for one call of a function. It excludes the time that the call waits for
             its turn and for auxiliary pools. Exceeding it drops the prompt, and the process of a
             function without async is replaced. An async function may block its process for half of
@@ -276,7 +276,7 @@ class RewardSection(Settings):
     functions: Mapping[str, FunctionName] = field(default_factory=dict[str, str])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     overlong_buffer: Count = 0
-    overlong_penalty: Annotated[float, Bounds(gt=0)] = 1.0
+    overlong_penalty: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
     timeout_s: Seconds = 120.0
     accuracy_threshold: float = 1.0
     python_path: tuple[FilePath, ...] = ()
@@ -373,7 +373,7 @@ class TrainSection(Settings):
             to it; 0 keeps no reference model.
         kl_in_reward: Whether the KL is in the reward instead of the loss: of a token's advantage,
             `kl_coef` times the log-ratios of policy and reference (k1) are subtracted, summed from
-            the token to the end of the completion. That is after `advantage_norm`.
+            the token to the end of the completion, after `advantage_norm`.
         reference_every: Steps after which the current policy becomes the reference model of the KL
             term. 0 keeps the starting model.
         kl_estimator: Estimator of the KL term in the loss, see `umbra.trainer.algorithms.losses`.

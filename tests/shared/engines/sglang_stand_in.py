@@ -140,7 +140,6 @@ class Frontend:
         self.num_messages = 0  # from the scheduler, each of one request
         self._session: str | None = None  # of a weight update: whose weights
         self._is_computing = False  # on the GPU, though the scheduler is paused
-        self._may_be_late = False  # kernels of the last step, though the scheduler is idle
         self.load_snapshot_reader = SimpleNamespace(path=_load_snapshot())
         self.send_to_scheduler = Socket()
         self._stepped = asyncio.Event()
@@ -240,7 +239,6 @@ class Frontend:
         async with asyncio.timeout(timeout_s):
             while not self._is_fully_idle():
                 await self.wait_for_step()
-        self._may_be_late = True
         return SimpleNamespace(success=True)
 
     async def begin_weight_update(self, asked: Any) -> tuple[bool, str]:
@@ -276,12 +274,11 @@ class Frontend:
             await asyncio.get_running_loop().run_in_executor(
                 scheduler, loader, self.model, named_tensors
             )
-        self._is_computing = self._may_be_late = False
+        self._is_computing = False
         return True, "Success"
 
     async def release_memory_occupation(self, asked: Any) -> None:
         assert self._is_fully_idle()
-        assert not self._may_be_late, "an illegal memory access"
         self.released |= set(asked.tags)
         if "weights" in asked.tags:
             for tensor in (*self.model.parameters(), self.model.made_of_weights):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from engine_runs import make_request
 from weight_file import write_weight_file
 
+from umbra.engines.sglang import sglang_worker
 from umbra.engines.sglang.sglang_library import SglangLibrary
 from umbra.engines.sglang.sglang_orders import (
     ReportFile,
@@ -313,6 +315,26 @@ def test_a_report_that_nobody_waits_for_goes_nowhere_and_does_not_end_sglang(
         assert (tmp_path / "other").read_bytes() == b""
     finally:
         os.close(other)
+
+
+def test_sglang_unmaps_memory_only_when_the_gpu_has_nothing_to_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+
+    def unmap(tag: str | None = None) -> None:
+        happened.append(f"unmap {tag}")
+
+    saver = SimpleNamespace(pause=unmap)
+    module = SimpleNamespace(torch_memory_saver=saver)
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
+    monkeypatch.setattr(sglang_worker, "_synchronize", lambda: happened.append("wait"))
+
+    sglang_worker._wait_before_pauses()  # pyright: ignore[reportPrivateUsage]
+    for tag in ("kv_cache", "weights"):
+        saver.pause(tag=tag)
+
+    assert happened == ["wait", "unmap kv_cache", "wait", "unmap weights"]
 
 
 def test_without_sglang_the_error_names_the_package_to_install(

@@ -42,7 +42,14 @@ REFUSED = [
         "train.warmup_steps = 1 and train.warmup_ratio = 0.1: ",
     ),
     ("train.mini_batches=3", "rollout.groups_per_step = 32 and train.mini_batches = 3: "),
-    ("train.advantage=gdpo", "train.advantage = 'gdpo' and reward.functions = {}: "),
+    (
+        "train.advantage=gdpo",
+        "train.advantage = 'gdpo' and reward.functions = {} and reward.overlong_buffer = 0: ",
+    ),
+    (
+        "train.loss=gspo train.kl_in_reward=true",
+        "train.loss = 'gspo' and train.kl_in_reward = True: ",
+    ),
     ("train.dual_clip=0.9", "train.dual_clip = 0.9: "),
     (
         "train.loss_args.tau=2",
