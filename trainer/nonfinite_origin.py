@@ -1,13 +1,16 @@
-"""Names the origin of a gradient that is not finite, by scoring the step's samples again."""
+"""Names the origin of a gradient that is not finite, by scoring the step's samples again.
+
+M: generated tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from umbra.trainer.algorithms.base import LossOutput
 from umbra.trainer.data.train_batch import TrainBatch
@@ -46,14 +49,11 @@ def _faults(
     batch: TrainBatch, micro_batch: MicroBatch, scores: TokenScores, objective: Objective
 ) -> Generator[tuple[int, str]]:
     """The index of each sample of the micro-batch that has a fault, and a sentence about it."""
-    if not len(micro_batch.places):
-        return  # padding
-    lens: NDArray[np.int64] = micro_batch.sample_lens.cpu().numpy()
-    stop = 0
-    for idx, sample_len in enumerate(lens):
-        start, stop = stop, stop + int(sample_len)
+    samples = np.searchsorted(batch.offsets, micro_batch.places, side="right") - 1  # [M]
+    starts: list[int] = np.flatnonzero(np.diff(samples, prepend=-1)).tolist()
+    for idx, (start, stop) in enumerate(pairwise([*starts, len(samples)])):
         tokens = slice(start, stop)
-        part = replace(
+        sample = replace(
             micro_batch,
             targets=micro_batch.targets[tokens],
             columns={name: values[tokens] for name, values in micro_batch.columns.items()},
@@ -62,11 +62,9 @@ def _faults(
             places=micro_batch.places[tokens],
         )
         entropy = None if scores.entropy is None else scores.entropy[tokens]
-        fault = _fault(TokenScores(scores.logprobs[tokens], entropy), part, objective)
+        fault = _fault(TokenScores(scores.logprobs[tokens], entropy), sample, objective)
         if fault:
-            place = int(micro_batch.places[start])
-            sample = int(np.searchsorted(batch.offsets, place, side="right")) - 1
-            sample_id = batch.sample_ids[sample]
+            sample_id = batch.sample_ids[int(samples[start])]
             prompt = sample_id.split("/")[1]
             yield idx, f"sample {sample_id} (prompt {prompt}) is the first with {fault}"
 
@@ -81,7 +79,7 @@ def _fault(scores: TokenScores, sample: MicroBatch, objective: Objective) -> str
     (gradient,) = torch.autograd.grad(loss, logprobs)
     if loss.isfinite() and gradient.isfinite().all():
         return ""
-    return f"a loss ({float(loss):g}) that is not finite, or whose gradient is not"
+    return f"a loss ({float(loss.detach()):g}) that is not finite, or whose gradient is not"
 
 
 def _nonfinite_gradients(
@@ -94,8 +92,5 @@ def _nonfinite_gradients(
     for place, name in enumerate(sorted(parameters, key=module_order.__getitem__, reverse=True)):
         gradient = parameters[name].grad
         if gradient is not None and not local_shard(gradient).isfinite().all():
-            yield (
-                place,
-                f"all logprobs and losses are finite, and {name} is the first parameter, in "
-                "backward order, whose gradient is not",
-            )
+            fault = f"{name} is the first parameter, in backward order, whose gradient is not"
+            yield place, f"all logprobs and losses are finite, and {fault}"

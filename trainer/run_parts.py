@@ -251,7 +251,7 @@ class TrainingRun:
             self._display.note,
             from_lead(self._mesh, lambda: last_steps(self._run_dir.path)),
         )
-        self._train_step = TrainStep(self._models, builder, train, loss, check)
+        self._train_step = TrainStep(self._models, builder, train, loss, self._display.note, check)
 
     @property
     def _dtype(self) -> torch.dtype:

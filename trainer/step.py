@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import assert_never
 
@@ -32,7 +32,8 @@ from umbra.trainer.world.mesh import max_over_ranks, sum_over_ranks
 class TrainStep:
     """Does the optimizer steps of one batch, one for each mini-batch and update: forward, backward,
     clip, step. Every rank has one; `run` is collective. `models` has the frozen starting model as
-    the reference, unless `kl_coef` is 0; `check` is None where batches are not an engine's."""
+    the reference, unless `kl_coef` is 0. `warn` shows a warning to the operator; `check` is None
+    where batches are not an engine's."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class TrainStep:
         builder: MicroBatchBuilder,
         train: TrainSection,
         loss: PolicyLoss,
+        warn: Callable[[str], None],
         check: LogprobCheck | None = None,
     ) -> None:
         self._policy = models[POLICY]
@@ -47,12 +49,14 @@ class TrainStep:
         self._builder = builder
         self._train = train
         self._loss = loss
+        self._warn = warn
         self._check = check
+        self._num_skipped = 0  # optimizer steps, in a row
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
-        Raises UmbraError on every rank, with parameters unchanged, if the gradient is not finite,
-        or engines and trainer compute different models."""
+        Raises UmbraError on every rank, with parameters unchanged, if the gradient is not finite
+        and may not be skipped, or engines and trainer compute different models."""
         with span("train") as train:
             metrics = self._update(batch, step)
         return metrics | {"time/train_s": train.seconds}
@@ -78,16 +82,22 @@ class TrainStep:
             if update == 0:
                 metrics |= {f"train/{name}": value for name, value in totals.reduce().items()}
                 metrics["train/loss"] /= len(mini_batches)
-        return metrics | {"train/grad_norm": max(norms)}
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        metrics["train/grad_norm"] = max(finite, default=math.nan)
+        if self._train.skip_nonfinite:
+            metrics["train/skipped_steps"] = float(len(norms) - len(finite))
+        return metrics
 
     def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> None:
         """Adds the logprobs under other models, before a parameter changes. The first update of a
         single mini-batch computes the proximal ones itself."""
         for micro_batch in micro_batches:
             if self._reference is not None:
-                micro_batch.columns[REFERENCE_LOGPROBS] = self._reference.logprobs(micro_batch)
+                reference = self._reference.measure(micro_batch)
+                micro_batch.columns[REFERENCE_LOGPROBS] = reference.logprobs
             if is_proximal:
-                micro_batch.columns[PROXIMAL_LOGPROBS] = self._policy.logprobs(micro_batch)
+                proximal = self._policy.measure(micro_batch)
+                micro_batch.columns[PROXIMAL_LOGPROBS] = proximal.logprobs
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
         for idx, micro_batch in enumerate(micro_batches, 1):
@@ -98,16 +108,30 @@ class TrainStep:
     ) -> dict[str, float]:
         with span("optimizer"):
             applied = self._policy.step(step)
-        if not math.isfinite(applied["grad_norm"]):
+        if math.isfinite(norm := applied["grad_norm"]):
+            self._num_skipped = 0
+        else:
             origin = nonfinite_origin(
                 self._policy, batch, mini_batch, self._objective, self._entropy_use
             )
+            self._skip(f"step {step + 1}: the gradient is not finite (norm {norm}): {origin}")
+        return {f"train/{name}": value for name, value in applied.items()}
+
+    def _skip(self, found: str) -> None:
+        """Drops the gradient with a warning, or raises if it may not be skipped."""
+        allowed = self._train.skip_nonfinite
+        if self._num_skipped == allowed:
+            before = f"{allowed} before it were skipped (train.skip_nonfinite). " if allowed else ""
             raise UmbraError(
-                f"step {step + 1}: the gradient is not finite (norm {applied['grad_norm']}): "
-                f"{origin}. It has changed no parameter: lower train.learning_rate or "
+                f"{found}. {before}It has changed no parameter: lower train.learning_rate or "
                 "train.clip_eps_high, or compute in float32 (model.dtype)"
             )
-        return {f"train/{name}": value for name, value in applied.items()}
+        self._policy.clear_gradients()
+        self._num_skipped += 1
+        self._warn(
+            f"warning: {found}. It is skipped, as number {self._num_skipped} in a row; "
+            f"train.skip_nonfinite allows {allowed}"
+        )
 
     def _backward(self, micro_batch: MicroBatch, totals: MetricTotals, *, is_last: bool) -> None:
         """Frees the graph when it returns: the next micro-batch needs the memory."""

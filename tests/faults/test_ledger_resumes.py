@@ -11,6 +11,7 @@ from whole_runs import Ended, start_run, write_config
 
 from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -181,3 +182,22 @@ def test_a_checkpoint_of_a_discarded_history_is_not_resumed_from(folder: Path) -
         "the job later went back to step 2",
         "remove the checkpoint",
     )
+
+
+def test_the_samples_of_a_skipped_step_are_trained_once(folder: Path) -> None:
+    settings = ("train.loss=nan_loss:nan_in_step_2", "train.skip_nonfinite=1")
+
+    ended = run_to_end(folder, *settings, "train.steps=3")
+    resumed = run_to_end(folder, *settings, "train.steps=4", "run.resume=auto")
+
+    assert ended.status == resumed.status == 0, ended.output + resumed.output
+    assert ended.output.count("warning: step 2: the gradient is not finite (norm nan): sample") == 1
+    assert "warning: step" not in resumed.output
+    rows = [r for r in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in r]
+    assert [row["train/skipped_steps"] for row in rows] == [0, 1, 0, 0]
+    index = open_ledger(folder / "run")
+    trained = [index.of_step(step) for step in range(4)]
+    assert [len(of_step) for of_step in trained] == [GROUPS_PER_STEP * GROUP_SIZE] * 4
+    assert {row.state for of_step in trained for row in of_step} == {SampleState.TRAINED}
+    groups = {row.group.group_id for of_step in trained for row in of_step}
+    assert len(groups) == 4 * GROUPS_PER_STEP

@@ -260,6 +260,12 @@ RULES: Final = (
     ),
     # the optimizer
     Rule(
+        "warning",
+        "train.skip_nonfinite > 0 and train.steps is not None "
+        "and train.skip_nonfinite >= train.steps",
+        "a run whose gradients are never finite skips all steps: use fewer than the run has",
+    ),
+    Rule(
         "error",
         "rollout.groups_per_step % train.mini_batches != 0",
         "each optimizer step takes as many prompts: use a divisor of rollout.groups_per_step",

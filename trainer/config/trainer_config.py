@@ -321,6 +321,9 @@ class TrainSection(Settings):
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
         max_grad_norm: Gradients are scaled down to this norm. 0 switches clipping off.
+        skip_nonfinite: Optimizer steps in a row that are skipped, with a warning, because their
+            gradient has an infinite or NaN element. One more ends the run, and so does the first
+            with 0. Larger values may hide a fault for longer.
         mini_batches: Parts of a batch, each of as many prompts, that an optimizer step is made
             from, one after the other. Later ones are slightly off-policy, which the clipped ratio
             bounds. It has to divide `rollout.groups_per_step`.
@@ -425,6 +428,7 @@ class TrainSection(Settings):
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: Annotated[float, Bounds(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Bounds(ge=0)] = 1.0
+    skip_nonfinite: Count = 0
     mini_batches: Positive = 1
     micro_batches: Count = 0
     max_tokens_per_micro_batch: Count = 0

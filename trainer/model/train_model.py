@@ -149,10 +149,6 @@ class TrainModel:
         logprobs, entropy = self._scorer(micro_batch.inputs, micro_batch.targets, entropy_use)
         return TokenScores(logprobs, None if entropy_use == "none" else entropy)
 
-    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """[M], as `measure` has them. Collective."""
-        return self.measure(micro_batch).logprobs
-
     @torch.no_grad()
     def measure(self, micro_batch: MicroBatch, entropy_use: EntropyUse = "none") -> TokenScores:
         """Like `score`, without gradient. Collective; reshards the parameters afterwards."""
@@ -223,6 +219,10 @@ class TrainModel:
         assert self.adamw is not None
         assert self._train is not None
         return optimizer_step(self.adamw, list(self.parameters.values()), self._train, step)
+
+    def clear_gradients(self) -> None:
+        assert self.adamw is not None
+        self.adamw.zero_grad()
 
 
 def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:

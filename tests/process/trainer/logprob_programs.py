@@ -95,7 +95,9 @@ def check_step(
         warnings.append,
         [] if differed_by is None else [earlier, {}],
     )
-    step = TrainStep({POLICY: policy}, builder, settings, load_loss(settings.loss), check)
+    step = TrainStep(
+        {POLICY: policy}, builder, settings, load_loss(settings.loss), warnings.append, check
+    )
     before = full_parameters(policy)
     metrics: list[dict[str, float]] = []
     error = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from rank_programs import (
     TRAIN,
+    full_moments,
     full_parameters,
     make_policy,
     make_train_step,
@@ -31,10 +33,10 @@ SAMPLE = "e0/4/2"
 MICRO_BATCHES = 3
 
 
-def run_all(calls: dict[str, dict[str, Any]]) -> dict[str, tuple[str, bool]]:
-    """Calls of `fail` by their keys."""
+def run_all(calls: dict[str, list[Any]]) -> dict[str, Any]:
+    """Calls of programs in this module, `[name, arguments]` each, by their keys."""
     world = make_world()
-    return {key: fail(world, **arguments) for key, arguments in calls.items()}
+    return {key: globals()[name](world, **arguments) for key, (name, arguments) in calls.items()}
 
 
 def fail(world: Mesh, plant: str, where: str = SAMPLE, **options: Any) -> tuple[str, bool]:
@@ -51,6 +53,42 @@ def fail(world: Mesh, plant: str, where: str = SAMPLE, **options: Any) -> tuple[
             error = str(raised)
     after = full_parameters(policy)
     return error, any(not np.array_equal(before[name], after[name]) for name in before)
+
+
+def skip(
+    world: Mesh, batches: list[int], faulty: list[int], limit: int, **changes: Any
+) -> dict[str, Any]:
+    """Trains on `batches`, of which the `faulty` have a NaN. A batch's number
+    is its step's, too."""
+    train = replace(TRAIN, skip_nonfinite=limit, schedule="linear", **changes)
+    policy = make_policy(world, train)
+    warnings: list[str] = []
+    train_step = make_train_step(world, policy, train, warn=warnings.append)
+    metrics: list[dict[str, float]] = []
+    error = ""
+    for number in batches:
+        batch = rank_batch(world, number, MICRO_BATCHES)
+        plant = nan_logprobs if number in faulty else nothing
+        with plant(policy, batch, SAMPLE):
+            try:
+                metrics.append(train_step.run(batch, number))
+            except UmbraError as raised:
+                error = str(raised)
+                break
+    assert policy.adamw is not None
+    states: Any = policy.adamw.state.values()
+    return {
+        "state": full_parameters(policy) | full_moments(policy),
+        "updates": [int(state["step"]) for state in states if state],  # none before the first
+        "metrics": metrics,
+        "warnings": warnings,
+        "error": error,
+    }
+
+
+@contextmanager
+def nothing(policy: TrainModel, batch: TrainBatch, where: str) -> Generator[None]:
+    yield
 
 
 @contextmanager

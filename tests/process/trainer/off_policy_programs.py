@@ -85,7 +85,7 @@ def train_steps(
     policy = make_policy(world, train)
     builder = make_builder(world, policy, train)
     # A policy's first pass has others besides it, which compare its head with the model's own.
-    policy.logprobs(builder.build(rank_batch(world, 0, 1))[0][0])
+    policy.measure(builder.build(rank_batch(world, 0, 1))[0][0])
     passes = 0
 
     def count(*_: object) -> None:
@@ -114,11 +114,11 @@ def train_by_hand(
     for seed in range(3):
         batch = split_batch(world, seed, num_micro_batches, num_mini_batches)
         mini_batches = [
-            [(micro_batch, policy.logprobs(micro_batch)) for micro_batch in mini_batch]
+            [(micro_batch, policy.measure(micro_batch).logprobs) for micro_batch in mini_batch]
             for mini_batch in builder.build(batch)
         ]
         for micro_batch, proximal in chain(*mini_batches):
-            kl = proximal - reference.logprobs(micro_batch)
+            kl = proximal - reference.measure(micro_batch).logprobs
             ends = whole(micro_batch.sample_lens.cumsum(0))
             stops = [min(end for end in ends if end > at) for at in range(len(kl))]
             penalties = [kl[at:stop].sum() for at, stop in enumerate(stops)]
@@ -159,7 +159,7 @@ def recomputed(
     found = np.zeros(len(batch.tokens), np.float32)
     for micro_batch in chain(*builder.build(batch)):
         if len(micro_batch.places):  # not so in padding
-            found[micro_batch.places] = whole(policy.logprobs(micro_batch))
+            found[micro_batch.places] = whole(policy.measure(micro_batch).logprobs)
     return found
 
 

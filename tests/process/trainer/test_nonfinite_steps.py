@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from forked_ranks import start_fork
 from nonfinite_programs import SAMPLE, run_all
+from rank_programs import Arrays
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
@@ -43,21 +45,77 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+# Two batches that are not skipped, with and without a faulty one between them.
+SKIPS: dict[str, dict[str, Any]] = {
+    "skipped": {"batches": [0, 1, 2, 3], "faulty": [1, 3], "limit": 1},
+    "without": {"batches": [0, 2], "faulty": [], "limit": 1},
+    "too many": {"batches": [0, 1, 2, 3], "faulty": [1, 2], "limit": 1},
+    "before": {"batches": [0], "faulty": [], "limit": 1},
+    "updates": {"batches": [0], "faulty": [0], "limit": 2, "updates_per_batch": 2},
+}
+
+
 @pytest.fixture(scope="module", params=[1, 2])
-def failed(
+def ran(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fork_server: None
-) -> list[dict[str, list[Any]]]:
-    """By rank and fault: the error, and whether a parameter changed."""
+) -> list[dict[str, Any]]:
+    """Of each rank: the error of each fault and whether a parameter changed, and what `SKIPS`
+    left."""
     world = DistributedWorld(tmp_path_factory.mktemp("world"), start_fork)
-    calls = {name: arguments for name, (arguments, _) in FAULTS.items()}
+    calls: dict[str, list[Any]] = {
+        name: ["fail", arguments] for name, (arguments, _) in FAULTS.items()
+    }
+    calls |= {name: ["skip", arguments] for name, arguments in SKIPS.items()}
     return world(run_all, calls, num_ranks=request.param, timeout_s=120.0)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_rank_names_the_origin(failed: list[dict[str, list[Any]]], name: str) -> None:
-    (error, has_changed), *others = [of_rank[name] for of_rank in failed]
+def test_every_rank_names_the_origin(ran: list[dict[str, Any]], name: str) -> None:
+    (error, has_changed), *others = [of_rank[name] for of_rank in ran]
 
     assert "step 1: the gradient is not finite (norm " in error
     assert FAULTS[name][1] in error
     assert not has_changed
-    assert others == [[error, False]] * (len(failed) - 1)
+    assert others == [[error, False]] * (len(ran) - 1)
+
+
+def test_a_skipped_step_leaves_parameters_and_optimizer_as_they_were(
+    ran: list[dict[str, Any]],
+) -> None:
+    for of_rank in ran:
+        skipped, without = of_rank["skipped"], of_rank["without"]
+
+        assert skipped["error"] == ""
+        assert_equal(skipped["state"], without["state"])
+        assert set(skipped["updates"]) == set(without["updates"]) == {2}
+        assert [row["train/skipped_steps"] for row in skipped["metrics"]] == [0, 1, 0, 1]
+        rates = [row["train/learning_rate"] for row in skipped["metrics"]]
+        assert [rates[0], rates[2]] == [r["train/learning_rate"] for r in without["metrics"]]
+        assert len(skipped["warnings"]) == 2  # the run's display shows those of rank 0
+        first, _ = skipped["warnings"]
+        assert first.startswith("warning: step 2: the gradient is not finite (norm nan): sample")
+        assert f"{_OF_SAMPLE} logprobs that are not finite. It is skipped, as number 1" in first
+
+
+def test_more_skipped_steps_in_a_row_than_allowed_end_the_run(ran: list[dict[str, Any]]) -> None:
+    for of_rank in ran:
+        ended = of_rank["too many"]
+
+        assert f"step 3: the gradient is not finite (norm nan): {_OF_SAMPLE}" in ended["error"]
+        assert "1 before it were skipped (train.skip_nonfinite)" in ended["error"]
+        assert len(ended["warnings"]) == 1
+        assert_equal(ended["state"], of_rank["before"]["state"])
+
+
+def test_each_optimizer_step_of_a_batch_is_skipped_and_counted(ran: list[dict[str, Any]]) -> None:
+    for of_rank in ran:
+        (row,) = of_rank["updates"]["metrics"]
+
+        assert row["train/skipped_steps"] == len(of_rank["updates"]["warnings"]) == 2
+        assert np.isnan(row["train/grad_norm"])
+
+
+def assert_equal(one: Arrays, other: Arrays) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)

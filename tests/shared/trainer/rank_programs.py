@@ -126,10 +126,14 @@ def rank_batch(world: Mesh, seed: int, micro_batches: int) -> TrainBatch:
 
 
 def make_train_step(
-    world: Mesh, policy: TrainModel, train: TrainSection, reference: TrainModel | None = None
+    world: Mesh,
+    policy: TrainModel,
+    train: TrainSection,
+    reference: TrainModel | None = None,
+    warn: Callable[[str], None] = print,
 ) -> TrainStep:
     models = {POLICY: policy} if reference is None else {POLICY: policy, REFERENCE: reference}
-    return TrainStep(models, make_builder(world, policy, train), train, load_loss(train.loss))
+    return TrainStep(models, make_builder(world, policy, train), train, load_loss(train.loss), warn)
 
 
 def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
