@@ -138,8 +138,16 @@ def _add_stop_arguments(stop: argparse.ArgumentParser) -> None:
 
 
 def _add_eval_arguments(evaluate: argparse.ArgumentParser) -> None:
-    evaluate.add_argument("config", metavar="CONFIG", help="the TOML file of a training run")
+    evaluate.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="the TOML file of a training run"
+    )
     _add_overrides(evaluate)
+    evaluate.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="two results.json of the same prompts to compare, instead of an evaluation",
+    )
     evaluate.add_argument(
         "--checkpoint",
         metavar="DIR",
@@ -396,7 +404,8 @@ COMMANDS: Final = (
         _add_eval_arguments,
         "Evaluates a model on held-out prompts, data.eval and eval.sets, without training. The "
         "config is that of a training run; model.path=DIR and --checkpoint choose another model. "
-        "[eval] says how: greedy, or several samples of each prompt.",
+        "[eval] says how: greedy, or several samples of each prompt. --compare A B compares the "
+        "results.json of two evaluations instead: the difference, its interval, and a paired test.",
     ),
     Command(
         "export",

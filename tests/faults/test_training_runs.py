@@ -198,6 +198,8 @@ def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
     assert before["num_prompts"] == 16 + before["sets"]["train"]["num_prompts"] == 80
     assert after["mean_reward"] == last
     assert list(sampled["pass_at"]) == ["1", "2", "4"]
+    assert before["prompts"].keys() == before["sets"].keys()
+    assert len(before["prompts"]["train"]) == 64
     low, high = sampled["accuracy_interval"]
     assert 0 <= low < sampled["accuracy"] < high <= 1
     assert 0 < sampled["accuracy"] == sampled["pass_at"]["1"] < sampled["pass_at"]["4"]

@@ -35,15 +35,24 @@ from umbra.trainer.services.services import (
     worker_specs,
 )
 from umbra.trainer.services.setup_check import check_models, check_stop_tokens
+from umbra.trainer.serving.eval_comparison import comparison, prompt_results
 from umbra.trainer.serving.serve_command import with_pools
 from umbra.trainer.serving.served_config import plan_served, pool_specs, read_serve_config
 from umbra.trainer.world.run_files import check_writable, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluates, prints a table and writes results.json; returns 0, or 128 + signal if one ended
-    it. Raises ConfigError or DataError for wrong settings or data, another UmbraError if engines
-    cannot be kept running or user code failed."""
+    """Evaluates, prints a table and writes results.json, or compares two of them; returns 0, or
+    128 + signal if one ended it. Raises ConfigError or DataError for wrong settings, results or
+    data, another UmbraError if engines cannot be kept running or user code failed."""
+    if arguments.compare is not None:
+        if arguments.config is not None or arguments.checkpoint is not None:
+            raise ConfigError("--compare evaluates nothing: leave CONFIG and --checkpoint out")
+        for line in _aligned(comparison(*map(Path, arguments.compare))):
+            print(line)
+        return 0
+    if arguments.config is None:
+        raise ConfigError("name the CONFIG to evaluate, or two results to --compare")
     overrides: list[str] = arguments.overrides
     config = load_config(arguments.config, overrides)
     config, chosen = with_chosen_settings(with_local_paths(config, TorchrunEnvironment.read({})))
@@ -96,7 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
             for line in _table(outcome, config.eval.samples):
                 print(line)
             source = checkpoint or config.model.path
-            write_json(folder / "results.json", _results(config, tokenizer, str(source), outcome))
+            results = _results(config, tokenizer, str(source), outcome)
+            results["prompts"] = prompt_results(prompts, outcome["num_right"])
+            write_json(folder / "results.json", results)
             print(f"with samples as text: {folder / 'results.json'}")
 
         actors = _actors(config, tokenizer, prompts, folder)

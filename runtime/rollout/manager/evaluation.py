@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -8,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.rollout.accuracy_statistics import mean_interval
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
@@ -15,8 +15,6 @@ _NUM_EACH: Final = 3
 """Worst samples, and as many best. More are too many to read; fewer do not show what varies."""
 _MAX_TOKENS: Final = 1024
 """Tokens of a prompt and of a completion. More bloat every rank's answer; fewer cut texts."""
-_Z: Final = 1.959964
-"""The normal distribution's quantile at 0.975, for two-sided 95 % intervals."""
 
 
 class Evaluation:
@@ -82,9 +80,9 @@ def evaluation_scores(rewards: NDArray[np.float32], config: RolloutConfig) -> di
     """The scores of all held-out prompts, and under "sets" those of each named set.
 
     `rewards` [P, n] are in the order of the prompt file. Returns {"num_prompts", "mean_reward",
-    "accuracy", "accuracy_interval", "pass_at", "sets"}. Accuracy is the share of right samples, the
-    mean over n samples of each prompt. "pass_at" has pass@k for powers of 2 up to n and for n
-    itself, by k as text.
+    "accuracy", "accuracy_interval", "pass_at", "num_right", "sets"}. Accuracy is the share of right
+    samples, the mean over n samples of each prompt. "pass_at" has pass@k for powers of 2 up to n
+    and for n itself, by k as text. "num_right" [P] has the number of each prompt's right samples.
     """
     stops = np.cumsum(list(config.eval_sets.values()))[:-1]
     parts = np.split(rewards, stops) if config.eval_sets else []
@@ -92,39 +90,23 @@ def evaluation_scores(rewards: NDArray[np.float32], config: RolloutConfig) -> di
         name: _scores(part, config.accuracy_threshold)
         for name, part in zip(config.eval_sets, parts, strict=True)
     }
-    return {**_scores(rewards, config.accuracy_threshold), "sets": sets}
+    num_right = (rewards >= config.accuracy_threshold).sum(axis=1).tolist()
+    scores = _scores(rewards, config.accuracy_threshold)
+    return {**scores, "num_right": num_right, "sets": sets}
 
 
 def _scores(rewards: NDArray[np.float32], threshold: float) -> dict[str, Any]:
     is_right = rewards >= threshold
     num_each = rewards.shape[1]
+    low, high = mean_interval(is_right.mean(axis=1), num_each)
     ks = sorted({1 << power for power in range(num_each.bit_length())} | {num_each})
     return {
         "num_prompts": len(rewards),
         "mean_reward": float(rewards.mean(dtype=np.float64)),
         "accuracy": float(is_right.mean()),
-        "accuracy_interval": accuracy_interval(is_right.mean(axis=1), num_each),
+        "accuracy_interval": (max(0.0, low), min(1.0, high)),
         "pass_at": {str(k): pass_at_k(is_right.sum(axis=1), num_each, k) for k in ks},
     }
-
-
-def accuracy_interval(shares: NDArray[np.float64], num_each: int) -> tuple[float, float]:
-    """The 95 % confidence interval of the accuracy, for prompts drawn from all prompts of the kind.
-    `shares` [P] are the shares of right samples of each prompt, out of `num_each`.
-
-    With one sample each it is Wilson's score interval (Wilson 1927, eq. 5; recommended by Brown,
-    Cai and DasGupta 2001). Samples of one prompt are not independent, so several are clustered by
-    prompt: the interval is the normal one of the mean of the shares (Miller 2024, arXiv:2411.00640,
-    sections 2.1 and 3.1), or Wilson's of P samples if all shares are equal.
-    """
-    mean, num_prompts = float(shares.mean()), len(shares)
-    if num_each == 1 or np.ptp(shares) == 0.0:
-        spread = _Z**2 / num_prompts
-        center = (mean + spread / 2) / (1 + spread)
-        half = math.sqrt(spread * mean * (1 - mean) + spread**2 / 4) / (1 + spread)
-    else:
-        center, half = mean, _Z * float(shares.std(ddof=1)) / math.sqrt(num_prompts)
-    return max(0.0, center - half), min(1.0, center + half)
 
 
 def pass_at_k(num_right: NDArray[np.integer[Any]], num_each: int, k: int) -> float:

@@ -1,0 +1,105 @@
+"""Intervals and tests of accuracies against published examples, formulas by hand and all flips."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from umbra.runtime.rollout.accuracy_statistics import mean_interval, paired_interval, sign_flip_p
+
+
+def pairs(both: int, only_a: int, only_b: int, neither: int) -> NDArray[np.float64]:
+    """Right samples [2, P] of A and B, one of each prompt."""
+    rows = [(1, 1)] * both + [(1, 0)] * only_a + [(0, 1)] * only_b + [(0, 0)] * neither
+    return np.asarray(rows, np.float64).T
+
+
+@pytest.mark.parametrize(
+    ("num_right", "num_prompts", "published"),
+    [
+        (81, 263, (0.2553, 0.3662)),
+        (15, 148, (0.0624, 0.1605)),
+        (0, 20, (0.0, 0.1611)),
+        (1, 29, (0.0061, 0.1718)),
+    ],
+)
+def test_one_sample_a_prompt_has_wilsons_interval(
+    num_right: int, num_prompts: int, published: tuple[float, float]
+) -> None:
+    """Newcombe 1998, Statistics in Medicine 17:857, table I, method 3."""
+    shares = np.asarray([1.0] * num_right + [0.0] * (num_prompts - num_right))
+
+    assert mean_interval(shares, 1) == pytest.approx(published, abs=5e-5)
+
+
+def test_several_samples_a_prompt_are_clustered() -> None:
+    """By hand: the shares 0, 0.5, 0.5, 0.75 have a mean of 0.4375, squared deviations that add up
+    to 0.296875, and so a standard error of (0.296875 / 3 / 4) ** 0.5 = 0.157288."""
+    found = mean_interval(np.asarray([0.0, 0.5, 0.5, 0.75]), 4)
+
+    assert found == pytest.approx((0.4375 - 0.308279, 0.4375 + 0.308279), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "expected"), [(1, 7, 0.0703), (6, 16, 0.0525), (0, 0, 1.0), (3, 3, 1.0)]
+)
+def test_one_sample_a_prompt_has_mcnemars_exact_test(
+    only_a: int, only_b: int, expected: float
+) -> None:
+    """The first is the example of Fagerland, Lydersen and Laake, BMC Medical Research Methodology
+    2013, 13:91, which is 2 * (1 + 8) / 2**8; the second is 2 * 110056 / 2**22, and 110056 the
+    number of ways to choose up to 6 out of 22."""
+    gained = np.asarray([-1] * only_a + [1] * only_b + [0] * 50)
+
+    assert sign_flip_p(gained) == pytest.approx(expected, abs=5e-5)
+
+
+def test_several_samples_a_prompt_have_the_share_of_flips_with_as_large_a_sum() -> None:
+    gained = np.asarray([3, -1, 2, 0, 4, 1, -2, 2])
+    sums = [sum(flip) for flip in product(*((step, -step) for step in gained.tolist()))]
+
+    share = sum(abs(total) >= 9 for total in sums) / len(sums)
+
+    assert sign_flip_p(gained) == pytest.approx(share, rel=1e-12)
+    assert sign_flip_p(-gained) == pytest.approx(share, rel=1e-12)
+
+
+def test_of_many_prompts_the_smallest_chances_are_right() -> None:
+    assert sign_flip_p(np.ones(1000, np.int64)) == pytest.approx(2.0**-999)
+
+
+def test_one_sample_a_prompt_has_newcombes_interval() -> None:
+    """By hand, for Altman, Statistics with Confidence, 2000, table 6.2: 14 both, 5 only A, 22
+    neither. Wilson's intervals are 19/41: [0.3208, 0.6125] and 14/41: [0.2160, 0.4945]."""
+    a, b = pairs(14, 5, 0, 22)
+    phi = (14 * 22) / (19 * 22 * 14 * 27) ** 0.5
+    below = (0.3415 - 0.2160, 0.6125 - 0.4634)
+    above = (0.4945 - 0.3415, 0.4634 - 0.3208)
+    low, high = ((x * x - 2 * phi * x * y + y * y) ** 0.5 for x, y in (below, above))
+
+    found = paired_interval(a, b, 1)
+
+    assert found == pytest.approx((-5 / 41 - low, -5 / 41 + high), abs=2e-4)
+
+
+def test_several_samples_a_prompt_have_the_normal_interval_of_differences() -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(0, 9, (2, 40)) / 8
+    differences = b - a
+    half = 1.959964 * differences.std(ddof=1) / 40**0.5
+
+    found = paired_interval(a, b, 8)
+
+    expected = (differences.mean() - half, differences.mean() + half)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_equal_results_have_an_interval_with_a_width() -> None:
+    right = np.ones(20)
+
+    low, high = paired_interval(right, right, 4)
+
+    assert high == -low == pytest.approx(1 - mean_interval(right, 1)[0])
