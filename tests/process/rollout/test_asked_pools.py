@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
+from async_tests import on_a_loop, skip_time
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
 from umbra.engines.echo.echo_engine import EchoTokens
@@ -179,22 +180,25 @@ def test_a_plain_function_cannot_take_the_context() -> None:
     asyncio.run(load())
 
 
-def test_time_before_the_start_and_in_a_pause_does_not_count_against_the_deadline() -> None:
-    async def wait() -> None:
-        async with ExtendableDeadline(0.05) as deadline:
-            await asyncio.sleep(0.06)
+@on_a_loop
+async def test_time_before_the_start_and_in_a_pause_does_not_count_against_the_deadline() -> None:
+    async def pass_time(seconds: float) -> None:
+        skip_time(seconds)
+        for _ in range(3):  # a timer that is due, and what it wakes
+            await asyncio.sleep(0)
+
+    async with ExtendableDeadline(10.0) as deadline:
+        await pass_time(20.0)
+        deadline.start()
+        with deadline.paused():
+            with deadline.paused():
+                await pass_time(20.0)
+            await pass_time(20.0)
+    assert not deadline.expired
+
+    with pytest.raises(TimeoutError):  # noqa: PT012 - the last line raises
+        async with ExtendableDeadline(10.0) as deadline:
             deadline.start()
             with deadline.paused():
-                with deadline.paused():
-                    await asyncio.sleep(0.06)
-                await asyncio.sleep(0.06)
-        assert not deadline.expired
-
-        async with ExtendableDeadline(0.02) as deadline:
-            deadline.start()
-            with deadline.paused():
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(5.0)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(wait())
+                await pass_time(5.0)
+            await pass_time(11.0)

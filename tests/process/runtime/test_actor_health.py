@@ -35,9 +35,9 @@ def test_a_stopped_actor_counts_as_hung_and_is_replaced(
 
 @pytest.mark.slow
 def test_a_blocked_loop_is_busy_not_hung(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo", hung_limit_s=0.4, busy_limit_s=60.0))
+    echo = spawn(actor("Echo", hung_limit_s=1.5, busy_limit_s=60.0))  # a beat takes milliseconds
 
-    assert echo.call("block", 1.0, timeout_s=30.0) == "blocked"
+    assert echo.call("block", 3.0, timeout_s=60.0) == "blocked"
     assert echo.call("who")["incarnation"] == 1
 
 
@@ -87,14 +87,14 @@ def test_memory_of_children_counts_and_what_they_share_counts_once(
 def test_an_engine_that_gets_nowhere_is_replaced_and_one_that_is_slow_or_idle_is_not(
     session: Session, shared: SessionFactory, spawn: Spawn
 ) -> None:
-    engines = [spawn(actor("Engine", role="engine", stall_limit_s=0.6)) for _ in range(3)]
+    engines = [spawn(actor("Engine", role="engine", stall_limit_s=2.0)) for _ in range(3)]
     stuck, slow, idle = engines
 
     slow.call("work", is_stuck=False)
     stuck.call("work", is_stuck=True)
 
     wait_for_incarnation(session, 2, stuck.ref.name)
-    assert was_reported(shared, stuck, "made no token (pool.stall_limit_s = 0.6)")
+    assert was_reported(shared, stuck, "made no token (pool.stall_limit_s = 2)")
     assert slow.call("who")["incarnation"] == idle.call("who")["incarnation"] == 1
 
 

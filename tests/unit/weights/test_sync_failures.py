@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -165,7 +166,8 @@ def test_an_engine_that_stands_still_is_replaced(
 
     assert time.monotonic() - begun_at > 2.0
     assert list(report.engines) == ["sound"]
-    assert "load: no answer or no progress within 2." in report.failed["stuck"]
+    # Three quarters of the four seconds, less what was over when the load began.
+    assert re.match(r"load: no answer or no progress within [12]\.", report.failed["stuck"])
     assert "pool.sync_timeout_s" in report.failed["stuck"]
     assert stuck.killed is not None
 
