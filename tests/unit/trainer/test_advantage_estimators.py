@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from minimal_config import MINIMAL
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import UmbraError
@@ -24,7 +26,10 @@ from umbra.trainer.algorithms.advantages import (
     rloo_advantages,
 )
 from umbra.trainer.algorithms.base import AdvantageEstimator
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.train_batch import ADVANTAGES, TrainBatch
+from umbra.trainer.run_parts import TrainingRun
 
 ESTIMATORS = (grpo_advantages, dr_grpo_advantages, rloo_advantages, maxrl_advantages)
 
@@ -199,6 +204,24 @@ def test_rewards_that_are_compared_apart_add_up_by_weight() -> None:
     ]
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_run_weights_each_part_of_its_rewards() -> None:
+    functions = {"exact": "rewards:exact", "short": "rewards:short"}
+    reward = {"functions": functions, "weights": {"short": 0.2}, "overlong_buffer": 9}
+    values = {**MINIMAL, "reward": {**reward, "overlong_penalty": 3.0}}
+    config = check_config(TrainerConfig, values, "config", ["train.advantage=gdpo"])
+    rows = {"exact": [1.0, 0.0], "short": [0.0, 1.0], "overlong": [-1.0, 0.0]}
+    rewards = np.asarray([rows[name] for name in config.compared_parts], np.float32)
+    groups = SimpleNamespace(rewards=rewards, offsets=np.asarray([0, 2]))
+    found: list[float] = []
+    batch: Any = SimpleNamespace(groups=groups, of_samples=list, add_advantages=found.extend)
+    run: Any = SimpleNamespace(config=config, _estimate=dr_grpo_advantages)
+
+    TrainingRun.add_advantages(run, batch)
+
+    # (1 - 0.2 - 3) / 2
+    assert found == pytest.approx([-1.1, 1.1])
 
 
 def test_a_reward_that_applies_to_one_sample_or_to_none_teaches_nothing() -> None:

@@ -78,8 +78,9 @@ def test_the_settings_of_agent_loops_and_rewards_reach_the_manager(tmp_path: Pat
     }  # fmt: skip
     rollout = {"agent": "loops:run", **agent}
     values = {**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout}
-    values["reward"] = {**MINIMAL["reward"], "overlong_buffer": 16, "overlong_penalty": 0.5}
-    config = check_config(TrainerConfig, values, "config")
+    functions = {"short": "rewards:short", "exact": "rewards:exact"}
+    values["reward"] = {"functions": functions, "overlong_buffer": 16, "overlong_penalty": 0.5}
+    config = check_config(TrainerConfig, values, "config", ["train.advantage=gdpo"])
     files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None, num_eval=0)
 
     spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3, Path("run"))))
@@ -89,6 +90,7 @@ def test_the_settings_of_agent_loops_and_rewards_reach_the_manager(tmp_path: Pat
     assert found.dispatch.max_context_len == 128
     assert found.worker_names == ("worker-0", "worker-1", "worker-2")
     assert (found.overlong_buffer, found.overlong_penalty) == (16, 0.5)
+    assert found.reward_parts == ("short", "exact", "overlong")
 
 
 def test_the_settings_of_texts_reach_workers_and_servers(tmp_path: Path) -> None:
