@@ -6,7 +6,6 @@ M: generated tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -48,38 +47,27 @@ def nonfinite_origin(
 def _faults(
     batch: TrainBatch, micro_batch: MicroBatch, scores: TokenScores, objective: Objective
 ) -> Generator[tuple[int, str]]:
-    """The index of each sample of the micro-batch that has a fault, and a sentence about it."""
+    """The index of each sample of the micro-batch that has a fault, and a sentence about it. As in
+    a step, the loss is computed once: it may count its calls, or compare ranks."""
+    logprobs = scores.logprobs.requires_grad_()
+    with torch.enable_grad():
+        loss = objective(TokenScores(logprobs, scores.entropy), micro_batch).loss
+    values = {"logprobs": logprobs.detach(), **micro_batch.columns}
+    if scores.entropy is not None:
+        values["entropies"] = scores.entropy
+    if loss.requires_grad:
+        (gradient,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
+        values["gradients of the loss"] = gradient
     samples = np.searchsorted(batch.offsets, micro_batch.places, side="right") - 1  # [M]
     starts: list[int] = np.flatnonzero(np.diff(samples, prepend=-1)).tolist()
     for idx, (start, stop) in enumerate(pairwise([*starts, len(samples)])):
-        tokens = slice(start, stop)
-        sample = replace(
-            micro_batch,
-            targets=micro_batch.targets[tokens],
-            columns={name: values[tokens] for name, values in micro_batch.columns.items()},
-            weights=micro_batch.weights[tokens],
-            sample_lens=micro_batch.sample_lens[idx : idx + 1],
-            places=micro_batch.places[tokens],
-        )
-        entropy = None if scores.entropy is None else scores.entropy[tokens]
-        fault = _fault(TokenScores(scores.logprobs[tokens], entropy), sample, objective)
-        if fault:
-            sample_id = batch.sample_ids[int(samples[start])]
-            prompt = sample_id.split("/")[1]
-            yield idx, f"sample {sample_id} (prompt {prompt}) is the first with {fault}"
-
-
-def _fault(scores: TokenScores, sample: MicroBatch, objective: Objective) -> str:
-    for name, values in {"logprobs": scores.logprobs, **sample.columns}.items():
-        if not values.isfinite().all():
-            return f"{name} that are not finite"
-    logprobs = scores.logprobs.requires_grad_()
-    with torch.enable_grad():
-        loss = objective(TokenScores(logprobs, scores.entropy), sample).loss
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    if loss.isfinite() and gradient.isfinite().all():
-        return ""
-    return f"a loss ({float(loss.detach()):g}) that is not finite, or whose gradient is not"
+        for name, of_tokens in values.items():
+            if not of_tokens[start:stop].isfinite().all():
+                sample_id = batch.sample_ids[int(samples[start])]
+                prompt = sample_id.partition("/")[2].rpartition("/")[0]
+                fault = f"{name} that are not finite"
+                yield idx, f"sample {sample_id} (prompt {prompt}) is the first with {fault}"
+                break
 
 
 def _nonfinite_gradients(

@@ -86,7 +86,7 @@ class TrainStep:
         metrics["train/grad_norm"] = max(finite, default=math.nan)
         if self._train.skip_nonfinite:
             metrics["train/skipped_steps"] = float(len(norms) - len(finite))
-        return metrics
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _score(self, micro_batches: Sequence[MicroBatch], *, is_proximal: bool) -> None:
         """Adds the logprobs under other models, before a parameter changes. The first update of a
