@@ -67,7 +67,7 @@ def test_an_example_prints_what_is_shown_and_leaves_nothing(
 
     with RunTraces() as traces:
         done = subprocess.run(
-            ["bash", "-c", script.replace("29400", str(free_port()))],
+            ["bash", "-e", "-c", script.replace("29400", str(free_port()))],
             cwd=tmp_path,
             env={**os.environ, **traces.environment, "PATH": path, "HOME": str(tmp_path)},
             capture_output=True,
