@@ -202,7 +202,8 @@ def test_a_job_that_loses_a_node_is_requeued_and_finishes_on_others(
 
     output = submission.output(job).read_text()
     assert submission.slurm.field(job, "Restarts") == "1", output
-    assert re.search(r"node [01] \(|because its node was", output), output  # torchrun numbers them
+    # torchrun numbers nodes; the end of a process there may be noticed first.
+    assert re.search(r"node [01] \(|because its node was|rank \d is lost", output), output
     assert "resuming after step" in output
     assert submission.slurm.field(job, "NodeList") == "node-a,node-c"
     submission.check_each_sample_is_trained_once(12)
@@ -310,13 +311,14 @@ def test_a_template_without_arguments_says_how_it_is_used(
 
 
 def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
-    """Slurm looks at time limits every 30 s: it sends the signal 20 to 50 s after the start."""
+    """Slurm looks at time limits every 30 s: it sends the signal 80 to 110 s after a start, which
+    takes 20 s on a busy machine."""
     job = submission.submit(
-        "train.steps=55",
+        "train.steps=110",
         "rollout.workers=1",
         "reward.function=cluster_rewards:slow",
         f"reward.python_path=['{Path(__file__).parent}']",
-        options=("--time=1", "--signal=B:USR1@10"),
+        options=("--time=2", "--signal=B:USR1@10"),
     )
 
     submission.wait_for_state(job, "COMPLETED")
@@ -325,7 +327,7 @@ def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
     assert int(submission.slurm.field(job, "Restarts")) >= 1, output
     assert "stopped by SIGUSR1 after" in output
     assert "resuming after step" in output
-    submission.check_each_sample_is_trained_once(55)
+    submission.check_each_sample_is_trained_once(110)
     submission.check_nothing_is_left()
 
 
