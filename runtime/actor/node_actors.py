@@ -19,6 +19,7 @@ from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.cluster.gpu_shortage import read_gpu_memory
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
+from umbra.runtime.disk import replacing
 from umbra.runtime.errors import (
     ActorDied,
     ActorNotFound,
@@ -227,15 +228,11 @@ class NodeActors:
             await asyncio.to_thread(self._write_processes, text)
 
     def _write_processes(self, text: str) -> None:
-        path = self._processes_path
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(text)
-            os.replace(temporary, path)
+            with replacing(self._processes_path) as file:
+                file.write(text.encode())
         except OSError as error:
-            logger.warning("cannot write %s: %s", path, error)
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            logger.warning("cannot write %s: %s", self._processes_path, error)
 
 
 class ActorCalls:

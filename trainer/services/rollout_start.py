@@ -150,8 +150,8 @@ def check_identity(
                 f"samples that it keeps belong: restore it, or {remedy}"
             )
         note(
-            "warning: reward.function, or the file that it is in, changed since the run's last "
-            "start: groups that are scored already keep the rewards of the earlier one"
+            "warning: the reward (its settings, or the file of a function) changed since the run's "
+            "last start: groups that are scored already keep the rewards of the earlier one"
         )
 
 

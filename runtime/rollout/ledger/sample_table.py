@@ -258,7 +258,8 @@ class SampleTable:
             case Restored():
                 self._restore(event, end)
             case Evaluated():
-                outcome = {key: value for key, value in event.outcome.items() if key != "samples"}
+                of_prompts = ("samples", "num_right")  # they would grow with every evaluation
+                outcome = {k: value for k, value in event.outcome.items() if k not in of_prompts}
                 self._drop_evaluations(lambda step: step == event.step)
                 self.evaluations.append(
                     EvaluationRow(event.step, event.temperature, time_s, outcome)

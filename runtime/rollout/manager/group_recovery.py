@@ -94,8 +94,9 @@ def _check_parts(sample: Trajectory, group: Group) -> None:
     if sample.reward is not None and missing:
         raise LedgerError(
             f"the ledger has the reward of {sample.sample_id} without the part {missing[0]!r}, "
-            "which train.advantage = 'gdpo' compares: the setting or reward.functions was changed; "
-            "change it back, or begin a new run in another run.dir"
+            "which train.advantage = 'gdpo' compares: train.advantage, reward.functions or "
+            "reward.overlong_buffer was changed; change it back, or begin a new run in another "
+            "run.dir"
         )
 
 

@@ -21,6 +21,7 @@ from pools_in_turn import wait_until
 from rank_processes import poll
 from watching import all_end, kill, processes, supervisor_of, tree
 
+from umbra.runtime.disk import scratch_path
 from umbra.runtime.errors import ActorDied, MailboxClosed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
@@ -110,7 +111,7 @@ def test_a_file_system_that_hangs_does_not_hold_the_supervisor_up(
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    written = run_dir / "processes.tmp"
+    written = scratch_path(run_dir / "processes.json")
     os.mkfifo(written)  # whoever opens it for writing waits until somebody reads
 
     session = umbra_session_factory(run_dir=run_dir)

@@ -99,7 +99,7 @@ def test_a_changed_reward_function_is_noted(config: TrainerConfig) -> None:
 
     (note,) = notes_of(config)
 
-    assert note.startswith("warning: reward.function, or the file that it is in, changed")
+    assert note.startswith("warning: the reward (its settings, or the file of a function) changed")
 
 
 def test_a_changed_overlong_penalty_is_noted_like_a_changed_reward(config: TrainerConfig) -> None:
@@ -107,7 +107,7 @@ def test_a_changed_overlong_penalty_is_noted_like_a_changed_reward(config: Train
 
     (note,) = notes_of(shaped)
 
-    assert note.startswith("warning: reward.function, or the file that it is in, changed")
+    assert note.startswith("warning: the reward (its settings, or the file of a function) changed")
 
 
 def test_the_remedy_names_the_checkpoint_to_begin_a_new_run_from(tmp_path: Path) -> None:
