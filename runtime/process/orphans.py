@@ -30,10 +30,10 @@ _logger = logging.getLogger(__name__)
 _started = set[int]()
 
 
-async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> list[int]:
+async def end_orphans(deadline_s: float) -> list[int]:
     """Sends SIGKILL to all orphans and reaps them; returns the pids that survive the deadline. Call
     it after each child's end, before its successor is started (which may need the memory), and now
-    and then besides. `also_living`: children that ChildProcess did not start."""
+    and then besides."""
     clock = asyncio.get_running_loop().time
     begin = clock()
     deadline = begin + deadline_s
@@ -41,7 +41,7 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
 
     def look() -> list[int]:
         is_in_grace = clock() - begin < descendants.TRACKER_GRACE_S
-        return kill_orphans(also_living, killed, spare_trackers=is_in_grace)
+        return kill_orphans(killed, spare_trackers=is_in_grace)
 
     while remaining := look():
         left_s = deadline - clock()
@@ -53,16 +53,13 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
 
 
 def kill_orphans(
-    also_living: Collection[int] = (),
-    killed: set[descendants.Identity] | None = None,
-    *,
-    spare_trackers: bool = False,
+    killed: set[descendants.Identity] | None = None, *, spare_trackers: bool = False
 ) -> list[int]:
     """Scans once: kills every orphan not in `killed`, which grows, and reaps; returns
     pids left to reap."""
     if not prctl.is_subreaper():
         raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")
-    spared = living_pids() | set(also_living)
+    spared = living_pids()
     killed = set() if killed is None else killed
     before = set(killed)
     descendants.kill_tree_below(os.getpid(), killed, spared, spare_trackers=spare_trackers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +80,14 @@ def test_only_a_first_start_that_is_late_is_explained(tmp_path: Path, has_run: b
     assert late.state == ActorState.FAILED
     assert len(explained) == (not has_run)
     assert ("stacks are in a file" in late.failure) == (not has_run)
+
+
+@pytest.mark.process
+def test_a_lone_node_spares_the_other_children_of_the_tests(tmp_path: Path) -> None:
+    """Such as the fork server, which tests of this process share."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        asyncio.run(run_to_its_end(tmp_path, lambda: None))
+        still_runs = other.poll() is None
+        other.communicate(b"\n")
+
+    assert still_runs

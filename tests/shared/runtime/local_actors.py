@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_rules import JobRules
@@ -12,13 +14,17 @@ from umbra.runtime.actor.node_context import NodeContext, NodeSettings
 from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.job_links import JobLinks
+from umbra.runtime.process import orphans
+from umbra.runtime.process.child_process import living_pids
+from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
 
 
 @contextmanager
 def lone_node(folder: Path) -> Generator[NodeContext]:
-    """A node without a supervisor, whose notes nobody reads."""
+    """A node without a supervisor, whose notes nobody reads. Its actors, which end orphans, spare
+    this process's other children: a fork server serves the tests that follow."""
     node = NodeSettings(
         node_id="n",
         socket_dir=folder,
@@ -38,8 +44,10 @@ def lone_node(folder: Path) -> Generator[NodeContext]:
         note=lambda text, kind, who: None,
         record=lambda text, kind, who: None,
     )
+    others = frozenset(child_pids(os.getpid()))
     try:
-        yield context
+        with patch.object(orphans, "living_pids", lambda: living_pids() | others):
+            yield context
     finally:
         client.close()
         context.sockets.destroy(linger=0)
