@@ -14,7 +14,6 @@ from umbra.runtime.reports.run_metrics import last_steps
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
-from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
 from umbra.trainer.algorithms.base import (
     AdvantageEstimator,
     PolicyLoss,
@@ -26,14 +25,12 @@ from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
 from umbra.trainer.checkpoint.trainer_state import BestCheckpoint, TrainerState
 from umbra.trainer.config import setting_rules
-from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.train_batch import TrainBatch
+from umbra.trainer.learning import add_advantages, load_models, make_train_step
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
-from umbra.trainer.model.micro_batches import MicroBatchBuilder
-from umbra.trainer.model.model_loading import load_model
-from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
+from umbra.trainer.model.train_model import POLICY, TrainModel
 from umbra.trainer.policy_engines import PolicyEngines
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -190,15 +187,8 @@ class TrainingRun:
         self.config = config.with_steps(num_prompts)
 
     def _load_models(self) -> None:
-        """The policy, and the frozen starting model if a KL term needs it."""
         config, mesh = self.config, self._mesh
-        with self._display.activity("loading the model"):
-            self._models = {POLICY: load_model(config, mesh.fsdp, trains=True)}
-        num_parameters = self._models[POLICY].num_parameters
-        self._display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
-        if config.train.kl_coef:
-            with self._display.activity("loading the reference model"):
-                self._models[REFERENCE] = load_model(config, mesh.fsdp, trains=False)
+        self._models = load_models(config, mesh, self._display)
         self._offload = HostOffload(config.train.offload, self._models.values(), mesh.device)
         self._engines = PolicyEngines(
             config,
@@ -235,14 +225,6 @@ class TrainingRun:
 
     def _make_train_step(self, loss: PolicyLoss) -> None:
         model, train = self.config.model, self.config.train
-        builder = MicroBatchBuilder(
-            packed=self._models[POLICY].is_packed,
-            dtype=self._dtype,
-            device=self._mesh.device,
-            aggregation=train.loss_aggregation,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            skips_neutral=train.kl_coef == train.entropy_coef == 0.0 and train.loss in LOSSES,
-        )
         check = LogprobCheck(
             model.compute_dtype,
             train.max_logprob_difference,
@@ -251,7 +233,9 @@ class TrainingRun:
             self._display.note,
             from_lead(self._mesh, lambda: last_steps(self._run_dir.path)),
         )
-        self._train_step = TrainStep(self._models, builder, train, loss, self._display.note, check)
+        self._train_step = make_train_step(
+            self.config, self._mesh, self._models, loss, self._display.note, check
+        )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -302,14 +286,7 @@ class TrainingRun:
             yield
 
     def add_advantages(self, batch: TrainBatch) -> None:
-        """Adds them as a column, from the rewards of whole groups."""
-        groups = batch.groups
-        weights = tuple(self.config.compared_parts.values()) or (1.0,)
-        of_groups = batch_advantages(self._estimate, groups.rewards, groups.offsets, weights)
-        of_samples = batch.of_samples(of_groups)
-        if self.config.train.advantage_norm == "batch":
-            of_samples = normalize_over_batch(of_samples)
-        batch.add_advantages(of_samples)
+        add_advantages(self.config, self._estimate, batch)
 
     def update(self, batch: TrainBatch) -> None:
         """Updates the weights with a batch."""

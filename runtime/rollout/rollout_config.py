@@ -143,6 +143,25 @@ class DispatchConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout(Settings):
+    """How the groups of a step become the ranks' mini-batches and micro-batches.
+
+    Attributes:
+        mini_batches: see `[train]`; it divides the number of groups.
+        num_micro_batches: per rank and mini-batch; ignored where `max_tokens_per_micro_batch` is
+            set.
+        max_tokens_per_micro_batch: each distinct prompt counts once; 0 means no cap. A sample
+            longer than the cap gets a micro-batch of its own.
+        mask_truncated: see `[train]`.
+    """
+
+    mini_batches: Positive = 1
+    num_micro_batches: Positive = 1
+    max_tokens_per_micro_batch: Count = 0
+    mask_truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Settings):
     """The settings of one rollout manager: the user's, and the trainer's additions.
 
@@ -161,12 +180,7 @@ class RolloutConfig(Settings):
         worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
         shuffle: False keeps the prompt file's order in every epoch.
-        mini_batches: see `[train]`; it divides `groups_per_step` of `settings`.
-        num_micro_batches: per rank and mini-batch; ignored where `max_tokens_per_micro_batch` is
-            set.
-        max_tokens_per_micro_batch: each distinct prompt counts once; 0 means no cap. A sample
-            longer than the cap gets a micro-batch of its own.
-        mask_truncated: see `[train]`.
+        layout: of batches.
         overlong_buffer, overlong_penalty: see `[reward]`.
         reward_parts: names of the parts of rewards that advantages compare apart, in order; none
             for the rewards.
@@ -195,10 +209,7 @@ class RolloutConfig(Settings):
     worker_names: tuple[str, ...]
     seed: Count = 0
     shuffle: bool = True
-    mini_batches: Positive = 1
-    num_micro_batches: Positive = 1
-    max_tokens_per_micro_batch: Count = 0
-    mask_truncated: bool = False
+    layout: BatchLayout = BatchLayout()
     overlong_buffer: Count = 0
     overlong_penalty: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
     reward_parts: tuple[str, ...] = ()

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
+from umbra.runtime.rollout.rollout_config import (
+    BatchLayout,
+    DispatchConfig,
+    RolloutConfig,
+    RolloutSettings,
+)
 
 _SMALL: dict[str, Any] = {
     "prompts_path": "none",
@@ -20,14 +25,15 @@ _SMALL: dict[str, Any] = {
 
 
 def rollout_config(**changes: Any) -> RolloutConfig:
-    """`changes`: fields of the config, of its settings or of its dispatch."""
+    """`changes`: fields of the config, of its settings, its dispatch or its layout."""
     values = _SMALL | changes
 
     def of(kind: type) -> dict[str, Any]:
         return {f.name: values.pop(f.name) for f in fields(kind) if f.name in values}
 
-    settings, dispatch = (
-        RolloutSettings(**of(RolloutSettings)),
-        DispatchConfig(**of(DispatchConfig)),
-    )
-    return RolloutConfig(settings=settings, dispatch=dispatch, **values)
+    parts: dict[str, Any] = {
+        "settings": RolloutSettings(**of(RolloutSettings)),
+        "dispatch": DispatchConfig(**of(DispatchConfig)),
+        "layout": BatchLayout(**of(BatchLayout)),
+    }
+    return RolloutConfig(**parts, **values)

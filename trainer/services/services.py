@@ -18,11 +18,16 @@ from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
-from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, WorkerConfig
+from umbra.runtime.rollout.rollout_config import (
+    BatchLayout,
+    DispatchConfig,
+    RolloutConfig,
+    WorkerConfig,
+)
 from umbra.runtime.session.session import Session
 from umbra.runtime.text.model_files import default_context_len, vocab_size
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
-from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig, TrainSection
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
 from umbra.trainer.reporting.console import Count, ProgressDisplay
 from umbra.trainer.services.pool_specs import (
@@ -295,12 +300,7 @@ def manager_spec(
         worker_names=tuple(worker_names(config, num_nodes)),
         seed=train.seed,
         shuffle=config.data.shuffle,
-        mini_batches=train.mini_batches,
-        num_micro_batches=max(1, train.micro_batches),
-        max_tokens_per_micro_batch=0
-        if train.micro_batches
-        else train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[device_type],
-        mask_truncated=train.mask_truncated,
+        layout=batch_layout(train, device_type),
         overlong_buffer=config.reward.overlong_buffer,
         overlong_penalty=config.reward.overlong_penalty,
         reward_parts=tuple(config.compared_parts),
@@ -316,6 +316,16 @@ def manager_spec(
         kwargs={"config": manager},
         restart=_MANAGER_RESTARTS,
         role="manager",
+    )
+
+
+def batch_layout(train: TrainSection, device_type: str) -> BatchLayout:
+    tokens = train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[device_type]
+    return BatchLayout(
+        mini_batches=train.mini_batches,
+        num_micro_batches=max(1, train.micro_batches),
+        max_tokens_per_micro_batch=0 if train.micro_batches else tokens,
+        mask_truncated=train.mask_truncated,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Group, Trajectory
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
 from umbra.runtime.rollout.manager.evaluation import Evaluation, evaluation_scores, worst_and_best
-from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.rollout.rollout_config import BatchLayout, RolloutConfig
 
 
 class BatchAnswers:
@@ -20,14 +20,19 @@ class BatchAnswers:
     micro-batches, balanced by tokens."""
 
     def __init__(
-        self, groups: Sequence[Group], config: RolloutConfig, metrics: Mapping[str, float]
+        self,
+        groups: Sequence[Group],
+        layout: BatchLayout,
+        world_size: int,
+        metrics: Mapping[str, float],
     ) -> None:
         self.groups = groups
-        bounds = [len(groups) * k // config.mini_batches for k in range(config.mini_batches + 1)]
+        bounds = [len(groups) * k // layout.mini_batches for k in range(layout.mini_batches + 1)]
         self._mini_batches = [
-            _MiniBatch(groups[start:stop], config) for start, stop in itertools.pairwise(bounds)
+            _MiniBatch(groups[start:stop], layout, world_size)
+            for start, stop in itertools.pairwise(bounds)
         ]
-        self._mask_truncated = config.mask_truncated
+        self._mask_truncated = layout.mask_truncated
         self._metrics = {**batch_metrics(groups), **metrics}
 
     def of(self, rank: int) -> dict[str, Any]:
@@ -51,18 +56,18 @@ class BatchAnswers:
 class _MiniBatch:
     """The groups of one optimizer step."""
 
-    def __init__(self, groups: Sequence[Group], config: RolloutConfig) -> None:
+    def __init__(self, groups: Sequence[Group], layout: BatchLayout, world_size: int) -> None:
         self.plans = plan_batch(
             [group.shape() for group in groups],
-            config.world_size,
-            num_micro_batches=config.num_micro_batches,
-            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+            world_size,
+            num_micro_batches=layout.num_micro_batches,
+            max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch,
         )
         samples = [sample for group in groups for sample in group.trajectories]
         self.num_tokens = sum(
             sample.num_generated
             for sample in samples
-            if not (config.mask_truncated and sample.finish_reason == "length")
+            if not (layout.mask_truncated and sample.finish_reason == "length")
         )
         self.num_samples = len(samples)
 

@@ -231,7 +231,8 @@ class BatchRendezvous:
     def _batch_answers(self, groups: list[Group]) -> BatchAnswers:
         """The answers of the leased batch; kept until the next call begins."""
         if self._batch is None or self._batch.groups is not groups:
-            self._batch = BatchAnswers(groups, self._config, self._flow.metrics(groups))
+            config, metrics = self._config, self._flow.metrics(groups)
+            self._batch = BatchAnswers(groups, config.layout, config.world_size, metrics)
         return self._batch
 
     async def _deliver(self) -> None:

@@ -102,7 +102,7 @@ def test_a_mini_batch_has_whole_groups_of_which_each_rank_has_its_part() -> None
     groups = scored_groups([[0.0] * 4, [1.0] * 4, [2.0] * 4, [3.0] * 4])
     groups[2].trajectories[0].append_generated(*arrays([8, 9]), 0)
     config = rollout_config(groups_per_step=4, group_size=4, world_size=2, mini_batches=2)
-    answers = BatchAnswers(groups, config, {})
+    answers = BatchAnswers(groups, config.layout, config.world_size, {})
 
     found: list[list[str]] = [[], []]
     for rank in range(2):
@@ -119,7 +119,7 @@ def test_a_mini_batch_has_whole_groups_of_which_each_rank_has_its_part() -> None
 def test_truncated_completions_can_be_left_out_of_the_loss() -> None:
     config = rollout_config(group_size=1, mask_truncated=True)
 
-    columns = BatchAnswers(two_groups(), config, {}).of(0)
+    columns = BatchAnswers(two_groups(), config.layout, config.world_size, {}).of(0)
 
     assert columns["mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0]
     assert columns["mini_batches"] == [[[[0, 1]], 3, 2]]

@@ -1,0 +1,65 @@
+"""The models and the optimizer steps that a run and a replay of it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
+from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+from umbra.trainer.config.algorithm_names import LOSSES
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.train_batch import TrainBatch
+from umbra.trainer.logprob_check import LogprobCheck
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
+from umbra.trainer.model.model_loading import load_model
+from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
+from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.step import TrainStep
+from umbra.trainer.world.mesh import Mesh
+
+
+def load_models(
+    config: TrainerConfig, mesh: Mesh, display: ProgressDisplay
+) -> dict[str, TrainModel]:
+    """The policy, and the frozen starting model if a KL term needs it. Collective."""
+    with display.activity("loading the model"):
+        models = {POLICY: load_model(config, mesh.fsdp, trains=True)}
+    num_parameters = models[POLICY].num_parameters
+    display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
+    if config.train.kl_coef:
+        with display.activity("loading the reference model"):
+            models[REFERENCE] = load_model(config, mesh.fsdp, trains=False)
+    return models
+
+
+def make_train_step(
+    config: TrainerConfig,
+    mesh: Mesh,
+    models: dict[str, TrainModel],
+    loss: PolicyLoss,
+    warn: Callable[[str], None],
+    check: LogprobCheck | None,
+) -> TrainStep:
+    train = config.train
+    builder = MicroBatchBuilder(
+        packed=models[POLICY].is_packed,
+        dtype=getattr(torch, config.model.compute_dtype),
+        device=mesh.device,
+        aggregation=train.loss_aggregation,
+        max_new_tokens=config.rollout.max_new_tokens,
+        skips_neutral=train.kl_coef == train.entropy_coef == 0.0 and train.loss in LOSSES,
+    )
+    return TrainStep(models, builder, train, loss, warn, check)
+
+
+def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: TrainBatch) -> None:
+    """Adds them as a column, from the rewards of whole groups. Collective."""
+    groups = batch.groups
+    weights = tuple(config.compared_parts.values()) or (1.0,)
+    of_groups = batch_advantages(estimate, groups.rewards, groups.offsets, weights)
+    of_samples = batch.of_samples(of_groups)
+    if config.train.advantage_norm == "batch":
+        of_samples = normalize_over_batch(of_samples)
+    batch.add_advantages(of_samples)
