@@ -15,6 +15,7 @@ from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import load_model
 from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
+from umbra.trainer.objective import PolicyObjective
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.mesh import Mesh
@@ -51,7 +52,7 @@ def make_train_step(
         max_new_tokens=config.rollout.max_new_tokens,
         skips_neutral=train.kl_coef == train.entropy_coef == 0.0 and train.loss in LOSSES,
     )
-    return TrainStep(models, builder, train, loss, warn, check)
+    return TrainStep(models, builder, train, PolicyObjective(train, loss), warn, check)
 
 
 def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: TrainBatch) -> None:

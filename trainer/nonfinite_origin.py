@@ -5,21 +5,18 @@ M: generated tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from umbra.trainer.algorithms.base import LossOutput
 from umbra.trainer.data.train_batch import TrainBatch
 from umbra.trainer.model.micro_batches import MicroBatch
 from umbra.trainer.model.optimizer import local_shard
-from umbra.trainer.model.token_scoring import EntropyUse
 from umbra.trainer.model.train_model import TokenScores, TrainModel
+from umbra.trainer.objective import Objective
 from umbra.trainer.world.mesh import from_each_rank
-
-Objective = Callable[[TokenScores, MicroBatch], LossOutput]
 
 
 def nonfinite_origin(
@@ -27,7 +24,6 @@ def nonfinite_origin(
     batch: TrainBatch,
     mini_batch: Sequence[MicroBatch],
     objective: Objective,
-    entropy_use: EntropyUse,
 ) -> str:
     """Names the first sample whose logprobs or loss are not finite or, if all are, the first such
     gradient in backward order. Needs the parameters and gradients of the step. Collective; returns
@@ -35,7 +31,7 @@ def nonfinite_origin(
     found: list[tuple[int, int, str]] = []  # in the order of micro-batches, then of gradients
     with policy.recorded_calls() as calls:
         for idx, micro_batch in enumerate(mini_batch):
-            scores = policy.measure(micro_batch, entropy_use)
+            scores = policy.measure(micro_batch, objective.entropy_use)
             faults = _faults(batch, micro_batch, scores, objective)
             found += ((idx, place, fault) for place, fault in faults)
     gradients = _nonfinite_gradients(policy, calls)

@@ -304,6 +304,7 @@ class TrainingRun:
         row["time/step_s"] = step_s
         row["time/rank_idle_share"] = row["time/rollout_s"] / step_s
         self._reporter.step_done(self.step, row)
+        self._reporter.look_at_rollouts(self.config, self.step, row)
         train = self.config.train
         is_evaluated = train.keep_best_by is not None and self._is_due(train.eval_every)
         if is_evaluated or self._is_due(train.checkpoint_every):

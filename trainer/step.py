@@ -11,21 +11,14 @@ from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.tracing.spans import span
-from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss, Reduction
-from umbra.trainer.algorithms.losses import kl_terms, kl_to_go
+from umbra.trainer.algorithms.base import LossMetric, Reduction
 from umbra.trainer.config.trainer_config import TrainSection
-from umbra.trainer.data.train_batch import (
-    ADVANTAGES,
-    PROXIMAL_LOGPROBS,
-    REFERENCE_LOGPROBS,
-    ROLLOUT_LOGPROBS,
-    TrainBatch,
-)
+from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder
-from umbra.trainer.model.token_scoring import EntropyUse
-from umbra.trainer.model.train_model import POLICY, REFERENCE, TokenScores, TrainModel
+from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
 from umbra.trainer.nonfinite_origin import nonfinite_origin
+from umbra.trainer.objective import Objective
 from umbra.trainer.world.mesh import max_over_ranks, sum_over_ranks
 
 
@@ -40,7 +33,7 @@ class TrainStep:
         models: Mapping[str, TrainModel],
         builder: MicroBatchBuilder,
         train: TrainSection,
-        loss: PolicyLoss,
+        objective: Objective,
         warn: Callable[[str], None],
         check: LogprobCheck | None = None,
     ) -> None:
@@ -48,7 +41,7 @@ class TrainStep:
         self._reference = models.get(REFERENCE)
         self._builder = builder
         self._train = train
-        self._loss = loss
+        self._objective = objective
         self._warn = warn
         self._check = check
         self._num_skipped = 0  # optimizer steps, in a row
@@ -111,9 +104,7 @@ class TrainStep:
         if math.isfinite(norm := applied["grad_norm"]):
             self._num_skipped = 0
         else:
-            origin = nonfinite_origin(
-                self._policy, batch, mini_batch, self._objective, self._entropy_use
-            )
+            origin = nonfinite_origin(self._policy, batch, mini_batch, self._objective)
             self._skip(f"step {step + 1}: the gradient is not finite (norm {norm}): {origin}")
         return {f"train/{name}": value for name, value in applied.items()}
 
@@ -135,49 +126,11 @@ class TrainStep:
 
     def _backward(self, micro_batch: MicroBatch, totals: MetricTotals, *, is_last: bool) -> None:
         """Frees the graph when it returns: the next micro-batch needs the memory."""
-        scores = self._policy.score(micro_batch, self._entropy_use)
+        scores = self._policy.score(micro_batch, self._objective.entropy_use)
         micro_batch.columns.setdefault(PROXIMAL_LOGPROBS, scores.logprobs.detach())
         output = self._objective(scores, micro_batch)
         self._policy.backward(output.loss, is_last=is_last)
         totals.add(output.metrics, micro_batch.weights)
-
-    @property
-    def _entropy_use(self) -> EntropyUse:
-        train = self._train
-        return "trained" if train.entropy_coef else "measured" if train.log_entropy else "none"
-
-    def _objective(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
-        """The loss with its KL term and entropy bonus, and the metrics of all. With
-        `kl_in_reward`, the advantages have the KL instead."""
-        train, columns = self._train, micro_batch.columns
-        proximal = columns[PROXIMAL_LOGPROBS]
-        reference = columns.get(REFERENCE_LOGPROBS)
-        advantages = columns[ADVANTAGES]
-        if reference is not None and train.kl_in_reward:
-            penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
-            advantages = advantages - train.kl_coef * penalties
-        inputs = LossInputs(
-            rollout_logprobs=columns[ROLLOUT_LOGPROBS],
-            proximal_logprobs=proximal,
-            advantages=advantages,
-            weights=micro_batch.weights,
-            sample_lens=micro_batch.sample_lens,
-            columns=columns | {ADVANTAGES: advantages},
-        )
-        output = self._loss(scores.logprobs, inputs, train)
-        loss, metrics = output.loss, dict(output.metrics)
-        behaviour_kl = kl_terms(inputs.rollout_logprobs, scores.logprobs.detach(), "k3")
-        metrics["behaviour_kl"] = LossMetric(behaviour_kl)
-        if scores.entropy is not None:
-            metrics["entropy"] = LossMetric(scores.entropy.detach())
-            if train.entropy_coef:
-                loss = loss - train.entropy_coef * (micro_batch.weights * scores.entropy).sum()
-        if reference is not None:
-            terms = kl_terms(scores.logprobs, reference, train.kl_estimator)
-            metrics["reference_kl"] = LossMetric(terms)
-            if not train.kl_in_reward:
-                loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
-        return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)
 
 
 class MetricTotals:

@@ -276,17 +276,23 @@ class ProgressDisplay:
 
 def format_step(step: int, total: int, row: Mapping[str, float]) -> str:
     """One line of fixed columns, such as
-    `step   12/100  reward 0.431  17.2k tok/s  gen 0.35s  sync 0.02s  train 0.18s  eta 0:52`.
+    `step   12/100  reward 0.431  17.2k tok/s  gen 0.35s  sync 0.02s  train 0.18s  eta 0:52`, or
+    without rollouts `step   12/100  loss 1.431  17.2k tok/s  train 0.18s  eta 0:52`.
     """
-    width = len(str(total))
-    left_s, tokens_per_s = row.get("time/left_s"), row.get("rollout/tokens_per_s")
-    speed = "-" if tokens_per_s is None else f"{tokens_per_s / 1000:.1f}k"
-    return (
-        f"step {step:>{width}}/{total}  reward {row['rollout/reward_mean']:.3f}  "
-        f"{speed} tok/s  gen {row['time/rollout_s']:.2f}s  "
-        f"sync {row['time/sync_s']:.2f}s  train {row['time/train_s']:.2f}s  "
-        f"eta {'-:--' if left_s is None else format_duration(left_s)}"
-    )
+    width, left_s = len(str(total)), row.get("time/left_s")
+    times = [("gen", "time/rollout_s"), ("sync", "time/sync_s"), ("train", "time/train_s")]
+    if (reward := row.get("rollout/reward_mean")) is not None:
+        result, tokens_per_s = f"reward {reward:.3f}", row.get("rollout/tokens_per_s")
+    else:
+        result, tokens_per_s = f"loss {row['train/loss']:.3f}", row["sft/tokens_per_s"]
+    columns = [
+        f"step {step:>{width}}/{total}",
+        result,
+        f"{'-' if tokens_per_s is None else f'{tokens_per_s / 1000:.1f}k'} tok/s",
+        *(f"{label} {row[name]:.2f}s" for label, name in times if name in row),
+        f"eta {'-:--' if left_s is None else format_duration(left_s)}",
+    ]
+    return "  ".join(columns)
 
 
 class _Rows:

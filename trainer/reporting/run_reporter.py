@@ -162,7 +162,9 @@ class RunReporter:
         if self._log is not None:
             RunDir(self._config.run.dir).remove_replaced()
         self._display.step_done(step, row)
-        config = self._config
+
+    def look_at_rollouts(self, config: TrainerConfig, step: int, row: Mapping[str, float]) -> None:
+        """Warns where the completions of a step can hardly be meant, of each kind once."""
         if row["rollout/tokens"] == 0:
             self._note_once("tokens", f"step {step} trained on nothing: {_why_no_tokens(config)}")
         if row["rollout/truncated_share"] == 1.0:

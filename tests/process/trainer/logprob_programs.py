@@ -22,6 +22,7 @@ from umbra.trainer.data.train_batch import ROLLOUT_LOGPROBS, TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
+from umbra.trainer.objective import PolicyObjective
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.mesh import Mesh
 
@@ -95,9 +96,8 @@ def check_step(
         warnings.append,
         [] if differed_by is None else [earlier, {}],
     )
-    step = TrainStep(
-        {POLICY: policy}, builder, settings, load_loss(settings.loss), warnings.append, check
-    )
+    objective = PolicyObjective(settings, load_loss(settings.loss))
+    step = TrainStep({POLICY: policy}, builder, settings, objective, warnings.append, check)
     before = full_parameters(policy)
     metrics: list[dict[str, float]] = []
     error = ""

@@ -51,6 +51,7 @@ from umbra.trainer.model.train_model import (
     TrainModel,
     Wrap,
 )
+from umbra.trainer.objective import PolicyObjective
 from umbra.trainer.step import MetricTotals, TrainStep
 from umbra.trainer.world.mesh import Mesh, agree_on_signal, barrier, from_lead, share_cores
 
@@ -133,7 +134,8 @@ def make_train_step(
     warn: Callable[[str], None] = print,
 ) -> TrainStep:
     models = {POLICY: policy} if reference is None else {POLICY: policy, REFERENCE: reference}
-    return TrainStep(models, make_builder(world, policy, train), train, load_loss(train.loss), warn)
+    objective = PolicyObjective(train, load_loss(train.loss))
+    return TrainStep(models, make_builder(world, policy, train), train, objective, warn)
 
 
 def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:

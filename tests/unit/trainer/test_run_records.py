@@ -350,9 +350,11 @@ def test_a_step_that_teaches_nothing_is_reported_once(
 
     with ProgressDisplay(stream) as display:
         display.begin_steps("run", 0, 4)
-        journal = RunReporter(make_config(tmp_path), display, None)
+        config = make_config(tmp_path)
+        journal = RunReporter(config, display, None)
         for step, row in enumerate([before, odd, before, odd], 1):
             journal.step_done(step, ROW | row)
+            journal.look_at_rollouts(config, step, ROW | row)
 
     (told,) = [line for line in stream.getvalue().splitlines() if not line.startswith("step ")]
     assert told.startswith(said.format(logs=tmp_path / "logs"))

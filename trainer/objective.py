@@ -1,0 +1,74 @@
+"""What an optimizer step minimizes: from the scores of a micro-batch to its share of the loss."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
+from umbra.trainer.algorithms.losses import kl_terms, kl_to_go
+from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.data.train_batch import (
+    ADVANTAGES,
+    PROXIMAL_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    ROLLOUT_LOGPROBS,
+)
+from umbra.trainer.model.micro_batches import MicroBatch
+from umbra.trainer.model.token_scoring import EntropyUse
+from umbra.trainer.model.train_model import TokenScores
+
+
+class Objective(Protocol):
+    """Called once per micro-batch, with scores that have the entropy that it asks for."""
+
+    @property
+    def entropy_use(self) -> EntropyUse: ...
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        """The loss, with gradient, and the metrics: "loss" and others."""
+        ...
+
+
+class PolicyObjective:
+    """The loss of `train.loss` with its KL term and entropy bonus, and the metrics of all. With
+    `kl_in_reward`, the advantages have the KL instead."""
+
+    def __init__(self, train: TrainSection, loss: PolicyLoss) -> None:
+        self._train = train
+        self._loss = loss
+
+    @property
+    def entropy_use(self) -> EntropyUse:
+        train = self._train
+        return "trained" if train.entropy_coef else "measured" if train.log_entropy else "none"
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        train, columns = self._train, micro_batch.columns
+        proximal = columns[PROXIMAL_LOGPROBS]
+        reference = columns.get(REFERENCE_LOGPROBS)
+        advantages = columns[ADVANTAGES]
+        if reference is not None and train.kl_in_reward:
+            penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
+            advantages = advantages - train.kl_coef * penalties
+        inputs = LossInputs(
+            rollout_logprobs=columns[ROLLOUT_LOGPROBS],
+            proximal_logprobs=proximal,
+            advantages=advantages,
+            weights=micro_batch.weights,
+            sample_lens=micro_batch.sample_lens,
+            columns=columns | {ADVANTAGES: advantages},
+        )
+        output = self._loss(scores.logprobs, inputs, train)
+        loss, metrics = output.loss, dict(output.metrics)
+        behaviour_kl = kl_terms(inputs.rollout_logprobs, scores.logprobs.detach(), "k3")
+        metrics["behaviour_kl"] = LossMetric(behaviour_kl)
+        if scores.entropy is not None:
+            metrics["entropy"] = LossMetric(scores.entropy.detach())
+            if train.entropy_coef:
+                loss = loss - train.entropy_coef * (micro_batch.weights * scores.entropy).sum()
+        if reference is not None:
+            terms = kl_terms(scores.logprobs, reference, train.kl_estimator)
+            metrics["reference_kl"] = LossMetric(terms)
+            if not train.kl_in_reward:
+                loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
+        return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)
