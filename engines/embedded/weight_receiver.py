@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,8 +19,6 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transport import Receiver
 
 _OPEN_TIMEOUT_S: Final = 10.0
-
-_Opener = Callable[[Destinations, bytes, Mapping[str, Any]], Receiver]
 
 
 class WeightReceiver:
@@ -47,29 +45,24 @@ class WeightReceiver:
         self._layout: tuple[bytes, int] | None = None
         self._destinations: Destinations | None = None
         self._update: Receiver | None = None
-        self._openers: dict[str, _Opener] = {
-            "memfd": self._open_image,
-            "cuda_ipc": self._open_exports,
-            "tcp": self._open_image,
-        }
 
     def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares for one version; aborts an update that was open.
 
         Args:
             manifest: the wire form from prepare_update.
-            buckets: {"transport": name, "bucket_nbytes": int} from there, and the details of
-                the transport's layout, with "engine" and "timeout_s" in their "progress".
+            buckets: {"bucket_nbytes": int} from there, and the details of the transport's layout,
+                with "engine" and "timeout_s" in their "progress".
 
         Raises WeightSyncError, with nothing touched, if names, shapes or dtypes differ from the
         parameters'. The manifest must have exactly their names; of tied parameters it may have any
         one name, several that share memory, or copies.
         """
         self.end()
-        if buckets["transport"] != "cuda_ipc":
+        if "exports" not in buckets:
             self._memory.close()
         destinations = self._destinations_for(manifest, buckets["bucket_nbytes"])
-        open_receiver = self._openers[buckets["transport"]]
+        open_receiver = self._open_exports if "exports" in buckets else self._open_image
         self._update = open_receiver(destinations, manifest, buckets)
 
     def _open_image(

@@ -55,7 +55,7 @@ class AdapterUpdates(WeightUpdates):
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Opens the update in the workers, if they can while the engine generates."""
         await self.end()
-        if buckets["transport"] == "cuda_ipc":
+        if "exports" in buckets:
             self._update = ExportsUpdate(manifest, buckets)
         else:
             self._update = await self._in_thread(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from umbra.runtime.engine_api.engine_names import EngineName, check_lora_engine
+from umbra.runtime.engine_api.transports import TRANSPORTS, TransportSetting, allowed_transports
 from umbra.runtime.errors import SettingError
 from umbra.runtime.settings import (
     Checked,
@@ -20,9 +21,6 @@ from umbra.runtime.settings import (
     Variables,
 )
 
-TransportSetting = Literal["auto", "memfd", "cuda_ipc", "tcp"]
-
-
 _MAX_TURN_S: Final = 60.0
 
 OnUpdate = Literal["abort", "keep", "drain"]
@@ -35,9 +33,10 @@ def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
 
 def check_full_sync_every(full_sync_every: int, transport: TransportSetting) -> None:
     """Raises SettingError for a pool whose weights never travel over the network."""
-    if full_sync_every > 1 and transport not in ("auto", "tcp"):
+    if full_sync_every > 1 and not any(t.crosses_nodes for t in allowed_transports(transport)):
+        names = " or ".join(repr(t.name) for t in TRANSPORTS.values() if t.crosses_nodes)
         raise SettingError(
-            f"full_sync_every {full_sync_every} is for transport 'tcp', not {transport!r}: set "
+            f"full_sync_every {full_sync_every} is for transport {names}, not {transport!r}: set "
             "full_sync_every to 1, or transport to 'auto'"
         )
 
@@ -54,7 +53,7 @@ def check_staged_updates(mode: str, engine: str, transport: TransportSetting) ->
             f"staged_updates is for engine 'vllm', and engine {engine!r} reads weights when it is "
             "paused; leave it out, or set engine to 'vllm'"
         )
-    if transport not in ("auto", "cuda_ipc"):
+    if not any(t.reads_ranks for t in allowed_transports(transport)):
         raise SettingError(
             f"staged_updates is for weights that engines read on the trainer's GPUs, and transport "
             f"{transport!r} does not let them; leave it out, or set transport to 'auto'"

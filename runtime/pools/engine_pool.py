@@ -20,7 +20,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.image.fd_server import FdServer
-from umbra.runtime.weights.links.link_plan import ImageHolder
+from umbra.runtime.weights.image.image_memory import ImageHolder
 from umbra.runtime.weights.sync_messages import SyncBegin
 
 logger = logging.getLogger(__name__)

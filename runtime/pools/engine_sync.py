@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
+from umbra.runtime.engine_api.transports import Transport
 from umbra.runtime.errors import UmbraError, WakeError, WeightSyncError
 from umbra.runtime.pools.sync_state import (
     EngineCutOff,
@@ -20,7 +21,6 @@ from umbra.runtime.pools.sync_state import (
     SyncStep,
 )
 from umbra.runtime.weights.links.link_plan import LinkProgress
-from umbra.runtime.weights.sync_messages import TransportName
 from umbra.runtime.weights.transport import Layout, TransferProgress
 
 logger = logging.getLogger(__name__)
@@ -79,11 +79,10 @@ class SyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSync:
-    """The coordinator's part of a sync, once the layout is known. With cuda_ipc, the layout's
-    `num_buckets` counts tensors, which are loaded one by one."""
+    """The coordinator's part of a sync, once the layout is known."""
 
     engines: Mapping[int, SyncEngine]
-    transport: TransportName
+    transport: Transport
     bucket_nbytes: int
     layout: Layout
     has_checksums: bool
@@ -100,7 +99,6 @@ class OpenedSync:
     def describe(self, engine: int, timeout_s: float) -> dict[str, Any]:
         details = self.layout.engine_details[engine]
         return {
-            "transport": self.transport,
             "bucket_nbytes": self.bucket_nbytes,
             **details,
             "progress": {**details["progress"], "timeout_s": timeout_s},
@@ -348,7 +346,7 @@ class EngineSync:
             return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD
         reads_rank = self._opened.links is not None and step == SyncStep.LOAD
-        if is_alive and (reads_rank or self._opened.transport == "cuda_ipc"):
+        if is_alive and (reads_rank or self._opened.transport.reads_ranks):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
                     await self._was_aborted.wait()

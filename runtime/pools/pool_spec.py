@@ -17,10 +17,10 @@ from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, e
 from umbra.runtime.engine_api.lora import check_lora_rank
 from umbra.runtime.engine_api.pool_settings import (
     OnUpdate,
-    TransportSetting,
     check_full_sync_every,
     check_staged_updates,
 )
+from umbra.runtime.engine_api.transports import TransportSetting, allowed_transports
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Count, Positive, Settings
@@ -52,7 +52,7 @@ class PoolSpec(Settings):
         lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the model's
             weights themselves; an argument of the same name. 0: syncs bring the weights.
         bucket_nbytes, verify_every, full_sync_every: see `SyncSettings`.
-        transport: how weights travel: auto, memfd, cuda_ipc or tcp; `transport`.
+        transport: how weights travel, see `Transport`.
     """
 
     name: str
@@ -136,10 +136,10 @@ class PoolSpec(Settings):
     def engine_specs_on(self, gpus: Sequence[str], *, first_idx: int) -> list[ActorSpec]:
         """Actors of further engines on a node that only generates, as many as its GPUs hold, or one
         on the CPU. Raises ConfigError if the pool cannot have engines there."""
-        if self.transport not in ("auto", "tcp"):
+        if not any(t.crosses_nodes for t in allowed_transports(self.transport)):
             raise ConfigError(
                 f"pool {self.name!r}: its weights travel by {self.transport!r}, which reaches no "
-                "other node: set pool.transport = 'auto' or 'tcp'"
+                "other node: set pool.transport = 'auto'"
             )
         num_gpus = self.num_gpus
         if num_gpus == 0:

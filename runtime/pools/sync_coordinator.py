@@ -7,18 +7,17 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Final
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.engine_api.pool_settings import TransportSetting
+from umbra.runtime.engine_api.transports import Transport, TransportSetting
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.pools.engine_sync import Lease, OpenedSync, SyncEngine
 from umbra.runtime.pools.sync_run import SyncRun
 from umbra.runtime.pools.sync_state import Aborted, Open, Phase
-from umbra.runtime.weights.exports.export_plan import ExportPlan
 from umbra.runtime.weights.image.fd_server import FdServer
-from umbra.runtime.weights.image.image_memory import ImageMemory, ImagePlan
-from umbra.runtime.weights.links.link_plan import ImageHolder, LinkPlan
+from umbra.runtime.weights.image.image_memory import ImageHolder, ImageMemory, PlanParts
 from umbra.runtime.weights.manifest import ALIGNMENT, align
 from umbra.runtime.weights.sync_messages import (
     SyncAbort,
@@ -101,9 +100,12 @@ class SyncCoordinator:
         self._settings = settings or SyncSettings()
         self._memory = ImageMemory(pool, fd_server)
         self._on_abort = on_abort
-        exports = ExportPlan(self._memory, is_staged=self._settings.staged_updates)
-        plans = [exports, ImagePlan(self._memory), LinkPlan(pool, images)]
-        self._transports = TransportChooser(pool, self._settings.transport, plans)
+        is_staged = self._settings.staged_updates
+        parts = PlanParts(pool=pool, memory=self._memory, images=images, is_staged=is_staged)
+        self._transports = TransportChooser(
+            pool, self._settings.transport, lambda row: resolve_name(row.plan)(parts)
+        )
+        self._last_transport: Transport | None = None
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
         self._verified: dict[str, int] = {}  # by engine: last incarnation with verified checksums
@@ -183,7 +185,7 @@ class SyncCoordinator:
         assert run.opened is not None
         return SyncGrant(
             sync_id=run.sync_id,
-            transport=run.opened.transport,
+            transport=run.opened.transport.name,
             bucket_nbytes=run.opened.bucket_nbytes,
             num_buckets=run.opened.layout.num_buckets,
             has_checksums=run.opened.has_checksums,
@@ -201,26 +203,27 @@ class SyncCoordinator:
         """Opens a sync for the engines that can take part and lack `version`. Raises
         WeightSyncError if the configured transport is unavailable."""
         able, limit_s = self._able_engines(), lease.left_s / 2
-        plan = await self._transports.choose(action.ranks, able, limit_s)
+        transport, plan, ranks = await self._transports.choose(action.ranks, able, limit_s)
         manifest, chosen = action.manifest, self._choose_engines(version, plan)
         most_nbytes = max(align(manifest.nbytes), ALIGNMENT)
         bucket_nbytes = min(align(self._settings.bucket_nbytes), most_nbytes)
         order = LayoutOrder(
             manifest=manifest,
             bucket_nbytes=bucket_nbytes,
-            ranks=action.ranks,
+            ranks=ranks,
             engines=chosen,
             has_checksums=self._needs_checksums(version, chosen),
             timeout_s=lease.left_s / 2,
             keeps_sent=self._settings.full_sync_every > 1,
             sends_deltas=self._num_earlier(version) % self._settings.full_sync_every > 0,
         )
-        if plan.name != "memfd":
+        if transport is not self._last_transport:
             await self._memory.free()
+        self._last_transport = transport
         async with plan.lay_out(order) as layout:
             yield OpenedSync(
                 engines={number: chosen[number] for number in layout.engine_details},
-                transport=plan.name,
+                transport=transport,
                 bucket_nbytes=bucket_nbytes,
                 layout=layout,
                 has_checksums=order.has_checksums,

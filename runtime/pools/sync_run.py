@@ -208,7 +208,7 @@ class SyncRun:
         assert manifest is not None
         self._report = SyncReport(
             version=self.version,
-            transport="" if self.opened is None else self.opened.transport,
+            transport="" if self.opened is None else self.opened.transport.name,
             engines={
                 name: {"nbytes": manifest.payload_nbytes, "load_s": self._engine_syncs[name].load_s}
                 for name in self.state.live_engines

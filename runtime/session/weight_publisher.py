@@ -3,20 +3,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from umbra.runtime.engine_api.transports import TRANSPORTS, TransportName
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.bucket_grid import Extent
-from umbra.runtime.weights.exports.exporter import Export, ExportSender
-from umbra.runtime.weights.exports.ipc_memory import MemoryExporter
-from umbra.runtime.weights.image.image_sender import ImageSender
-from umbra.runtime.weights.links.link_sender import LinkSender
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.shards import (
+    Export,
     RankShards,
+    SenderParts,
     ShardSource,
     held_extent,
     is_first_holder,
@@ -81,16 +81,15 @@ class WeightPublisher:
         )
         shards = _shards_of(rank, self.manifest, first, locate)
         replicas = _shards_of(rank, self.manifest, others, locate)
-        exporter = MemoryExporter(session.fd_socket)
-        self._exports = ExportSender(
-            *(shards, replicas, export or exporter.export, exporter.release),
+        parts = SenderParts(
+            session=session,
+            shards=shards,
+            replicas=replicas,
             keeps_memory=keeps_memory,
+            export=export,
         )
-        self._links = LinkSender(shards, session)
-        self._senders: dict[str, Sender] = {
-            "memfd": ImageSender(shards),
-            "cuda_ipc": self._exports,
-            "tcp": self._links,
+        self._senders: dict[TransportName, Sender] = {
+            name: resolve_name(transport.sender)(parts) for name, transport in TRANSPORTS.items()
         }
         self._on_read = on_read
         self._wire = self.manifest.to_wire()
@@ -113,8 +112,7 @@ class WeightPublisher:
                 report = report.joined(self._sync(pool, version, deadline))
             return report
         finally:
-            self._links.stop_listening()
-            self._exports.leave()
+            self._leave()
 
     def _sync(self, pool: str, version: int, deadline: float) -> SyncReport:
         session, rank = self._session, self._session.rank
@@ -125,9 +123,8 @@ class WeightPublisher:
                 rank=rank,
                 world_size=session.world_size,
                 manifest=self._wire if rank == 0 else None,
-                offer=self._exports.offer(),
+                offers={name: sender.offer() for name, sender in self._senders.items()},
                 node_id=session.node_id,
-                link_endpoint=self._links.listen(),
                 deadline=deadline,
             )
         )
@@ -136,8 +133,8 @@ class WeightPublisher:
             regions = sender.send(grant, deadline)
             if regions is not None:
                 on_read = self._on_read
-                if on_read is not None and not sender.is_read_by_engines:
-                    self._exports.leave()
+                if on_read is not None and not TRANSPORTS[grant.transport].reads_ranks:
+                    self._leave()
                     on_read()
                     on_read = None
                 filled = SyncFilled(
@@ -150,7 +147,7 @@ class WeightPublisher:
                 )
                 session.sync(filled)
                 if on_read is not None:
-                    self._exports.leave()
+                    self._leave()
                     on_read()
             # If the sync was aborted, this raises the reason.
             return session.sync(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
@@ -162,6 +159,10 @@ class WeightPublisher:
             with suppress(UmbraError):
                 session.sync(SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until))
             raise
+
+    def _leave(self) -> None:
+        for sender in self._senders.values():
+            sender.leave()
 
     def close(self) -> None:
         """Unmaps the image and ends exports, which a later `publish` makes again. Idempotent."""

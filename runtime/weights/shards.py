@@ -22,7 +22,14 @@ from umbra.runtime.weights.bucket_grid import BucketGrid, BucketPiece, Extent
 from umbra.runtime.weights.byte_views import dtype_name, flatten
 from umbra.runtime.weights.checksum import CastValues, checksums_of
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
-from umbra.runtime.weights.sync_messages import Region, SyncGrant
+from umbra.runtime.weights.rank_exports import Offer
+from umbra.runtime.weights.sync_messages import Region, SyncGrant, SyncSession
+
+_Located = Sequence[tuple[int, Tensor]]
+
+Export = Callable[[_Located, _Located], Offer]
+"""Offers tensors and replicas of others' tensors, each with its offset in the image, to engines on
+the same GPUs, or returns why it cannot."""
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -175,6 +182,19 @@ class RankShards:
         """The rank's part of each tensor, with its offset in the image."""
         shards = zip(self.extents, self.sources, strict=True)
         return [(extent.offset, self.locate(source.tensor)) for extent, source in shards]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderParts:
+    """A rank, as each transport's sender needs it: its shards, `replicas` of other ranks' shards,
+    and whether its tensors keep their memory from one sync to the next. `export` stands in for CUDA
+    IPC."""
+
+    session: SyncSession
+    shards: RankShards
+    replicas: RankShards
+    keeps_memory: bool
+    export: Export | None
 
 
 class ShardBuckets:

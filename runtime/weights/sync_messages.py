@@ -20,14 +20,13 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
+from umbra.runtime.engine_api.transports import TransportName
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, brief
 from umbra.runtime.settings import annotations_of
 
 Answer = TypeVar("Answer")
-
-TransportName = Literal["memfd", "cuda_ipc", "tcp"]
 
 Region = tuple[int, int, int | None]
 """Image offset, nbytes and checksum of bytes that one rank sent."""
@@ -52,8 +51,8 @@ class SyncMessage(Generic[Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGrant:
-    """The facts that a rank needs to hand over its tensors. `num_buckets` counts tensors with
-    cuda_ipc; `details` are the transport's, from its `Layout`."""
+    """The facts that a rank needs to hand over its tensors. `num_buckets` and `details` are the
+    transport's, from its `Layout`."""
 
     sync_id: str
     transport: TransportName
@@ -115,17 +114,15 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncBegin(SyncMessage[SyncGrant]):
-    """A rank joins the sync of one version. Rank 0 sends the `manifest`, in its wire form. `offer`
-    are the rank's exports in theirs, or why it has none; see `rank_exports`. Receivers of other
-    nodes reach the rank at `link_endpoint`, "HOST:PORT", or not at all."""
+    """A rank joins the sync of one version, with the `Sender.offer` of each transport. Rank 0 sends
+    the `manifest`, in its wire form."""
 
     pool: str
     version: int
     world_size: int
     manifest: bytes | None
-    offer: bytes | str
+    offers: Mapping[TransportName, bytes | str]
     node_id: str
-    link_endpoint: str
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= _MAX_RANKS:

@@ -1,11 +1,12 @@
 """The interface of a transport, one way for the bytes of a sync, and the choice of one.
 
     plan       supervisor   find_problem, lay_out      whether it can be used, and where things are
-    sender     rank         send                       writes the rank's shards, or exports them
+    sender     rank         offer, send                writes the rank's shards, or exports them
     receiver   engine       load, verify               reads them into the engine's parameters
 
-A transport also carries the progress of its syncs, which the supervisor sees as `TransferProgress`.
-`TransportChooser` chooses between plans. Torch-free, as are all plans.
+A plan and a sender belong to one row of `TRANSPORTS`. A receiver reads either an image on its node
+or the ranks' memory, and does not know the transport. A transport also carries the progress of its
+syncs, which the supervisor sees as `TransferProgress`. Torch-free, as are all plans.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.runtime.engine_api.pool_settings import TransportSetting
+from umbra.runtime.engine_api.transports import Transport, TransportSetting, allowed_transports
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.sync_messages import Region, SyncBegin, SyncGrant, TransportName
+from umbra.runtime.weights.sync_messages import Region, SyncBegin, SyncGrant
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,22 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankOffer:
+    """A rank in a sync, with the `offer` of its sender."""
+
+    rank: int
+    node_id: str
+    offer: bytes | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOrder:
     """Inputs of a sync's layout. Engines' indices are their numbers in the sync. Ranks may keep
     sent bytes (`keeps_sent`) so that a later sync can send their changes (`sends_deltas`)."""
 
     manifest: Manifest
     bucket_nbytes: int
-    ranks: Sequence[SyncBegin]
+    ranks: Sequence[RankOffer]
     engines: Sequence[ProbedEngine]
     has_checksums: bool
     timeout_s: float
@@ -68,7 +78,7 @@ class Layout:
         rank_details: facts that a rank needs, by its number.
         engine_details: facts that an engine needs, by its number; "progress" is for its own
             reports. An engine without an entry cannot take part.
-        num_buckets: steps that `progress` counts.
+        num_buckets: steps that `progress` counts: buckets of an image, or single tensors.
     """
 
     rank_details: Callable[[int], Mapping[str, Any]]
@@ -104,7 +114,7 @@ class TransferProgress(Protocol):
         ...
 
 
-def find_distance(ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine]) -> Problem | None:
+def find_distance(ranks: Sequence[RankOffer], engines: Sequence[ProbedEngine]) -> Problem | None:
     """The problem of a transport that works only within a node, if there are several."""
     nodes = {f"rank {rank.rank}": rank.node_id for rank in ranks}
     nodes |= {engine.name: engine.node_id for engine in engines}
@@ -116,12 +126,11 @@ def find_distance(ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine]) -
 
 
 class TransportPlan(Protocol):
-    """The supervisor's part, one for each pool. It checks and decides; no bytes go through it."""
-
-    name: TransportName
+    """The supervisor's part, made of `PlanParts` for each pool. It checks and decides; no bytes go
+    through it."""
 
     async def find_problem(
-        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         """Why it cannot be used now; None if it can."""
         ...
@@ -134,11 +143,15 @@ class TransportPlan(Protocol):
 
 
 class Sender(Protocol):
-    """A rank's part, owned by its publisher over all syncs. Engines read the tensors until all have
-    loaded if `is_read_by_engines`, else `send` does. `network_nbytes` counts the last `send`."""
+    """A rank's part, made of `SenderParts`, owned by its publisher over all syncs. Engines read the
+    tensors until all have loaded if the transport `reads_ranks`, else `send` does. `network_nbytes`
+    counts the last `send`."""
 
-    is_read_by_engines: bool
     network_nbytes: int
+
+    def offer(self) -> bytes | str:
+        """Gets ready for a sync; returns what the plan has to know about this rank."""
+        ...
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Hands over the rank's shards; returns their regions, or None if the sync was aborted.
@@ -146,8 +159,13 @@ class Sender(Protocol):
         which is on the monotonic clock."""
         ...
 
+    def leave(self) -> None:
+        """Called once the tensors are no longer read, before their memory is freed, and at the end
+        of the sync. Idempotent."""
+        ...
+
     def close(self) -> None:
-        """Idempotent."""
+        """Frees what it keeps from one sync to the next. Idempotent."""
         ...
 
 
@@ -172,27 +190,35 @@ class Receiver(Protocol):
 
 
 class TransportChooser:
-    """Chooses the transport of each sync of one pool: the first of `plans`, fastest first, that can
-    be used. Any `setting` but "auto" allows only that transport."""
+    """Chooses the transport of each sync of one pool: the first that `setting` allows and that can
+    be used."""
 
     def __init__(
-        self, pool: str, setting: TransportSetting, plans: Sequence[TransportPlan]
+        self,
+        pool: str,
+        setting: TransportSetting,
+        make_plan: Callable[[Transport], TransportPlan],
     ) -> None:
         self._pool = pool
         self._setting = setting
-        self._plans = [plan for plan in plans if setting in ("auto", plan.name)]
-        self._logged: tuple[TransportName, str] | None = None
+        self._plans = [(each, make_plan(each)) for each in allowed_transports(setting)]
+        self._logged: tuple[str, str] | None = None
 
     async def choose(
         self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
-    ) -> TransportPlan:
-        """Raises WeightSyncError if no allowed transport can be used."""
+    ) -> tuple[Transport, TransportPlan, list[RankOffer]]:
+        """The choice, with what the ranks offer to it. Raises WeightSyncError if no allowed
+        transport can be used."""
         problems: list[Problem] = []
-        for plan in self._plans:
-            problem = await plan.find_problem(ranks, engines, timeout_s)
+        for transport, plan in self._plans:
+            offers = [
+                RankOffer(rank=r.rank, node_id=r.node_id, offer=r.offers.get(transport.name, ""))
+                for r in ranks
+            ]
+            problem = await plan.find_problem(offers, engines, timeout_s)
             if problem is None:
-                self._log(plan.name, problems)
-                return plan
+                self._log(transport, problems)
+                return transport, plan, offers
             problems.append(problem)
         others = "Set pool.transport = 'auto' to use any that works."
         raise WeightSyncError(
@@ -200,8 +226,9 @@ class TransportChooser:
             + ("" if self._setting == "auto" else f" {others}")
         )
 
-    def _log(self, name: TransportName, problems: Sequence[Problem]) -> None:
+    def _log(self, transport: Transport, problems: Sequence[Problem]) -> None:
         """Logs a choice that differs from the last one, with the problems of faster transports."""
+        name = transport.name
         reason = _reasons(problems) if problems else "all ranks and engines can"
         if self._setting == name:
             reason = "pool.transport sets it"

@@ -33,6 +33,7 @@ from umbra.runtime.cluster.job_nodes import (
     own_address,
 )
 from umbra.runtime.cluster.socket_dir import FD_SOCKET, SocketDir
+from umbra.runtime.engine_api.transports import allowed_transports
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.rpc.curve_keys import CurveKeys
@@ -139,7 +140,7 @@ def _tensor_on(config: TrainerConfig, gpu: int) -> torch.Tensor:
         raise NotApplicable(
             "the trainer is on the CPU" if torch.cuda.is_available() else "no GPU here"
         )
-    if transport not in ("auto", "cuda_ipc"):
+    if not any(t.reads_ranks for t in allowed_transports(transport)):
         raise NotApplicable(f"pool.transport = {transport!r} does not use it")
     return torch.arange(1 << 20, dtype=torch.int32, device=device)
 

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
+from umbra.runtime.weights.image.image_memory import PlanParts, numbered
 from umbra.runtime.weights.rank_exports import Allocation, RankExports, probe_allocations
-from umbra.runtime.weights.sync_messages import SyncBegin, TransportName
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,
     ProbedEngine,
     Problem,
+    RankOffer,
     find_distance,
 )
 
@@ -28,19 +28,16 @@ class ExportPlan:
     """CUDA IPC, the supervisor's part: whether engines can read the ranks' GPUs. Torch-free.
 
     They can if every rank exports its memory and every engine has opened some of it, which each
-    incarnation proves once. With `is_staged`, engines read weights while they generate, if they
-    can. The pool's coordinator owns `memory`, which holds the control block.
+    incarnation proves once. The control block is in the pool's memory.
     """
 
-    name: TransportName = "cuda_ipc"
-
-    def __init__(self, memory: ImageMemory, *, is_staged: bool = False) -> None:
-        self._memory = memory
-        self._is_staged = is_staged
+    def __init__(self, parts: PlanParts) -> None:
+        self._memory = parts.memory
+        self._is_staged = parts.is_staged
         self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
 
     async def find_problem(
-        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         """Probes each engine once, before it may take part."""
         exports: list[RankExports] = []

@@ -1,46 +1,30 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
+from umbra.runtime.weights.exports.ipc_memory import MemoryExporter
 from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.rank_exports import Offer, RankExports
-from umbra.runtime.weights.shards import RankShards, ShardReader
+from umbra.runtime.weights.shards import SenderParts, ShardReader
 from umbra.runtime.weights.sync_messages import Region, SyncGrant, remaining_s
-
-_Located = Sequence[tuple[int, Tensor]]
-
-Export = Callable[[_Located, _Located], Offer]
-"""Offers tensors and replicas of others' tensors, each with its offset in the image, to engines on
-the same GPUs, or returns why it cannot."""
 
 
 class ExportSender:
-    """CUDA IPC, a rank's part: exports its tensors, and `replicas` of other ranks' shards, which
-    stay in memory until the engines have loaded, or until the next sync with `keeps_memory`.
-    `release` ends holds on exported memory that the rank may free."""
+    """CUDA IPC, a rank's part: exports its tensors and replicas, which stay in memory until the
+    engines have loaded, or until the next sync with `keeps_memory`."""
 
-    is_read_by_engines = True
     network_nbytes = 0
 
-    def __init__(
-        self,
-        shards: RankShards,
-        replicas: RankShards,
-        export: Export,
-        release: Callable[[], None],
-        *,
-        keeps_memory: bool,
-    ) -> None:
-        self._shards = shards
-        self._replicas = replicas
-        self._export = export
-        self._release = release
-        self._keeps_memory = keeps_memory
+    def __init__(self, parts: SenderParts) -> None:
+        self._shards = parts.shards
+        self._replicas = parts.replicas
+        exporter = MemoryExporter(parts.session.fd_socket)
+        self._export = parts.export or exporter.export
+        self._release = exporter.release  # ends holds on memory that the rank may free
+        self._keeps_memory = parts.keeps_memory
         self._exported: Offer = ""
         self._offer: bytes | str = ""
 
@@ -87,7 +71,6 @@ class ExportSender:
             progress.close()
 
     def leave(self) -> None:
-        """Called when the tensors are no longer read, before their memory is freed. Idempotent."""
         if not self._keeps_memory:
             self._release()
 

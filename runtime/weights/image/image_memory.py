@@ -4,21 +4,21 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from umbra.runtime.process.host_memory import create_memory, free_pages
 from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.image.sync_progress import SyncProgress
-from umbra.runtime.weights.sync_messages import SyncBegin, TransportName
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,
     ProbedEngine,
     Problem,
+    RankOffer,
     find_distance,
 )
 
@@ -136,16 +136,52 @@ def numbered(details: Mapping[str, Any], num_engines: int) -> dict[int, Mapping[
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOrder:
+    """The image of a pool, for one sync, with `num_engines` of this node."""
+
+    pool: str
+    image_nbytes: int
+    bucket_nbytes: int
+    num_ranks: int
+    num_engines: int
+    contents: str = ""
+
+    @property
+    def grid(self) -> BucketGrid:
+        return BucketGrid(self.image_nbytes, self.bucket_nbytes)
+
+
+class ImageHolder(Protocol):
+    """The images on the nodes of a job, as the lead follows them."""
+
+    def hold(
+        self, node_id: str, order: ImageOrder
+    ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
+        """See `NodeImages.hold`; the end of the block ends the generator."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanParts:
+    """A pool, as each transport's plan needs it. The pool's coordinator owns `memory`, of which it
+    frees the image when a sync takes another transport than the last one. With `is_staged`, engines
+    that read the ranks' memory do that while they generate, if they can."""
+
+    pool: str
+    memory: ImageMemory
+    images: ImageHolder
+    is_staged: bool
+
+
 class ImagePlan:
     """Shared memory, the supervisor's part: one image, which works on any node. Torch-free."""
 
-    name: TransportName = "memfd"
-
-    def __init__(self, memory: ImageMemory) -> None:
-        self._memory = memory
+    def __init__(self, parts: PlanParts) -> None:
+        self._memory = parts.memory
 
     async def find_problem(
-        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         return find_distance(ranks, engines)
 
@@ -163,22 +199,6 @@ class ImagePlan:
                 progress=progress,
                 num_buckets=grid.num_buckets,
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageOrder:
-    """The image of a pool, for one sync, with `num_engines` of this node."""
-
-    pool: str
-    image_nbytes: int
-    bucket_nbytes: int
-    num_ranks: int
-    num_engines: int
-    contents: str = ""
-
-    @property
-    def grid(self) -> BucketGrid:
-        return BucketGrid(self.image_nbytes, self.bucket_nbytes)
 
 
 class NodeImages:

@@ -18,38 +18,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, Protocol, cast
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, brief
 from umbra.runtime.weights.bucket_grid import BucketGrid
-from umbra.runtime.weights.image.image_memory import ImageOrder, numbered
-from umbra.runtime.weights.sync_messages import LinkState, SyncBegin, SyncProgressed, TransportName
+from umbra.runtime.weights.image.image_memory import ImageHolder, ImageOrder, PlanParts, numbered
+from umbra.runtime.weights.sync_messages import LinkState, SyncProgressed
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,
     ProbedEngine,
     Problem,
+    RankOffer,
 )
 
 logger = logging.getLogger(__name__)
 
 
 class LinkPlan:
-    name: TransportName = "tcp"
-
-    def __init__(self, pool: str, images: ImageHolder) -> None:
-        self._pool = pool
-        self._images = images
+    def __init__(self, parts: PlanParts) -> None:
+        self._pool = parts.pool
+        self._images = parts.images
         self._sound: dict[str, str] = {}  # by node: contents that none of its engines has refused
 
     async def find_problem(
-        self, ranks: Sequence[SyncBegin], engines: Sequence[ProbedEngine], timeout_s: float
+        self, ranks: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         for rank in ranks:
             is_alone = all(engine.node_id == rank.node_id for engine in engines)
-            if not (is_alone or rank.link_endpoint):
+            if not (is_alone or rank.offer):
                 return Problem(f"rank {rank.rank} has no address at which other nodes reach it")
         return None
 
@@ -144,9 +143,7 @@ def _layout(
         details = numbered(node.details, len(node.engines))
         if node.has_receiver:
             ranks = [
-                (rank.rank, rank.link_endpoint)
-                for rank in order.ranks
-                if rank.node_id != node.node_id
+                (rank.rank, rank.offer) for rank in order.ranks if rank.node_id != node.node_id
             ]
             receives = {"key": f"{secret}/{idx}", "ranks": ranks, "holds": node.holds}
             details[0] = {**details[0], "receives": receives}
@@ -170,20 +167,6 @@ def _layout(
         progress=LinkProgress(len(order.ranks), nodes, gone),
         num_buckets=BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets,
     )
-
-
-class ImageHolder(Protocol):
-    """The progress of a sync over several nodes, for the supervisor. Torch-free.
-
-    ranks            ── SyncProgressed ──▶    buckets read; the answer says which nodes are lost
-    images of nodes  ── a stream ────────▶    buckets arrived there, and loaded by engines
-    """
-
-    def hold(
-        self, node_id: str, order: ImageOrder
-    ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """See `NodeImages.hold`; the end of the block ends the generator."""
-        ...
 
 
 class ImageFollower:
@@ -306,7 +289,11 @@ class ImageFollower:
 
 
 class LinkProgress:
-    """Implements `TransferProgress` by the nodes' images. `gone` are indices of nodes."""
+    """Implements `TransferProgress` by the nodes' images. `gone` are indices of nodes.
+
+    ranks            ── SyncProgressed ──▶    buckets read; the answer says which nodes are lost
+    images of nodes  ── a stream ────────▶    buckets arrived there, and loaded by engines
+    """
 
     def __init__(self, num_ranks: int, nodes: Sequence[ImageFollower], gone: Sequence[int]) -> None:
         self.is_aborted = False

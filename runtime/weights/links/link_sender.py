@@ -29,7 +29,7 @@ from umbra.runtime.weights.image.image_sender import ImageFiller
 from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.links.bucket_deltas import SentShards
 from umbra.runtime.weights.links.weight_links import LinkConnection, SendingLink, byte_runs
-from umbra.runtime.weights.shards import RankShards, ShardBuckets, ShardReader
+from umbra.runtime.weights.shards import RankShards, SenderParts, ShardBuckets, ShardReader
 from umbra.runtime.weights.sync_messages import (
     LinkState,
     Region,
@@ -61,20 +61,19 @@ _END_S: Final = 5.0
 class LinkSender:
     """Receivers of other nodes reach this rank at the session's `tcp_host` while a sync is open."""
 
-    is_read_by_engines = False
     network_nbytes = 0
 
-    def __init__(self, shards: RankShards, session: SyncSession) -> None:
-        self._shards = shards
-        self._buckets = ShardBuckets(shards)
-        self._session = session
+    def __init__(self, parts: SenderParts) -> None:
+        self._shards = parts.shards
+        self._buckets = ShardBuckets(parts.shards)
+        self._session = parts.session
         self._listener: LinkListener | None = None
         self._image = KeptImage()
         self._sent = SentShards()
 
-    def listen(self) -> str:
-        """Lets receivers connect in the next sync; returns the endpoint, or "" for none."""
-        self.stop_listening()
+    def offer(self) -> str:
+        """Lets receivers connect; returns the endpoint, "HOST:PORT", or "" for none."""
+        self.leave()
         if not self._session.tcp_host:
             return ""
         self._listener = LinkListener(self._session.tcp_host)
@@ -93,13 +92,12 @@ class LinkSender:
             self.network_nbytes = sync.network_nbytes
 
     def close(self) -> None:
-        """Stops listening, unmaps the image of the node and frees kept shards. Idempotent."""
-        self.stop_listening()
+        """Stops listening, unmaps the image of the node and frees kept shards."""
+        self.leave()
         self._image.close()
         self._sent.clear()
 
-    def stop_listening(self) -> None:
-        """Idempotent."""
+    def leave(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -28,9 +28,8 @@ _BEGIN: Final = SyncBegin(
     rank=0,
     world_size=1,
     manifest=None,
-    offer="",
+    offers={},
     node_id="",
-    link_endpoint="",
     deadline=0.0,
 )
 _END: Final = SyncEnd(sync_id="policy-1", rank=0, deadline=0.0)
@@ -92,9 +91,10 @@ class MessageReader:
 def _read_sync_call(raw: object) -> None:
     """As the supervisor does, and then as an engine does that gets the exports of all ranks."""
     call, manifest = read_sync_call(raw)
-    if manifest is None or not isinstance(call, SyncBegin) or isinstance(call.offer, str):
+    offer = call.offers.get("cuda_ipc") if isinstance(call, SyncBegin) else None
+    if manifest is None or not isinstance(offer, bytes):
         return
-    exports = RankExports.from_wire(call.offer)
+    exports = RankExports.from_wire(offer)
     try:
         image = ExportedImage(manifest, [exports.to_wire()], _NOTHING_TO_OPEN)
     except WeightSyncError:  # not the tensors of the manifest

@@ -114,9 +114,8 @@ def _publish_weights(session: Session) -> None:
         rank=0,
         world_size=1,
         manifest=publisher.manifest.to_wire(),
-        offer=exports.to_wire(),
+        offers={"cuda_ipc": exports.to_wire(), "tcp": "127.0.0.1:4000"},
         node_id=session.node_id,
-        link_endpoint="127.0.0.1:4000",
         deadline=deadline,
     )
     abort = SyncAbort(sync_id="elsewhere-1", rank=0, reason="it failed", deadline=deadline)

@@ -102,9 +102,8 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
         rank=0,
         world_size=1,
         manifest=manifest,
-        offer="it has no GPU",
+        offers={"cuda_ipc": "it has no GPU", "tcp": ""},
         node_id=session.node_id,
-        link_endpoint="",
         deadline=time.monotonic() + 60.0,
     )
     sync_id = session.sync(begin).sync_id

@@ -65,7 +65,6 @@ class LocalSync:
         self._begun = begun
         self._regions: list[list[int | None]] = []
         self._buckets: dict[str, Any] = {
-            "transport": "memfd",
             "bucket_nbytes": bucket_nbytes,
             **details,
             "progress": details["progress"] | {"timeout_s": DEADLINE_S},

@@ -31,7 +31,6 @@ from umbra.runtime.weights.manifest import Manifest
 NO_TENSORS = Manifest.layout([]).to_wire()
 WEIGHTS = {"a": torch.randn(300), "b": torch.randn(7, 5)}
 EXPORTS: dict[str, Any] = {
-    "transport": "cuda_ipc",
     "exports": [],
     "fd_socket": "",
     "progress": {},

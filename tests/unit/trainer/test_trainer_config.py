@@ -387,7 +387,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
             "pool.engine=embeded",
             ["pool.engine", "'embedded', 'vllm', 'sglang', 'echo', 'faulty' or the 'module:Class'"],
         ),
-        ("pool.transport=nccl", ["pool.transport", "'auto', 'memfd', 'cuda_ipc' or 'tcp'"]),
+        ("pool.transport=nccl", ["pool.transport", "'auto', 'cuda_ipc', 'memfd' or 'tcp'"]),
         ("pool.full_sync_every=0", ["pool.full_sync_every", "greater than or equal to 1"]),
         (
             "pool.staged_updates=true",

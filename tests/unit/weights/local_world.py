@@ -12,14 +12,16 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
+import pytest
 import torch
 from local_images import LocalImages
 from torch import Tensor
 
 from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, SleepLevel
+from umbra.runtime.engine_api.transports import TRANSPORTS
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.rpc.sync_handle import LoopThread
@@ -27,6 +29,12 @@ from umbra.runtime.weights.byte_views import flatten
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, Opener
 from umbra.runtime.weights.image.fd_server import serve_fds
 from umbra.runtime.weights.sync_messages import Answer, SyncCall, SyncMessage
+
+IMAGE_TRANSPORTS: Final = [
+    pytest.param(row.name, marks=[pytest.mark.slow] if row.crosses_nodes else [])
+    for row in TRANSPORTS.values()
+    if not row.reads_ranks
+]
 
 
 class ThreadEngine:
@@ -208,9 +216,9 @@ class LocalSupervisor:
 async def coordinated(
     engines: Sequence[ThreadEngine], settings: SyncSettings
 ) -> AsyncGenerator[tuple[SyncCoordinator, LocalImages]]:
-    """A coordinator that runs while the block does. For the transport "tcp", each engine that was
-    "here" is on a node of its own."""
-    if settings.transport == "tcp":
+    """A coordinator that runs while the block does. For a transport between nodes, each engine that
+    was "here" is on a node of its own."""
+    if settings.transport != "auto" and TRANSPORTS[settings.transport].crosses_nodes:
         for engine in engines:
             if engine.node_id == "here":
                 engine.node_id = f"node of {engine.name}"

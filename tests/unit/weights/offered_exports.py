@@ -47,7 +47,6 @@ async def offered(
     path = str(tmp_path / "fds")
     numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
     buckets = {
-        "transport": "cuda_ipc",
         "fd_socket": path,
         "bucket_nbytes": 512,
         "exports": wire,

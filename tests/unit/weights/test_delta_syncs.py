@@ -320,8 +320,8 @@ def test_checksums_find_that_a_delta_lacks_a_change() -> None:
             trainer.step()
             assert is_delta(trainer.publish())
         trainer.step()
-        sent = trainer.publisher._links._sent  # pyright: ignore[reportPrivateUsage]
-        kept = sent._buckets[0]  # pyright: ignore[reportPrivateUsage]
+        links: Any = trainer.publisher._senders["tcp"]  # pyright: ignore[reportPrivateUsage]
+        kept = links._sent._buckets[0]
         kept.copy_(trainer.tensors["a"].view(torch.uint8)[: len(kept)])
 
         with pytest.raises(WeightSyncError, match="corrupted on arrival: a bytes"):

@@ -191,7 +191,7 @@ def test_a_connection_without_the_key_of_a_link_gets_nothing_and_delays_nobody()
 
         def sync(self, message: Any) -> Any:
             if isinstance(message, SyncBegin):
-                host, _, port = message.link_endpoint.rpartition(":")
+                host, _, port = str(message.offers["tcp"]).rpartition(":")
                 strangers.extend(socket.create_connection((host, int(port)), 5.0) for _ in range(2))
                 strangers[1].sendall(bytes([34]) + b"0" * 32 + b"/0")
             return super().sync(message)

@@ -73,9 +73,8 @@ BEGIN = SyncBegin(
     rank=0,
     world_size=1,
     manifest=None,
-    offer="",
+    offers={"cuda_ipc": "", "tcp": ""},
     node_id="first",
-    link_endpoint="",
     deadline=0.0,
 )
 PROGRESSED = SyncProgressed(sync_id="policy-1", rank=0, num_filled=4, deadline=0.0)
@@ -92,9 +91,8 @@ def calls(deadline: float) -> list[SyncCall]:
             rank=0,
             world_size=2,
             manifest=Manifest.layout([]).to_wire(),
-            offer=EXPORTS.to_wire(),
+            offers={"cuda_ipc": EXPORTS.to_wire(), "tcp": "10.0.0.1:4000"},
             node_id="first",
-            link_endpoint="10.0.0.1:4000",
             deadline=deadline,
         ),
         SyncBegin(
@@ -103,9 +101,8 @@ def calls(deadline: float) -> list[SyncCall]:
             rank=1,
             world_size=2,
             manifest=None,
-            offer="it has no GPU",
+            offers={"cuda_ipc": "it has no GPU", "tcp": ""},
             node_id="second",
-            link_endpoint="",
             deadline=deadline,
         ),
         SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, deadline=deadline),

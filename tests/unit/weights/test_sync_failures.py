@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from local_world import (
+    IMAGE_TRANSPORTS,
     LocalSupervisor,
     ThreadEngine,
     empty_like,
@@ -40,7 +41,7 @@ SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 TCP = replace(SMALL, transport="tcp")
 
 
-@pytest.fixture(params=["memfd", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.fixture(params=IMAGE_TRANSPORTS)
 def small(request: pytest.FixtureRequest) -> SyncSettings:
     """With each transport that has buckets."""
     return replace(SMALL, transport=request.param)
@@ -85,9 +86,8 @@ class SecondRank:
             rank=1,
             world_size=2,
             manifest=None,
-            offer="it has no GPU",
+            offers={"cuda_ipc": "it has no GPU", "tcp": self.listener.endpoint},
             node_id="here",
-            link_endpoint=self.listener.endpoint,
             deadline=time.monotonic() + 20.0,
         )
         self.supervisor.sync(call)

@@ -42,9 +42,8 @@ def begin(rank: int, world_size: int = 1) -> SyncBegin:
         rank=rank,
         world_size=world_size,
         manifest=MANIFEST.to_wire() if rank == 0 else None,
-        offer="it has no GPU",
+        offers={"cuda_ipc": "it has no GPU", "tcp": ""},
         node_id="here",
-        link_endpoint="",
         deadline=0.0,
     )
 

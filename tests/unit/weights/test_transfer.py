@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_world import (
+    IMAGE_TRANSPORTS,
     LocalSupervisor,
     ThreadEngine,
     empty_like,
@@ -68,7 +69,7 @@ def random_tensor(dtype: str, shape: list[int], layout: str, seed: int) -> Tenso
     return draw(shape)
 
 
-@pytest.fixture(scope="module", params=["memfd", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=IMAGE_TRANSPORTS)
 def settings_of_pool(request: pytest.FixtureRequest) -> SyncSettings:
     return replace(SMALL, transport=request.param)
 
