@@ -21,7 +21,7 @@ class Alarm:
     """Calls back once its condition has held for `delay_s` without a break."""
 
     def __init__(self, delay_s: float, on_expiry: Callable[[], None]) -> None:
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self._on_expiry = on_expiry
         self._timer: asyncio.TimerHandle | None = None
 
@@ -30,7 +30,7 @@ class Alarm:
             self._timer.cancel()
             self._timer = None
         elif holds and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._expire)
+            self._timer = asyncio.get_running_loop().call_later(self.delay_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None

@@ -295,20 +295,9 @@ class RowTable:
         self.top_ps = np.ones(max_rows, np.float64)  # 1 where greedy
         self.top_ks = np.zeros(max_rows, np.int64)  # 0: all tokens
         self.stops = np.full((max_rows, 1), -1, np.int32)  # [R, W], -1 where unused
+        columns: list[Any] = [c for c in vars(self).values() if isinstance(c, np.ndarray)]
+        self._scalars: list[npt.NDArray[Any]] = [c for c in columns if c.ndim == 1]  # [R]
         self._numbers = np.arange(max_rows)
-        self._scalars: tuple[npt.NDArray[Any], ...] = (
-            self.ids,
-            self.arrivals,
-            self.seeds,
-            self.lens,
-            self.sent,
-            self.ends,
-            self.offsets,
-            self.temperatures,
-            self.is_greedy,
-            self.top_ps,
-            self.top_ks,
-        )
 
     def append(self, request: GenerationRequest, arrival: int) -> None:
         row, num_tokens = self.count, len(request.tokens)

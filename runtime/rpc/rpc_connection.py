@@ -75,8 +75,7 @@ class Connection:
         self.ref = ref
         self._endpoint = endpoint
         self.is_open = False
-        self.lost = False
-        self.ended = asyncio.Event()  # set when it is lost
+        self.ended = asyncio.Event()  # set once it is lost
         self.idempotent: frozenset[str] = frozenset()
         self._loop = asyncio.get_running_loop()
         self._call_ids = itertools.count(1)
@@ -123,6 +122,10 @@ class Connection:
             pending[1].cancel()
             self.outbox.put((CANCEL, call_id))
 
+    @property
+    def lost(self) -> bool:
+        return self.ended.is_set()
+
     def next_call_id(self) -> int:
         return next(self._call_ids)
 
@@ -148,7 +151,6 @@ class Connection:
         """Fails pending calls and releases the socket; idempotent."""
         if self.lost:
             return
-        self.lost = True
         self.is_open = False
         self._error = error
         self._settled.set()

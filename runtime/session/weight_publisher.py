@@ -79,12 +79,10 @@ class WeightPublisher:
             {name: t for name, t in tensors.items() if is_first_holder(t, rank) == is_first}
             for is_first in (True, False)
         )
-        shards = _shards_of(rank, self.manifest, first, locate)
-        replicas = _shards_of(rank, self.manifest, others, locate)
         parts = SenderParts(
             session=session,
-            shards=shards,
-            replicas=replicas,
+            shards=_shards_of(rank, self.manifest, first, locate),
+            replicas=_shards_of(rank, self.manifest, others, locate),
             keeps_memory=keeps_memory,
             export=export,
         )

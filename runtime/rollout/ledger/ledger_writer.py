@@ -58,7 +58,6 @@ class LedgerWriter:
             are still accepted.
         stall_timeout_s: the writer fails if the queue stays full for this long without progress.
         on_progress: called after each frame that is on disk, and after the failure.
-        clock: gives the times in the ledger.
     """
 
     def __init__(
@@ -68,18 +67,13 @@ class LedgerWriter:
         flush_s: float = 0.1,
         max_queued_nbytes: int = _QUEUED_MAX_NBYTES,
         stall_timeout_s: float = _STALL_TIMEOUT_S,
-        close_timeout_s: float = _CLOSE_TIMEOUT_S,
-        clock: Callable[[], float] = time.time,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._log = log
         self._flush_s = flush_s
         self._max_queued_nbytes = max_queued_nbytes
-        self._close_timeout_s = close_timeout_s
-        self._clock = clock
         self._on_progress = on_progress
         self._stalled = Alarm(stall_timeout_s, self._on_stalled)
-        self._stall_timeout_s = stall_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
         # Used by the loop only.
@@ -113,11 +107,11 @@ class LedgerWriter:
             self._is_closing = True
             self._changed.notify()
         try:
-            async with asyncio.timeout(self._close_timeout_s):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._ended.wait()
         except TimeoutError:
             self._failure = LedgerError(
-                f"{self._log.path}: not written within {self._close_timeout_s:g} s at the end: "
+                f"{self._log.path}: not written within {_CLOSE_TIMEOUT_S:g} s at the end: "
                 "does the file system respond?"
             )
         else:
@@ -155,7 +149,7 @@ class LedgerWriter:
     def append(self, *events: Event) -> Ticket:
         """Queues events. After a crash, the ledger has all of them but some at the end."""
         self._check()
-        batches = encode_batches(self._clock(), events)
+        batches = encode_batches(time.time(), events)
         self._appended += len(batches)
         self._queued_nbytes += sum(map(len, batches))
         self._stalled.watch(not self.has_capacity)
@@ -227,7 +221,7 @@ class LedgerWriter:
         self._on_progress()
 
     def _on_stalled(self) -> None:
-        self._on_failure(self._silence(self._stall_timeout_s))
+        self._on_failure(self._silence(self._stalled.delay_s))
 
     def _silence(self, timeout_s: float) -> LedgerError:
         return LedgerError(

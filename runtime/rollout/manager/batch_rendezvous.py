@@ -44,6 +44,9 @@ from umbra.runtime.waiting import Alarm
 
 logger = logging.getLogger(__name__)
 
+_Delivery = tuple[CollectiveCall, list[dict[str, Any]]]
+"""A call, and each rank's answer."""
+
 _CATCH_UP_TIMEOUT_S: Final = 10.0
 """Deadline for the supervisor's answer, which comes from memory."""
 
@@ -84,9 +87,7 @@ class BatchRendezvous:
         self._has_work = False
         self._num_answers = 0
         self._num_delivered = 0
-        self._to_deliver: asyncio.Queue[tuple[CollectiveCall, list[dict[str, Any]]]] = (
-            asyncio.Queue()
-        )
+        self._to_deliver: asyncio.Queue[_Delivery] = asyncio.Queue()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

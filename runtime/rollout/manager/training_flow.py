@@ -71,8 +71,6 @@ class TrainingFlow:
         self._zero_variance = ZeroVarianceGroups(
             admission.num_prompts, settings.groups_per_step, note
         )
-        self._dropped_tokens = 0
-        self._begin_batch()
         self.restore(Recovered())
         gauge("groups", lambda: {"open": len(self._open), "scored": len(self._ready)})
 
@@ -152,6 +150,8 @@ class TrainingFlow:
         self._is_abandoned = False
         # Metrics of the time between the last two batches; a new manager does not know it.
         self._since_last: dict[str, float] = {}
+        self._dropped_tokens = 0
+        self._begin_batch()
         self._zero_variance.end_streak()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)  # groups, by reason
