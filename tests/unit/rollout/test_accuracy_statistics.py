@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from umbra.runtime.rollout.accuracy_statistics import mean_interval, paired_interval, sign_flip_p
 
@@ -57,14 +57,26 @@ def test_one_sample_a_prompt_has_mcnemars_exact_test(
     assert sign_flip_p(gained) == pytest.approx(expected, abs=5e-5)
 
 
-def test_several_samples_a_prompt_have_the_share_of_flips_with_as_large_a_sum() -> None:
-    gained = np.asarray([3, -1, 2, 0, 4, 1, -2, 2])
-    sums = [sum(flip) for flip in product(*((step, -step) for step in gained.tolist()))]
+@pytest.mark.parametrize(
+    "gained", [[3, -1, 2, 0, 4, 1, -2, 2], [-9, 9, 9, -8, 1, 5, 5, -7, 2, 0, 6], [7], [0, 0]]
+)
+def test_several_samples_a_prompt_have_the_share_of_flips_with_as_large_a_sum(
+    gained: list[int],
+) -> None:
+    sums = [sum(flip) for flip in product(*((step, -step) for step in gained))]
 
-    share = sum(abs(total) >= 9 for total in sums) / len(sums)
+    share = sum(abs(total) >= abs(sum(gained)) for total in sums) / len(sums)
 
-    assert sign_flip_p(gained) == pytest.approx(share, rel=1e-12)
-    assert sign_flip_p(-gained) == pytest.approx(share, rel=1e-12)
+    assert sign_flip_p(np.asarray(gained)) == pytest.approx(share, rel=1e-12)
+    assert sign_flip_p(-np.asarray(gained)) == pytest.approx(share, rel=1e-12)
+
+
+def test_many_prompts_of_many_samples_come_near_the_normal_distribution() -> None:
+    gained = np.random.default_rng(0).integers(-8, 9, 14_000)
+
+    expected = math.erfc((abs(gained.sum()) - 1) / math.sqrt(2 * (gained**2).sum()))
+
+    assert sign_flip_p(gained) == pytest.approx(expected, rel=1e-3)
 
 
 def test_of_many_prompts_the_smallest_chances_are_right() -> None:
