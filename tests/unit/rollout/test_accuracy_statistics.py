@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from umbra.runtime.rollout.accuracy_statistics import mean_interval, paired_interval, sign_flip_p
 
