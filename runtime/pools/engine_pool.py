@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.waiting import first_of
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.image.image_memory import ImageHolder
@@ -58,8 +57,7 @@ class EnginePool:
         self.spec = spec
         self.engines: dict[str, PoolEngine] = {}
         self.sync = SyncCoordinator(
-            *(spec.name, self.engines.values, fd_server, images, _sync_settings(spec)),
-            on_abort=self._record_abort,
+            spec.name, self.engines.values, fd_server, images, spec, self._record_abort
         )
         self.next_idx = 0  # in the name of the next engine
         self._leaders: dict[str, PoolEngine] = {}  # by the name of a follower
@@ -400,9 +398,3 @@ class EnginePool:
         finally:
             if is_repeated:
                 self._gathering.discard(message.rank)
-
-
-def _sync_settings(spec: PoolSpec) -> SyncSettings:
-    others: dict[str, Any] = {"pause_mode": spec.on_update, "require_engine": False}
-    names = {field.name for field in fields(SyncSettings)} - others.keys()
-    return SyncSettings(**{name: getattr(spec, name) for name in names}, **others)

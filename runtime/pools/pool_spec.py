@@ -27,7 +27,35 @@ from umbra.runtime.settings import Count, Positive, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec(Settings):
+class SyncSettings(Settings):
+    """Settings of a pool's syncs.
+
+    Attributes:
+        bucket_nbytes: the part of the image that a rank fills before engines load it. Larger ones
+            leave engines waiting and the cache behind; smaller ones spend the time in wake-ups.
+        verify_every: checksums are verified for the first version, for every n-th after it, and
+            whenever an engine takes part for the first time. Every sync checks that all bytes were
+            sent.
+        full_sync_every: 1 always sends all weights between nodes. With n, only every n-th version
+            does, and others send the changes since the last one; the version before a full one has
+            checksums. Ranks then keep a copy of what they sent.
+        on_update: what a sync does to running generation: abort (resumed under the new weights),
+            keep (frozen, then continued) or drain (finished first).
+        transport: how weights travel, see `Transport`.
+        staged_updates: whether engines that read the ranks' memory first read it into spare memory,
+            while they generate.
+    """
+
+    bucket_nbytes: int = 2 << 20
+    verify_every: Positive = 16
+    full_sync_every: Positive = 1
+    on_update: OnUpdate = "abort"
+    transport: TransportSetting = "auto"
+    staged_updates: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec(SyncSettings):
     """How to start a pool.
 
     Attributes:
@@ -44,15 +72,10 @@ class PoolSpec(Settings):
         engine_followers: the followers of each engine on several nodes. None: no engine has any.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
-        on_update: what a sync does to running generation: abort (resumed under the new weights),
-            keep (frozen, then continued) or drain (finished first).
-        staged_updates: see `check_staged_updates`, and docs/configuration.md.
         load_weights: engines read their weights themselves and serve from the start, as version 0,
             without syncs; an argument of the same name.
         lora_rank: syncs bring LoRA adapters of at most this rank, and engines read the model's
             weights themselves; an argument of the same name. 0: syncs bring the weights.
-        bucket_nbytes, verify_every, full_sync_every: see `SyncSettings`.
-        transport: how weights travel, see `Transport`.
     """
 
     name: str
@@ -73,14 +96,8 @@ class PoolSpec(Settings):
     engine_nodes: tuple[int, ...] | None = None
     engine_followers: tuple[tuple[FollowerPlace, ...], ...] | None = None
     memory_limit_nbytes: int = 0
-    on_update: OnUpdate = "abort"
-    staged_updates: bool = False
     load_weights: bool = False
     lora_rank: int = 0
-    bucket_nbytes: int = 2 << 20
-    verify_every: Positive = 16
-    full_sync_every: Positive = 1
-    transport: TransportSetting = "auto"
     shares_with: str = ""
     max_wait_s: float | None = None
     max_turn_s: float = 60.0

@@ -6,14 +6,14 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Final
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.engine_api.transports import Transport, TransportSetting
+from umbra.runtime.engine_api.transports import Transport
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.pools.engine_sync import Lease, OpenedSync, SyncEngine
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.pools.sync_run import SyncRun
 from umbra.runtime.pools.sync_state import Aborted, Open, Phase
 from umbra.runtime.weights.image.fd_server import FdServer
@@ -43,36 +43,6 @@ _ABLE_STATES: Final = frozenset(
 # Engines in other states take part in no sync.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncSettings:
-    """Settings of a pool's syncs.
-
-    Attributes:
-        bucket_nbytes: the part of the image that a rank fills before engines load it.
-            Larger ones leave engines waiting and the cache behind; smaller ones spend the
-            time in wake-ups.
-        verify_every: checksums are verified for the first version, for every n-th after it,
-            and whenever an engine takes part for the first time. Every sync checks that all
-            bytes were sent.
-        full_sync_every: 1 always sends all weights between nodes. With n, only every n-th
-            version does, and others send the changes since the last one; the version before a full
-            one has checksums. Ranks then keep a copy of what they sent.
-        pause_mode: what happens to running generation: abort, keep or drain.
-        require_engine: whether a sync that reaches no engine fails. If False, it commits the
-            version with a warning, and engines catch up with it later.
-        staged_updates: whether engines that read the ranks' memory first read it into spare
-            memory, while they generate.
-    """
-
-    bucket_nbytes: int = 2 << 20
-    verify_every: int = 16
-    full_sync_every: int = 1
-    pause_mode: str = "abort"
-    require_engine: bool = True
-    transport: TransportSetting = "auto"
-    staged_updates: bool = False
-
-
 class SyncCoordinator:
     """Serves the syncs of one pool, one after the other. Torch-free. `run` lives until cancelled.
 
@@ -82,7 +52,8 @@ class SyncCoordinator:
     The supervisor separates other operations on the pool (sleep, wake, pause) from syncs. The
     coordinator owns the memory of syncs within a node, which `run` frees at its end. `version` is
     the last committed one. `engines` returns all engines of the pool, in any state; `on_abort`
-    gets the version and the reason when a sync has failed.
+    gets the version and the reason when a sync has failed. A version that reaches no engine is
+    committed with a warning, and engines catch up with it later, unless `require_engine` fails it.
     """
 
     def __init__(
@@ -91,13 +62,16 @@ class SyncCoordinator:
         engines: Callable[[], Iterable[SyncEngine]],
         fd_server: FdServer,
         images: ImageHolder,
-        settings: SyncSettings | None = None,
+        settings: SyncSettings,
         on_abort: Callable[[int, str], None] | None = None,
+        *,
+        require_engine: bool = False,
     ) -> None:
         self.version: int | None = None
         self.pool = pool
         self._engines = engines
-        self._settings = settings or SyncSettings()
+        self._settings = settings
+        self._require_engine = require_engine
         self._memory = ImageMemory(pool, fd_server)
         self._on_abort = on_abort
         is_staged = self._settings.staged_updates
@@ -116,7 +90,7 @@ class SyncCoordinator:
 
     @property
     def pause_mode(self) -> str:
-        return self._settings.pause_mode
+        return self._settings.on_update
 
     @property
     def current(self) -> SyncRun | None:
@@ -192,9 +166,11 @@ class SyncCoordinator:
             details=run.opened.layout.rank_details(message.rank),
         )
 
-    def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
+    def rank_lost(self, rank: int, node: str = "") -> None:
+        """`node` is the name of the rank's node, if the job has several."""
         if self._current is not None:
-            self._current.feed(Aborted(f"rank {rank} is lost: {reason}"))
+            where = f" on {node}" if node else ""
+            self._current.feed(Aborted(f"rank {rank} is lost: its process{where} ended"))
 
     @asynccontextmanager
     async def open_sync(
@@ -301,7 +277,7 @@ class SyncCoordinator:
 
     def _new_run(self, version: int) -> SyncRun:
         sync_id = f"{self.pool}-{next(self._sync_ids)}"
-        self._current = SyncRun(sync_id, version, self, self._settings.require_engine)
+        self._current = SyncRun(sync_id, version, self, self._require_engine)
         self._to_start.put_nowait(self._current)
         return self._current
 

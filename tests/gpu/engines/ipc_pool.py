@@ -22,7 +22,8 @@ from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.weights.exports.exported_image import MakeOpener
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, probe_import
 from umbra.runtime.weights.image.fd_server import serve_fds
@@ -142,7 +143,8 @@ async def pool_of(
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
         images = LocalImages(server)
         coordinator = SyncCoordinator(
-            "pool", lambda: [engine], server, images, SyncSettings(**(given | settings))
+            *("pool", lambda: [engine], server, images, SyncSettings(**(given | settings))),
+            require_engine=True,
         )
         running = tasks.create_task(coordinator.run())
         try:

@@ -23,7 +23,8 @@ from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, SleepLevel
 from umbra.runtime.engine_api.transports import TRANSPORTS
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.pools.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
+from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.rpc.sync_handle import LoopThread
 from umbra.runtime.weights.byte_views import flatten
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, Opener
@@ -214,7 +215,7 @@ class LocalSupervisor:
 
 @asynccontextmanager
 async def coordinated(
-    engines: Sequence[ThreadEngine], settings: SyncSettings
+    engines: Sequence[ThreadEngine], settings: SyncSettings, *, require_engine: bool = True
 ) -> AsyncGenerator[tuple[SyncCoordinator, LocalImages]]:
     """A coordinator that runs while the block does. For a transport between nodes, each engine that
     was "here" is on a node of its own."""
@@ -234,7 +235,9 @@ async def coordinated(
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
             images = LocalImages(server)
-            coordinator = SyncCoordinator("pool", lambda: engines, server, images, settings)
+            coordinator = SyncCoordinator(
+                *("pool", lambda: engines, server, images, settings), require_engine=require_engine
+            )
             running = tasks.create_task(coordinator.run())
             try:
                 yield coordinator, images
@@ -245,11 +248,11 @@ async def coordinated(
 
 @contextmanager
 def local_pool(
-    engines: Sequence[ThreadEngine], settings: SyncSettings
+    engines: Sequence[ThreadEngine], settings: SyncSettings, *, require_engine: bool = True
 ) -> Generator[LocalSupervisor]:
     """The same for code that is not asynchronous."""
     with LoopThread("local-pool") as loop:
-        context = coordinated(engines, settings)
+        context = coordinated(engines, settings, require_engine=require_engine)
         coordinator, images = loop.run(context.__aenter__())
         supervisor = LocalSupervisor(loop, coordinator)
         supervisor.images = images

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.sync_messages import (
     SyncAbort,

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import EngineUnhealthy, WeightSyncError
 from umbra.runtime.pools import engine_sync
-from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.exports.ipc_memory import MemoryExporter
 from umbra.runtime.weights.shards import wire_manifest
@@ -487,7 +487,7 @@ def test_corruption_after_the_copy_is_found(ipc: FakeIpc) -> None:
 def test_memory_that_cannot_be_opened_after_all_costs_the_engine(ipc: FakeIpc) -> None:
     tensors = {"a": torch.randn(1000)}
     engine = make_engine(ipc, tensors)
-    with local_pool([engine], replace(SMALL, require_engine=False)) as supervisor:
+    with local_pool([engine], SMALL, require_engine=False) as supervisor:
         ipc.unusable = "no more mappings"
         report = publish(supervisor, tensors, export=ipc.export)
 

@@ -9,7 +9,7 @@ import torch
 from local_world import ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
 
-from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}

@@ -26,9 +26,10 @@ from local_world import (
 from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
+from umbra.runtime.engine_api.pool_settings import OnUpdate
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WakeError, WeightSyncError
 from umbra.runtime.pools import engine_sync
-from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.links.link_sender import LinkListener
 from umbra.runtime.weights.sync_messages import (
@@ -94,7 +95,7 @@ class SecondRank:
 
     def die(self) -> None:
         async def lose() -> None:
-            self.supervisor.coordinator.rank_lost(1)
+            self.supervisor.coordinator.rank_lost(1, "node 1 (b)")
 
         self.supervisor._loop.run(lose())  # pyright: ignore[reportPrivateUsage]
 
@@ -129,7 +130,7 @@ def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
         publish(supervisor, sources, version=next_version())
 
     assert isinstance(outcomes[0], WeightSyncError)
-    assert "rank 1 is lost" in str(outcomes[0])
+    assert "rank 1 is lost: its process on node 1 (b) ended" in str(outcomes[0])
     assert freed_after_s < 5.0  # a rank that stands still ends the sync after 10 s
     assert engine.lifecycle.state == EngineState.SERVING
 
@@ -366,9 +367,9 @@ def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
     assert engine.log[-1] == "abort_update"
 
 
-@pytest.mark.parametrize("pause_mode", ["abort", "drain"])
+@pytest.mark.parametrize("on_update", ["abort", "drain"])
 def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
-    sources: dict[str, Tensor], pause_mode: str
+    sources: dict[str, Tensor], on_update: OnUpdate
 ) -> None:
     """What it generates would be lost for nothing; what it drains may take longer than it has."""
     aborted = threading.Event()
@@ -388,7 +389,7 @@ def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
         aborted.set()
 
     engine = TakesTime("engine", empty_like(sources))
-    with local_pool([engine], replace(SMALL, pause_mode=pause_mode)) as supervisor:
+    with local_pool([engine], replace(SMALL, on_update=on_update)) as supervisor:
         publish(supervisor, sources, version=1)
         engine.log.clear()
         in_threads(publish_in_vain, lambda: supervisor.lose_rank(0, engine.hanging))
@@ -423,7 +424,7 @@ def test_an_engine_that_could_not_wake_is_replaced_even_if_the_sync_was_aborted(
 
 def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(sources: dict[str, Tensor]) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], replace(SMALL, pause_mode="drain")) as supervisor:
+    with local_pool([engine], replace(SMALL, on_update="drain")) as supervisor:
         publish(supervisor, sources, version=1)
         engine.log.clear()
         engine.hang_at = "pause drain"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.manifest import ITEMSIZES
 from umbra.runtime.weights.shards import wire_manifest

@@ -10,7 +10,7 @@ import torch
 from local_world import LocalSupervisor, ThreadEngine, empty_like, local_pool
 
 from umbra.runtime.engine_api.transports import TRANSPORTS, allowed_transports
-from umbra.runtime.pools.sync_coordinator import SyncSettings
+from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 
 TENSORS = {"w": torch.arange(300.0)}
@@ -25,7 +25,9 @@ def test_a_row_is_all_that_a_transport_of_images_needs(monkeypatch: pytest.Monke
     def publish(supervisor: LocalSupervisor) -> str:
         return WeightPublisher(supervisor, TENSORS).publish("pool", 1, 20.0).transport
 
-    with local_pool([engine], SyncSettings(transport=name)) as supervisor:
+    settings = SyncSettings()
+    object.__setattr__(settings, "transport", name)  # its type has the names of the table alone
+    with local_pool([engine], settings) as supervisor:
         assert publish(supervisor) == "pigeon"
     assert torch.equal(engine.destinations["w"], TENSORS["w"])
     assert row not in allowed_transports("auto")
