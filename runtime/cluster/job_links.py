@@ -5,7 +5,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from umbra.runtime.cluster.job_nodes import JobNode, check_nodes, request_name
+from umbra.runtime.cluster.job_nodes import JobNode, check_nodes, ranks_of, request_name
 from umbra.runtime.cluster.node_link import LOST_AFTER_S, Event, LeadLink, MemberLinks, Specs
 from umbra.runtime.errors import (
     ActorNotFound,
@@ -153,7 +153,15 @@ class JobLinks:
     def name_of_this_node(self) -> str:
         """ "" if it is the only one, or generates for a job."""
         is_named = self._has_ranks and len(self.nodes) > 1
-        return f"node {self._node} ({self.nodes[self._node].node_id})" if is_named else ""
+        return self.name_of(self._node) if is_named else ""
+
+    def node_of_rank(self, rank: int) -> str:
+        """The name of the rank's node; "" if there is only one."""
+        several = range(len(self.nodes)) if len(self.nodes) > 1 else ()
+        return next((self.name_of(n) for n in several if rank in ranks_of(self.nodes, n)), "")
+
+    def name_of(self, node: int) -> str:
+        return f"node {node} ({self.nodes[node].node_id})"
 
     def only_generates(self, node: int) -> bool:
         """Lead only."""

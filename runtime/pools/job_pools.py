@@ -85,7 +85,7 @@ class JobPools:
     def rank_lost(self, rank: int) -> None:
         """Ends the syncs that a rank takes part in, on the lead too."""
         for pool in self.all():
-            pool.sync.rank_lost(rank)
+            pool.sync.rank_lost(rank, self._links.node_of_rank(rank))
         self._links.tell_lead({"kind": "rank_lost", "rank": rank})
 
     async def keep_warm(self) -> list[dict[str, Any]]:

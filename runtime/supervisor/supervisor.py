@@ -339,7 +339,7 @@ class Supervisor:
             self._pools.remove_generator(node, f"cannot be reached any more: {why}", "lost")
             return
         node_id = self._links.nodes[node].node_id
-        name = f"node {node} ({node_id})"
+        name = self._links.name_of(node)
         why = f"it cannot be reached any more: {why}"
         self.notes.record(f"{name}: {why}", "lost", node_id)
         self._mark_interrupted()

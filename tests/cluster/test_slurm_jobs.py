@@ -202,8 +202,7 @@ def test_a_job_that_loses_a_node_is_requeued_and_finishes_on_others(
 
     output = submission.output(job).read_text()
     assert submission.slurm.field(job, "Restarts") == "1", output
-    # torchrun numbers nodes; the end of a process there may be noticed first.
-    assert re.search(r"node [01] \(|because its node was|rank \d is lost", output), output
+    assert re.search(r"node [01] \(|because its node was", output), output  # torchrun numbers them
     assert "resuming after step" in output
     assert submission.slurm.field(job, "NodeList") == "node-a,node-c"
     submission.check_each_sample_is_trained_once(12)

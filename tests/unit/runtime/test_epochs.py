@@ -97,6 +97,17 @@ def test_the_next_epoch_is_new_to_every_node() -> None:
 
 
 @on_a_loop
+async def test_the_node_of_a_rank_is_named_if_there_are_several() -> None:
+    async with Client("node-0") as client:
+        links = JobLinks(client)
+        links.nodes = [JobNode(node_id="a", num_ranks=2)]
+        assert links.node_of_rank(1) == ""
+
+        links.nodes.append(JobNode(node_id="b", num_ranks=1))
+        assert [links.node_of_rank(rank) for rank in (1, 2)] == ["node 0 (a)", "node 1 (b)"]
+
+
+@on_a_loop
 async def test_calls_of_an_earlier_epoch_are_refused() -> None:
     async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
         links = JobLinks(client)
