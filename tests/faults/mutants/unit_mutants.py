@@ -45,6 +45,8 @@ _PACKING: Final = _pytest(
     "unit/trainer/test_packing.py::test_scores_and_gradients_are_those_of_the_model"
     "[True-qwen3-mixed lengths]",
 )
+_TRAIN_MODEL: Final = _pytest("unit/trainer/test_train_model.py")
+_JOB_RULES: Final = _pytest("unit/runtime/test_job_rules.py")
 
 _RPC_MUTANTS: Final[Sequence[Mutant]] = (
     # A call that is not idempotent is sent again after its actor was replaced.
@@ -450,6 +452,119 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     ),
 )
 
+_TRAINER_MUTANTS: Final[Sequence[Mutant]] = (
+    # Samples of the newest version count as stale: their prompts have other numbers.
+    Mutant(
+        name="versions of prompts",
+        path="trainer/data/train_batch.py",
+        old="is_other = (self.mask == 1) & (self.versions != version)",
+        new="is_other = self.versions != version",
+        command=_pytest(
+            "unit/trainer/test_packing.py::test_a_sample_is_of_a_version_if_that_generated_all_"
+            "its_tokens"
+        ),
+        says=r"FAILED .*test_a_sample_is_of_a_version",
+    ),
+    Mutant(
+        name="columns of other samples",
+        path="trainer/model/micro_batches.py",
+        old="members = [members[idx] for idx in order]",
+        new="members = sorted(members)",
+        command=_pytest(
+            "unit/trainer/test_packing.py::test_advantages_and_lengths_follow_their_samples_into_"
+            "packing_order"
+        ),
+        says=r"FAILED .*test_advantages_and_lengths_follow",
+    ),
+    Mutant(
+        name="padding that weighs",
+        path="trainer/model/micro_batches.py",
+        old="weights=zero,",
+        new="weights=torch.ones(1, device=self.device),",
+        command=_pytest(
+            "unit/trainer/test_packing.py::test_an_empty_micro_batch_is_padding_without_weight"
+        ),
+        says=r"FAILED .*test_an_empty_micro_batch_is_padding",
+    ),
+    # The other ranks train on, and wait for rank 0 in the next collective.
+    Mutant(
+        name="error of rank 0 alone",
+        path="trainer/world/mesh.py",
+        old="    if outcome[1] is not None:",
+        new="    if outcome[1] is not None and mesh.is_lead:",
+        command=_pytest(
+            "process/trainer/test_distributed_training.py::test_an_error_of_one_rank_is_every_"
+            "ranks_error"
+        ),
+        says=r"FAILED .*test_an_error_of_one_rank",
+    ),
+    Mutant(
+        name="signal of one rank",
+        path="trainer/world/mesh.py",
+        old="_dist.all_reduce(values, op=_dist.ReduceOp.MAX)",
+        new="_dist.all_reduce(values, op=_dist.ReduceOp.MIN)",
+        command=_pytest(
+            "process/trainer/test_distributed_training.py::test_a_signal_to_one_rank_is_every_"
+            "ranks_signal"
+        ),
+        says=r"FAILED .*test_a_signal_to_one_rank",
+    ),
+    # A model that scales its logits is trained on others than it generates by.
+    Mutant(
+        name="logits never compared",
+        path="trainer/model/train_model.py",
+        old="        if not self._is_compared:",
+        new="        if self._is_compared:",
+        command=_TRAIN_MODEL,
+        says=r"FAILED .*test_a_model_that_changes_its_logits",
+    ),
+    Mutant(
+        name="policy takes the reference's parameters",
+        path="trainer/model/train_model.py",
+        old="parameter.copy_(other.parameters[name])",
+        new="other.parameters[name].copy_(parameter)",
+        command=_TRAIN_MODEL,
+        says=r"FAILED .*test_a_reference_takes_the_policys",
+    ),
+)
+
+_JOB_MUTANTS: Final[Sequence[Mutant]] = (
+    # Engines stay on the GPUs of a job that nobody starts again.
+    Mutant(
+        name="failure without an end",
+        path="runtime/actor/job_rules.py",
+        old="is_over = not self.may_restart",
+        new="is_over = False",
+        command=_JOB_RULES,
+        says=r"FAILED .*test_after_a_failure_the_job_continues_if_torchrun",
+    ),
+    # The nodes that are left cannot connect when they meet again.
+    Mutant(
+        name="keys of others forgotten",
+        path="runtime/actor/job_rules.py",
+        old="self._has_lost_node or has_failed",
+        new="has_failed",
+        command=_JOB_RULES,
+        says=r"FAILED .*test_keys_are_kept_for_the_nodes_that_are_left",
+    ),
+    Mutant(
+        name="replicas not compared",
+        path="runtime/pools/sync_state.py",
+        old="return self._checksums.setdefault((offset, nbytes), checksum) != checksum",
+        new="return self._checksums.setdefault((offset, nbytes), checksum) is None",
+        command=_SYNC_STATE,
+        says=r"FAILED .*test_ranks_whose_replicas_differ_fail_the_sync",
+    ),
+    Mutant(
+        name="end before a revert",
+        path="runtime/pools/sync_state.py",
+        old="case Phase.COMMITTING if are_done and not self._leaving:",
+        new="case Phase.COMMITTING if are_done:",
+        command=_SYNC_STATE,
+        says=r"FAILED .*test_the_sync_ends_when_an_engine_that_was_cut_off_has_been_reverted",
+    ),
+)
+
 UNIT_MUTANTS: Final[Sequence[Mutant]] = (
     *_RPC_MUTANTS,
     *_RESTART_MUTANTS,
@@ -458,4 +573,6 @@ UNIT_MUTANTS: Final[Sequence[Mutant]] = (
     *_LEDGER_MUTANTS,
     *_SNAPSHOT_MUTANTS,
     *_PACKING_MUTANTS,
+    *_TRAINER_MUTANTS,
+    *_JOB_MUTANTS,
 )

@@ -163,6 +163,14 @@ def test_samples_without_an_advantage_are_left_out_if_the_loss_allows_it() -> No
     assert listed(kept.targets) == [8, 9]
 
 
+def test_a_sample_is_of_a_version_if_that_generated_all_its_tokens() -> None:
+    batch = make_batch([([2, 3], [4, 5]), ([2, 3], [6, 7]), ([2], [8])])
+    batch.versions[:] = [0, 0, 4, 4, 0, 0, 3, 4, 0, 5]  # meaningless for prompts
+
+    assert batch.generated_by(4).tolist() == [True] * 4 + [False] * 6
+    assert batch.generated_by(5).tolist() == [False] * 8 + [True] * 2
+
+
 def test_a_groups_prompt_is_packed_once() -> None:
     samples = [
         Sample(tokens=tokens, prompt_len=6, generated=np.arange(6, len(tokens)))

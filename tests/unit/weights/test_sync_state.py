@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,28 @@ def test_a_step_that_ends_after_an_abort_changes_nothing(late: EngineDone) -> No
 
     assert state.observe(late) == []
     assert state.observe(EngineDone("a", SyncStep.REVERT)) == [Close()]
+
+
+def test_ranks_whose_replicas_differ_fail_the_sync() -> None:
+    state = SyncState(3)
+    for rank in (0, 1):
+        state.observe(begin(rank, 2))
+    state.observe(Opened(engines=["a"]))
+    assert state.observe(filled(checksum=7)) == []
+
+    failed, *_ = state.observe(replace(filled(checksum=8), rank=1))
+
+    assert isinstance(failed, FailRanks)
+    assert "rank 1 and another one have different values in bytes [0, 16)" in failed.reason
+
+
+def test_a_rank_that_fills_twice_fails_the_sync() -> None:
+    state = opened(["a"])
+    assert state.observe(filled()) == []
+
+    failed, *_ = state.observe(filled())
+
+    assert failed == FailRanks("rank 0 filled its buckets twice or never joined")
 
 
 def test_an_abort_after_the_commit_is_too_late() -> None:
