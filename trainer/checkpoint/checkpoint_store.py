@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -116,7 +116,9 @@ class CheckpointStore:
             saved = reader.read_metadata().state_dict_metadata
             for name, model in models.items():
                 own = _tensors({name: model})
-                if model.adamw is not None or own.keys() <= saved.keys():  # else the starting model
+                if (
+                    model.optimizer is not None or own.keys() <= saved.keys()
+                ):  # else the starting model
                     _check_fit(path, own, saved)
                     tensors |= own
                     model.is_saved = True
@@ -248,27 +250,13 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
         prefix = "" if model_name == POLICY else f"{model_name}/"
-        states: dict[nn.Parameter, dict[str, Tensor]] = {}
-        if model.adamw is not None:
-            _start_moments(model.adamw)  # parameters without gradient have none; `load` needs all
-            states = cast("dict[nn.Parameter, dict[str, Tensor]]", model.adamw.state)
         for name, parameter in model.parameters.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
-            for kind, value in states.get(parameter, {}).items():
-                tensors[f"{prefix}{_OPTIMIZER}{name}.{kind}"] = value
+        if model.optimizer is not None:
+            model.optimizer.start()  # `load` needs all of its state
+            for name, value in model.optimizer.states.items():
+                tensors[f"{prefix}{_OPTIMIZER}{name}"] = value
     return tensors
-
-
-def _start_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the state that AdamW would create at its first step, to load into."""
-    for group in optimizer.param_groups:
-        for parameter in cast("list[nn.Parameter]", group["params"]):
-            state = cast("dict[str, Tensor]", optimizer.state[parameter])
-            if not state:
-                data = parameter.data
-                state["step"] = torch.zeros((), dtype=torch.float32, device=data.device)
-                state["exp_avg"] = torch.zeros_like(data)
-                state["exp_avg_sq"] = torch.zeros_like(data)
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:
@@ -278,7 +266,9 @@ def _random_state(rank: int) -> dict[str, Tensor]:
 def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if name not in saved:
-            raise ConfigError(f"checkpoint {path} is of another model: it has no tensor {name}")
+            is_state = _OPTIMIZER in name
+            reason = "was saved with another train.optimizer" if is_state else "is of another model"
+            raise ConfigError(f"checkpoint {path} {reason}: it has no tensor {name}")
         if (size := getattr(saved[name], "size", None)) is not None and size != tensor.shape:
             raise ConfigError(
                 f"checkpoint {path} is of another model: {name} is {list(size)} there and "

@@ -309,6 +309,9 @@ class TrainSection(Settings):
             `rollout.groups_per_step` prompts as these take, rounded up. Prompts that
             `data.overlong` leaves out do not count. Prompts that are dropped later, such as those
             of `rollout.drop_zero_variance_groups`, are replaced by others and add no steps.
+        optimizer: "muon" makes the singular values of a matrix's update equal, and takes half of
+            the optimizer's memory; embeddings, head and vectors stay with AdamW. Its updates are as
+            large as AdamW's, so that both use one learning rate.
         learning_rate: Peak learning rate, after warm-up. Higher values learn faster until training
             becomes unstable.
         schedule: How the learning rate falls after warm-up: "constant" not at all, "linear" or
@@ -316,7 +319,7 @@ class TrainSection(Settings):
         warmup_steps: Steps over which the learning rate rises from near 0 to its peak.
         warmup_ratio: The same as a share of all steps, instead of `warmup_steps`.
         min_lr_ratio: Share of the peak learning rate that is left at the last step.
-        weight_decay: Weight decay of AdamW.
+        weight_decay: Decoupled weight decay. Vectors, such as those of norms, have none.
         betas: Decay rates of AdamW's first and second moments. Higher ones average over more steps.
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
@@ -419,6 +422,7 @@ class TrainSection(Settings):
 
     steps: Positive | None = None
     epochs: Annotated[float, Bounds(gt=0)] | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, Bounds(gt=0)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0

@@ -10,7 +10,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -103,9 +103,8 @@ class HostOffload:
         candidates: list[Tensor] = []
         if self._mode == "all":
             candidates += [p for model in self._models for p in model.parameters.values()]
-        for adamw in [model.adamw for model in self._models if model.adamw]:
-            for state in cast("dict[Tensor, dict[str, Tensor]]", adamw.state).values():
-                candidates += [value for value in state.values() if value.ndim > 0]
+        for optimizer in [model.optimizer for model in self._models if model.optimizer]:
+            candidates += [value for value in optimizer.states.values() if value.ndim > 0]
         seen: set[int] = set()
         for tensor in map(local_part, candidates):
             key = _storage_key(tensor)

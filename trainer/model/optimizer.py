@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, assert_never, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.model.muon import Muon
 
 _dist: Final[Any] = torch.distributed
 Schedule = Literal["constant", "linear", "cosine"]
@@ -41,12 +42,80 @@ def learning_rate_factor(
             assert_never(schedule)
 
 
-def make_adamw(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> torch.optim.AdamW:
-    """AdamW; Loshchilov and Hutter 2017, arXiv:1711.05101. Vectors (norms, biases) do not decay."""
-    trainable = [p for p in parameters.values() if p.requires_grad]
+class ModelOptimizer:
+    """The optimizer of a model's trained parameters: AdamW (Loshchilov and Hutter 2017,
+    arXiv:1711.05101), or with `train.optimizer = "muon"` Muon for those in `hidden`, the names of
+    the hidden layers' matrices, and AdamW for the others. Vectors (norms, biases) do not decay."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], hidden: Collection[str], train: TrainSection
+    ) -> None:
+        self._train = train
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        is_muon = train.optimizer == "muon"
+        matrices = [p for name, p in self._parameters.items() if is_muon and name in hidden]
+        others = [p for name, p in self._parameters.items() if not (is_muon and name in hidden)]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._optimizers.append(Muon(matrices, train.learning_rate, train.weight_decay))
+        if others:
+            self._optimizers.append(_make_adamw(others, train))
+
+    def step(self, step: int) -> dict[str, float]:
+        """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
+        Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite,
+        parameters and gradients are unchanged, and the caller must act on it."""
+        train = self._train
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = global_norm(gradients)
+        rate = train.learning_rate * learning_rate_factor(
+            step,
+            schedule=train.schedule,
+            warmup_steps=train.num_warmup_steps,
+            total_steps=train.total_steps,
+            min_ratio=train.min_lr_ratio,
+        )
+        if math.isfinite(norm):
+            limit = train.max_grad_norm
+            if limit and norm > limit:
+                for gradient in gradients:
+                    local_shard(gradient).mul_(limit / norm)
+            self.start()
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                cast("Any", optimizer).step()
+            self.clear_gradients()
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    def clear_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def start(self) -> None:
+        """Creates the state of the first step, also for parameters that get no gradient."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in cast("list[nn.Parameter]", group["params"]):
+                    state = cast("dict[str, Tensor]", optimizer.state[parameter])
+                    if not state:
+                        state |= _first_state(optimizer, parameter.data)
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The live state by parameter and kind, such as NAME.exp_avg. Empty before `start`."""
+        return {
+            f"{name}.{kind}": value
+            for name, parameter in self._parameters.items()
+            for optimizer in self._optimizers
+            for kind, value in cast("dict[str, Tensor]", optimizer.state.get(parameter, {})).items()
+        }
+
+
+def _make_adamw(parameters: Sequence[nn.Parameter], train: TrainSection) -> torch.optim.AdamW:
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -57,31 +126,14 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> t
     )
 
 
-def optimizer_step(
-    adamw: torch.optim.AdamW, parameters: Sequence[nn.Parameter], train: TrainSection, step: int
-) -> dict[str, float]:
-    """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
-    Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite, parameters
-    and gradients are unchanged, and the caller must act on it."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = global_norm(gradients)
-    rate = train.learning_rate * learning_rate_factor(
-        step,
-        schedule=train.schedule,
-        warmup_steps=train.num_warmup_steps,
-        total_steps=train.total_steps,
-        min_ratio=train.min_lr_ratio,
-    )
-    if math.isfinite(norm):
-        limit = train.max_grad_norm
-        if limit and norm > limit:
-            for gradient in gradients:
-                local_shard(gradient).mul_(limit / norm)
-        for group in adamw.param_groups:
-            group["lr"] = rate
-        cast("Any", adamw).step()
-        adamw.zero_grad()
-    return {"grad_norm": norm, "learning_rate": rate}
+def _first_state(optimizer: torch.optim.Optimizer, data: Tensor) -> dict[str, Tensor]:
+    if isinstance(optimizer, Muon):
+        return {"momentum": torch.zeros_like(data)}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=data.device),
+        "exp_avg": torch.zeros_like(data),
+        "exp_avg_sq": torch.zeros_like(data),
+    }
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:

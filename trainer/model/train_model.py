@@ -27,7 +27,8 @@ from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
-from umbra.trainer.model.optimizer import make_adamw, optimizer_step
+from umbra.trainer.model.muon import hidden_matrices
+from umbra.trainer.model.optimizer import ModelOptimizer
 from umbra.trainer.model.packing import PackedInputs, Sample, pack
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import EntropyUse, score_hidden, score_logits
@@ -86,9 +87,9 @@ class PassSettings:
 class TrainModel:
     """A causal language model, sharded by FSDP2 (`fully_shard`). Every rank has one.
 
-    With `train`, it is trained by those settings, and `adamw` is its optimizer; without, it is
-    frozen. Gradients are summed over ranks: each rank's loss is its share of the global loss.
-    Checkpoints have the parameters where `is_saved`, which is so for a trained model.
+    With `train`, it is trained by those settings, and has an `optimizer`; without, it is frozen.
+    Gradients are summed over ranks: each rank's loss is its share of the global loss. Checkpoints
+    have the parameters where `is_saved`, which is so for a trained model.
     """
 
     def __init__(
@@ -105,7 +106,6 @@ class TrainModel:
             recompute_blocks(model)
         self.is_packed = prepared.is_packed
         self._passes = passes
-        self._train = train
         self._scorer = _Scorer(model, passes)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._wraps_layers = wraps_layers(passes.wrap, self.num_parameters)
@@ -120,7 +120,9 @@ class TrainModel:
             weights.fill(self.published)
         if train is None:
             model.requires_grad_(False)
-        self.adamw = None if train is None else make_adamw(self.parameters, train)
+        self.optimizer = None
+        if train is not None:
+            self.optimizer = ModelOptimizer(self.parameters, hidden_matrices(model), train)
         self.is_saved = train is not None
         self._is_compared = False
 
@@ -215,14 +217,13 @@ class TrainModel:
             parameter.copy_(other.parameters[name])
 
     def step(self, step: int) -> dict[str, float]:
-        """Updates the parameters by their gradients; see `optimizer_step`."""
-        assert self.adamw is not None
-        assert self._train is not None
-        return optimizer_step(self.adamw, list(self.parameters.values()), self._train, step)
+        """Updates the parameters by their gradients; see `ModelOptimizer`."""
+        assert self.optimizer is not None
+        return self.optimizer.step(step)
 
     def clear_gradients(self) -> None:
-        assert self.adamw is not None
-        self.adamw.zero_grad()
+        assert self.optimizer is not None
+        self.optimizer.clear_gradients()
 
 
 def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:

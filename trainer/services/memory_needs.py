@@ -97,13 +97,16 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
 
 
 def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
-    """The GPU memory of a rank: parameters and AdamW's two states in `master_dtype`, sharded over
-    the ranks, gradients likewise, what FSDP gathers in `model.dtype`, and the last sent weights if
+    """The GPU memory of a rank: parameters and optimizer state in `master_dtype`, sharded over the
+    ranks, gradients likewise, what FSDP gathers in `model.dtype`, and the last sent weights if
     `pool.full_sync_every` has them kept."""
     train = config.train
     master = ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
     parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
-    optimizer = 2 * master
+    optimizer = 2 * master  # AdamW's moments
+    if train.optimizer == "muon":  # which has one for hidden matrices
+        in_embeddings = ITEMSIZES[config.master_dtype] * sizes.embedding_size // num_ranks
+        optimizer = master + in_embeddings
     left = {
         "none": parameters + optimizer,
         "optimizer": parameters,

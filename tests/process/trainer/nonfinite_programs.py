@@ -75,11 +75,11 @@ def skip(
             except UmbraError as raised:
                 error = str(raised)
                 break
-    assert policy.adamw is not None
-    states: Any = policy.adamw.state.values()
+    assert policy.optimizer is not None
+    states = policy.optimizer.states
     return {
         "state": full_parameters(policy) | full_moments(policy),
-        "updates": [int(state["step"]) for state in states if state],  # none before the first
+        "updates": [int(value) for name, value in states.items() if name.endswith(".step")],
         "metrics": metrics,
         "warnings": warnings,
         "error": error,

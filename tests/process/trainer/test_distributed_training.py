@@ -47,6 +47,8 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offloaded, layer": ({"kl_coef": 0.1}, {"offload": "all", "wrap": "layer"}),
     "optimizer offloaded": ({"kl_coef": 0.1}, {"offload": "optimizer"}),
     "never offloaded": ({"kl_coef": 0.1}, {}),
+    "muon": ({"optimizer": "muon"}, {}),
+    "muon, offloaded": ({"optimizer": "muon"}, {"offload": "all"}),
     "never offloaded, layer": ({"kl_coef": 0.1}, {"wrap": "layer"}),
     "recomputed": ({}, {"recomputes": True}),
     "recomputed, layer": ({}, {"recomputes": True, "wrap": "layer", "micro_batches": 2}),

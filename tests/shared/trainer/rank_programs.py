@@ -229,9 +229,8 @@ def check_away_and_back(
     mover: HostOffload, mode: Offload, tensors: Sequence[Any], policy: TrainModel
 ) -> None:
     """Everything that is to go is gone, and can be read all the same."""
-    assert policy.adamw is not None
-    states: Any = policy.adamw.state.values()
-    moments: list[Any] = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
+    assert policy.optimizer is not None
+    moments: list[Any] = [state for state in policy.optimizer.states.values() if state.ndim]
     before = [tensor.detach().to_local().clone() for tensor in (*tensors, *moments)]
     for _ in range(2):
         mover.send_away()
@@ -331,12 +330,8 @@ def save_and_load_with_an_unused_parameter(world: Mesh, folder: str) -> list[boo
 
 
 def full_moments(policy: TrainModel) -> Arrays:
-    assert policy.adamw is not None
-    return {
-        f"{name}.{kind}": whole(value)
-        for name, parameter in policy.parameters.items()
-        for kind, value in policy.adamw.state[parameter].items()
-    }
+    assert policy.optimizer is not None
+    return {name: whole(value) for name, value in policy.optimizer.states.items()}
 
 
 def load_checkpoint(world: Mesh, path: str) -> list[Any]:

@@ -223,6 +223,17 @@ def test_offloading_leaves_so_many_times_the_parameters(
     assert need.sync_nbytes - need.generation_nbytes == (3.0 - kept) * parameters
 
 
+def test_muon_keeps_one_number_for_each_of_a_hidden_matrix(tmp_path: Path) -> None:
+    adamw, muon = (
+        rank_need(config_of(tmp_path, train={"optimizer": optimizer}), SIZES["8B"], 2)
+        for optimizer in ("adamw", "muon")
+    )
+
+    hidden = SIZES["8B"].num_parameters - SIZES["8B"].embedding_size
+    assert adamw.training_nbytes - muon.training_nbytes == 4 * hidden // 2
+    assert adamw.generation_nbytes - muon.generation_nbytes == 4 * hidden // 2
+
+
 def test_a_reference_model_is_one_more_copy_of_the_parameters(tmp_path: Path) -> None:
     plain, with_reference = (
         rank_need(config_of(tmp_path, train={"kl_coef": kl_coef}), SIZES["8B"], 1)

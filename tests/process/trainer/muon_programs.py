@@ -1,0 +1,87 @@
+"""Steps of Muon with given gradients; imported by name in each rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_programs import TRAIN, Arrays, full_moments, full_parameters, make_world, said_by
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from training_models import make_model
+
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
+from umbra.trainer.checkpoint.trainer_state import TrainerState
+from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
+from umbra.trainer.world.mesh import Mesh
+
+NUM_STEPS = 3
+MUON = replace(TRAIN, optimizer="muon", max_grad_norm=0.0)
+
+
+def model_with_odd_matrices(dtype: torch.dtype) -> Any:
+    """With a stack of three matrices, and a matrix of fewer rows than there are ranks."""
+    model = make_model().to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    model.model.experts = nn.Parameter(torch.randn(3, 4, 6, generator=generator).to(dtype))
+    model.model.row = nn.Parameter(torch.randn(1, 5, generator=generator).to(dtype))
+    return model
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    """Whole gradients, other ones for each step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def muon_steps(dtype_name: str, num_replicas: int) -> Arrays:
+    """The parameters after `NUM_STEPS`, whole."""
+    world = make_world()
+    if num_replicas > 1:
+        world = Mesh.of_group(world.device, num_replicas)
+    policy = make_odd_policy(world, getattr(torch, dtype_name), MUON)
+    for step in range(NUM_STEPS):
+        step_once(policy, step)
+    return full_parameters(policy)
+
+
+def make_odd_policy(world: Mesh, dtype: torch.dtype, train: TrainSection) -> TrainModel:
+    prepared = PreparedModel(model_with_odd_matrices(dtype), is_packed=False)
+    return TrainModel(prepared, world.fsdp, PassSettings(compute_dtype=dtype), train)
+
+
+def step_once(policy: TrainModel, step: int) -> None:
+    whole = gradients(policy.model, step)
+    for name, parameter in policy.parameters.items():
+        assert isinstance(parameter, DTensor)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.grad = distribute_tensor(whole[name], mesh, placements)
+    policy.step(step)
+
+
+def resume(folder: str) -> tuple[Arrays, Arrays, str]:
+    """What three steps leave, without and with a resume after two, and the error of a resume by
+    AdamW."""
+    world = make_world()
+    store = CheckpointStore(Path(folder), world, keep=1)
+    policy = make_odd_policy(world, torch.float32, MUON)
+    for step in range(2):
+        step_once(policy, step)
+    state = TrainerState(step=2, version=1, world_size=world.world_size, seed=0)
+    path = store.save(state, {POLICY: policy})
+    resumed = make_odd_policy(world, torch.float32, MUON)
+    for parameter in resumed.parameters.values():
+        parameter.data.fill_(0.5)
+    store.load(path, {POLICY: resumed})
+    for each in (policy, resumed):
+        step_once(each, 2)
+    by_adamw = make_odd_policy(world, torch.float32, TRAIN)
+    error = said_by(lambda: store.load(path, {POLICY: by_adamw}))
+    one, other = (full_parameters(each) | full_moments(each) for each in (policy, resumed))
+    return one, other, error
