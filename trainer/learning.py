@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
 from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
 from umbra.trainer.config.algorithm_names import LOSSES
@@ -64,3 +66,7 @@ def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: T
     if config.train.advantage_norm == "batch":
         of_samples = normalize_over_batch(of_samples)
     batch.add_advantages(of_samples)
+
+
+def decode_token(run_dir: Path, token_id: int) -> str:
+    return ModelTokenizer.open(tokenizer_path(run_dir)).decode_all([token_id])

@@ -12,7 +12,6 @@ import torch
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.reports.run_metrics import last_steps
 from umbra.runtime.session.session import Session
-from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import (
     AdvantageEstimator,
@@ -27,7 +26,7 @@ from umbra.trainer.checkpoint.trainer_state import BestCheckpoint, TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.train_batch import TrainBatch
-from umbra.trainer.learning import add_advantages, load_models, make_train_step
+from umbra.trainer.learning import add_advantages, decode_token, load_models, make_train_step
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.train_model import POLICY, TrainModel
@@ -229,7 +228,7 @@ class TrainingRun:
             model.compute_dtype,
             train.max_logprob_difference,
             self._engines.versions,
-            partial(_decode_token, self.config.run.dir),
+            partial(decode_token, self.config.run.dir),
             self._display.note,
             from_lead(self._mesh, lambda: last_steps(self._run_dir.path)),
         )
@@ -272,8 +271,7 @@ class TrainingRun:
         self._gpu_memory.look("generation")
         self._row["time/rollout_s"] = waiting.seconds
         batch = TrainBatch.from_answer(answer)
-        for name, value in batch.metrics.items():
-            self._row[name if "/" in name else f"rollout/{name}"] = float(value)
+        self._row |= batch.row
         return batch
 
     @contextmanager
@@ -396,7 +394,3 @@ class TrainingRun:
         )
         for line in closing_lines(summary):
             self._display.note(line)
-
-
-def _decode_token(run_dir: Path, token_id: int) -> str:
-    return ModelTokenizer.open(tokenizer_path(run_dir)).decode_all([token_id])

@@ -74,6 +74,7 @@ _port: Final = _number(int, "a port: use 0 to 65535", lambda number: 0 <= number
 _seconds: Final = _number(
     float, "a positive number of seconds", lambda number: 0 < number < math.inf
 )
+_reward: Final = _number(float, "a finite number", math.isfinite)
 _temperature: Final = _number(
     float, "a temperature: use 0 (greedy) or more", lambda number: 0 <= number < math.inf
 )
@@ -239,6 +240,38 @@ def _add_trace_arguments(trace: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_dataset_arguments(dataset: argparse.ArgumentParser) -> None:
+    _add_run_dir(dataset)
+    chosen = dataset.add_mutually_exclusive_group(required=True)
+    chosen.add_argument(
+        "--best", type=_positive, metavar="N", help="the N samples with the highest rewards"
+    )
+    chosen.add_argument(
+        "--min-reward", type=_reward, metavar="R", help="all samples with at least this reward"
+    )
+    dataset.add_argument(
+        "-o", "--output", metavar="FILE", help="a .jsonl file (default: RUN-best.jsonl here)"
+    )
+
+
+def _add_replay_arguments(replay: argparse.ArgumentParser) -> None:
+    _add_run_dir(replay)
+    _add_overrides(replay)
+    replay.add_argument(
+        "--steps",
+        type=_steps,
+        required=True,
+        metavar="A:B",
+        help="from step A to step B, both included; the first is 1, as in metrics.jsonl",
+    )
+    replay.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="a new directory (default: RUN-replay-A-B here)",
+    )
+
+
 def _add_dash_arguments(dash: argparse.ArgumentParser) -> None:
     _add_run_dir(dash)
     _add_address(dash, 7007)
@@ -329,6 +362,26 @@ COMMANDS: Final = (
         _add_trace_arguments,
         "Writes what ranks, supervisors, engines, rollout manager and workers did in some steps "
         "of a run as a timeline, which https://ui.perfetto.dev opens. The run may be in progress.",
+    ),
+    Command(
+        "dataset",
+        "a job's samples as a data set",
+        "umbra.trainer.replay.dataset_command:run",
+        _add_dataset_arguments,
+        "Writes the best samples of a run as JSON Lines for supervised fine-tuning: prompt and "
+        "completion, or a chat, with reward, step and versions of the weights. Truncated and "
+        "repeated completions are left out, and those of several turns. The run may be in "
+        "progress.",
+    ),
+    Command(
+        "replay",
+        "steps of a run, trained again without engines",
+        "umbra.trainer.replay.replay_command:run",
+        _add_replay_arguments,
+        "Trains steps of a run again, from its checkpoint before them and the samples in its "
+        "ledger, without engines. As it is, a replay computes what the run has computed, bit for "
+        "bit; with settings of [train], it shows what another loss, advantage or learning rate "
+        "would have made of the same samples. The run's directory is not changed.",
     ),
     Command(
         "dash",

@@ -17,6 +17,7 @@ from umbra.runtime.dash.sample_texts import (
     choose_samples,
     find_sample,
     open_ledger,
+    reward_text,
     text_of,
 )
 from umbra.runtime.errors import ConfigError
@@ -166,12 +167,12 @@ def _sample_text(facts: Mapping[str, Any]) -> str:
     if facts["step"] is not None:
         state.append(f"step {facts['step']}")
     state += [text for text in (facts["finish_reason"], facts["drop_reason"]) if text]
-    reward = "none" if facts["reward"] is None else f"{facts['reward']:g}"
     lines = [
         f"{facts['sample_id']}: {', '.join(state)}",
         f"  prompt {facts['prompt_id']}, index {facts['place']} in the data, seed {facts['seed']}",
-        f"  reward {reward}, {facts['num_tokens']} tokens, {facts['interruptions']} interruptions, "
-        f"{facts['resets']} resets, {facts['rolled_back_tokens']} tokens rolled back",
+        f"  reward {reward_text(facts)}, {facts['num_tokens']} tokens, {facts['interruptions']} "
+        f"interruptions, {facts['resets']} resets, {facts['rolled_back_tokens']} tokens rolled "
+        "back",
         "segments",
     ]
     lines += _columns(

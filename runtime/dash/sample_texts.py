@@ -22,7 +22,7 @@ from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 Row = dict[str, Any]
 Order = Literal["newest", "best", "worst"]
 
-_PROMPTS: Final = "prompts.msgpack"
+PROMPTS: Final = "prompts.msgpack"
 _REMEDY: Final = "give the directory of the run's model (umbra samples --model DIR)"
 NO_LONGER_KEPT: Final = "no longer kept, see rollout.ledger_gb"
 _MARGIN: Final = "  | "
@@ -124,30 +124,22 @@ class SampleTexts:
         if model is None and not path.exists():
             raise DataError(f"{path} does not exist, so the tokenizer is unknown: {_REMEDY}")
         self._tokenizer = ModelTokenizer.open(model or path)
-        self._prompts = PromptSet.open(run_dir / _PROMPTS)
-        self._idx_by_id: dict[str, int] = {}
-        self._unread = iter(range(len(self._prompts)))
+        self._prompts = PromptSet.open(run_dir / PROMPTS)
 
     def read(self, ledger: LedgerIndex, rows: Sequence[SampleRow]) -> list[Row]:
         """Facts and texts of samples, as plain data."""
         contents = ledger.contents(rows)
         return [row.facts() | self._decode(row, contents.get(row.uid)) for row in rows]
 
-    def _find(self, prompt_id: str) -> int | None:
-        """The prompt's place in the file, which is read as far as needed."""
-        while prompt_id not in self._idx_by_id and (idx := next(self._unread, None)) is not None:
-            self._idx_by_id[self._prompts[idx].prompt_id] = idx
-        return self._idx_by_id.get(prompt_id)
-
     def _decode(self, row: SampleRow, content: SampleContent | None) -> Row:
         """Prompt, turns, and the agent loop's records. `content` is None if the ledger no longer
         has it."""
-        idx = self._find(row.group.prompt_id)
+        prompt = self._prompts.find(row.group.prompt_id)
         is_kept = content is not None
         content = content or SampleContent()
         tokens = content.prompt
-        if tokens is None and idx is not None:
-            tokens = self._prompts[idx].tokens
+        if tokens is None and prompt is not None:
+            tokens = prompt.tokens
         history = LoopHistory.of_records(content.recorded)
         text = SampleText.decode(
             self._tokenizer.decode_all,
@@ -171,8 +163,7 @@ def text_of(sample: Mapping[str, Any]) -> str:
     if sample["step"] is not None:
         state.append(f"step {sample['step']}")
     state += [text for text in (sample["finish_reason"], sample["drop_reason"]) if text]
-    reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
-    counts = [f"reward {reward}", _count(sample["num_tokens"], "token")]
+    counts = [f"reward {reward_text(sample)}", _count(sample["num_tokens"], "token")]
     if sample["interruptions"]:
         counts.append(_count(sample["interruptions"], "interruption"))
     if sample["resets"]:
@@ -184,7 +175,7 @@ def text_of(sample: Mapping[str, Any]) -> str:
         f"  {', '.join(counts)}",
         "prompt of the agent loop" if sample["is_prompt_of_loop"] else "prompt",
     ]
-    lines += _quoted(sample["prompt"], f"not in {_PROMPTS}")
+    lines += _quoted(sample["prompt"], f"not in {PROMPTS}")
     for turn in sample["turns"]:
         num_tokens = _count(turn["stop"] - turn["start"], "token")
         versions = ", ".join(map(str, turn["versions"]))
@@ -197,6 +188,16 @@ def text_of(sample: Mapping[str, Any]) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines += [_one_line(f"recorded {key}"), *_quoted(text)]
     return "\n".join(lines)
+
+
+def reward_text(sample: Mapping[str, Any]) -> str:
+    """The reward with its parts; a part that does not apply is left out."""
+    if sample["reward"] is None:
+        return "none"
+    parts = [
+        f"{name} {part:g}" for name, part in sample["reward_parts"].items() if part is not None
+    ]
+    return f"{sample['reward']:g}" + f" ({', '.join(parts)})" * bool(parts)
 
 
 def _count(number: int, noun: str) -> str:

@@ -59,7 +59,8 @@ class MetricPanel:
     """A panel on the page of `umbra dash`, in a plot and in a report."""
 
     title: str
-    series: Mapping[str, str]  # labels by metric
+    # Labels by metric; a replay has the metrics of its run, too, as `run/...`.
+    series: Mapping[str, str]
     is_step_time: bool = False  # parts of `time/step_s`, stacked with its rest
     lowest_top: float | None = None  # the axis goes from 0 to at least this; None: it fits
     only_with: str = ""  # no panel without this metric, or if it is always 0
@@ -75,7 +76,10 @@ PANELS: Final[Sequence[MetricPanel]] = (
         series={"rollout/truncated_share": "of completions"},
         lowest_top=0.1,
     ),
-    MetricPanel(title="Entropy", series={"train/entropy": "of the policy, in nats"}),
+    MetricPanel(
+        title="Entropy",
+        series={"train/entropy": "of the policy, in nats", "run/train/entropy": "in the run"},
+    ),
     MetricPanel(
         title="KL",
         series={
@@ -85,7 +89,23 @@ PANELS: Final[Sequence[MetricPanel]] = (
         lowest_top=1e-3,  # less is the rounding of float32, and more hides that of bfloat16
         only_with="train/reference_kl",
     ),
-    MetricPanel(title="Gradient norm", series={"train/grad_norm": "before clipping"}),
+    MetricPanel(
+        title="Gradient norm",
+        series={"train/grad_norm": "before clipping", "run/train/grad_norm": "in the run"},
+    ),
+    MetricPanel(
+        title="Loss",
+        series={"train/loss": "replayed", "run/train/loss": "in the run"},
+        only_with="run/train/loss",
+    ),
+    MetricPanel(
+        title="Behaviour KL",
+        series={
+            "train/behaviour_kl": "from the policy that sampled",
+            "run/train/behaviour_kl": "in the run",
+        },
+        only_with="run/train/behaviour_kl",
+    ),
     MetricPanel(
         title="Tokens per completion",
         series={

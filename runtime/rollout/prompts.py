@@ -112,6 +112,8 @@ class PromptSet:
         self.path = path
         self._data = data
         self._offsets = offsets  # [num_prompts + 1]
+        self._idx_by_id: dict[str, int] = {}
+        self._unread = iter(range(len(self)))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> PromptSet:
@@ -135,6 +137,13 @@ class PromptSet:
             raise DataError(f"{self.path}: record {idx} is not a prompt")
         tokens = np.frombuffer(record["tokens"], "<i4").astype(np.int32)
         return Prompt(record["id"], record["prompt"], tokens, record["row"])
+
+    def find(self, prompt_id: str) -> Prompt | None:
+        """Reads the file as far as needed, once."""
+        while prompt_id not in self._idx_by_id and (idx := next(self._unread, None)) is not None:
+            self._idx_by_id[self[idx].prompt_id] = idx
+        found = self._idx_by_id.get(prompt_id)
+        return None if found is None else self[found]
 
     def close(self) -> None:
         self._data.close()

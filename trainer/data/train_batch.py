@@ -71,6 +71,14 @@ class TrainBatch:
         except KeyError as error:
             raise ProtocolError(f"the rollout manager's batch lacks {error}") from None
 
+    @property
+    def row(self) -> dict[str, float]:
+        """The metrics under the names of metrics.jsonl."""
+        return {
+            name if "/" in name else f"rollout/{name}": float(value)
+            for name, value in self.metrics.items()
+        }
+
     def span(self, idx: int) -> slice:
         """The tokens of a sample."""
         return slice(int(self.offsets[idx]), int(self.offsets[idx + 1]))

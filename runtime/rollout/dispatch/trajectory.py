@@ -10,7 +10,7 @@ Letters: P prompt tokens, C completion tokens (generated, and in agent loops als
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -181,6 +181,19 @@ class Trajectory:
         segment = Segment(len(self._tokens), len(self._tokens) + len(tokens), version)
         self._add(tokens, logprobs, [segment])
         self._num_settled += len(tokens)
+
+    def append_runs(
+        self,
+        runs: Iterable[Segment],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        """Appends runs of a recorded completion, generated and given ones."""
+        for start, stop, version in runs:
+            if version == NOT_GENERATED:
+                self.extend_context(np.concatenate([self.context(), tokens[start:stop]]))
+            else:
+                self.append_generated(tokens[start:stop], logprobs[start:stop], version)
 
     def begin_attempt(self, store: TokenStore, row: int) -> None:
         """Puts new tokens into a row of `store` until `settle`."""

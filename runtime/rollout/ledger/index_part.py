@@ -30,7 +30,7 @@ from umbra.runtime.rollout.ledger.sample_table import (
     rows_to_wire,
 )
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _LEVEL: Final = 3  # of zlib; higher ones take several times as long for a tenth
 
 

@@ -210,6 +210,10 @@ class LedgerIndex:
             chosen = _by_reward([*chosen, *rows], sign)[:limit]
         return chosen, num_samples
 
+    def keeps(self, row: SampleRow) -> bool:
+        """Whether the log still has everything about a sample."""
+        return not self._has_left(row.begin)
+
     def contents(self, rows: Sequence[SampleRow]) -> dict[int, SampleContent]:
         """Tokens and recorded values by uid, where they are kept."""
         found: dict[int, SampleContent] = {}

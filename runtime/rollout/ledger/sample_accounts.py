@@ -297,13 +297,15 @@ class SampleContent:
     the loop's records, which survive resets.
 
     `LedgerState` drops the tokens of samples that can no longer change. Here they are read again,
-    for a few samples only, so that memory does not grow with the ledger.
+    for a few samples only, so that memory does not grow with the ledger. `logprobs` are None for
+    samples whose part of the log was removed.
     """
 
     def __init__(self) -> None:
         self.prompt: NDArray[np.int32] | None = None
         self.recorded: dict[str, Any] = {}
         self.tokens: NDArray[np.int32] = _NO_TOKENS
+        self.logprobs: NDArray[np.float32] | None = None
 
 
 def read_contents(
@@ -326,8 +328,8 @@ def read_contents(
                 contents[uid].recorded[event.key] = event.value
             case _:
                 pass
-    for uid, tokens in completions.items():
-        contents[uid].tokens = tokens
+    for uid, tokens, logprobs in completions.items():
+        contents[uid].tokens, contents[uid].logprobs = tokens, logprobs
     return contents
 
 
@@ -340,6 +342,7 @@ class _Completions:
         self._lengths = np.asarray([num_tokens[uid] for uid in uids], np.int64)
         self._ends = np.cumsum(self._lengths)
         self._tokens = np.zeros(self._lengths.sum(), np.int32)
+        self._logprobs = np.zeros(len(self._tokens), np.float32)
 
     def put(self, event: Tokens) -> None:
         """A start before the end follows a rollback or a reset: later runs replace earlier ones."""
@@ -355,10 +358,12 @@ class _Completions:
         shifts: NDArray[np.int64] = np.repeat(lengths - ends, lengths)
         at = shifts + np.arange(len(shifts))  # of each token in its run
         targets = self._ends[slots] - room  # where a run begins, unless it has no room
-        tokens = event.tokens[np.repeat(offsets, lengths) + at]
-        self._tokens[np.repeat(targets, lengths) + at] = tokens
+        sources = np.repeat(offsets, lengths) + at
+        at += np.repeat(targets, lengths)
+        self._tokens[at], self._logprobs[at] = event.tokens[sources], event.logprobs[sources]
 
-    def items(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    def items(self) -> Iterator[tuple[int, NDArray[np.int32], NDArray[np.float32]]]:
         columns = (self._uids.tolist(), self._lengths.tolist(), self._ends.tolist())
         for uid, length, end in zip(*columns, strict=True):
-            yield uid, self._tokens[end - length : end]
+            own = slice(end - length, end)
+            yield uid, self._tokens[own], self._logprobs[own]

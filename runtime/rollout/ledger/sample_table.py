@@ -7,6 +7,7 @@ event that needs a sample's length.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -28,6 +29,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Leased,
     Reset,
     Restored,
+    RewardParts,
     Scored,
     Started,
     Tokens,
@@ -76,6 +78,7 @@ class SampleRow:
     drop_reason: str = ""
     drop_cause: str = ""
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])  # NaN: does not apply
     step: int | None = None  # from 0, that it was leased for or trained in
     num_tokens: int = 0
     interruptions: int = 0
@@ -107,6 +110,10 @@ class SampleRow:
             "state": str(self.state),
             "finish_reason": self.finish_reason,
             "reward": self.reward,
+            "reward_parts": {
+                name: None if math.isnan(value) else value
+                for name, value in self.reward_parts.items()
+            },
             "step": None if self.step is None else self.step + 1,
             "drop_reason": self.drop_reason,
             "drop_detail": ": ".join(filter(None, (self.drop_reason, self.drop_cause))),
@@ -230,6 +237,11 @@ class SampleTable:
                 self._move(rows, SampleState.FINISHED)
                 for row, reason in zip(rows, event.reasons, strict=True):
                     row.finish_reason, row.finished = reason, end
+            case RewardParts():
+                rows = self._find(event.uids)
+                of_rows = event.values.reshape(len(rows), len(event.names)).tolist()
+                for row, values in zip(rows, of_rows, strict=True):
+                    row.reward_parts = dict(zip(event.names, values, strict=True))
             case Scored():
                 rows = self._find(event.uids)
                 self._move(rows, SampleState.SCORED)
@@ -362,7 +374,7 @@ class SampleTable:
         self.totals.rolled_back_tokens += row.num_tokens - stop
         row.rolled_back += row.num_tokens - stop
         row.truncate(stop)
-        row.reward = row.finished = None
+        row.reward, row.reward_parts, row.finished = None, {}, None
         row.finish_reason = ""
         self._move([row], SampleState.PARTIAL if stop else SampleState.PENDING)
 

@@ -5,15 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.dispatch.trajectory import (
-    NOT_GENERATED,
-    Group,
-    Trajectory,
-    TrajectoryState,
-)
+from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, TrajectoryState
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAccount, SampleState
 
@@ -108,12 +101,7 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
     # The budget may have been lowered since: the tokens stay, and the completion ends there.
     sample.budget = max(sample.budget, held.num_generated)
     sample.max_context_len = max(sample.max_context_len, len(sample) + held.num_tokens)
-    for start, stop, version in held.segments():
-        tokens, logprobs = held.tokens[start:stop], held.logprobs[start:stop]
-        if version == NOT_GENERATED:
-            sample.extend_context(np.concatenate([sample.context(), tokens]))
-        else:
-            sample.append_generated(tokens, logprobs, version)
+    sample.append_runs(held.segments(), held.tokens, held.logprobs)
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
         sample.reward, sample.reward_parts = held.reward, held.reward_parts

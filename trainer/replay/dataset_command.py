@@ -1,0 +1,121 @@
+"""`umbra dataset`: samples of a run as a data set for supervised fine-tuning, in JSON Lines.
+
+    {"prompt": text, "completion": text, "reward": 1.0, "step": 12, "versions": [12], ...}
+    {"messages": [..., {"role": "assistant", "content": text}], ...}     where prompts are chats
+
+The columns are those that `[data]` reads by default. Step and versions are of the policy that was
+trained on the completion, and of the weights that generated it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.dash.sample_texts import PROMPTS, open_ledger
+from umbra.runtime.disk import replacing
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.sample_accounts import SampleContent
+from umbra.runtime.rollout.ledger.sample_table import SampleRow
+from umbra.runtime.rollout.prompts import PromptSet
+from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.prompt_content import prompt_content
+from umbra.trainer.replay.replay_plan import recorded_config
+
+_CHUNK: Final = 4096
+"""Samples whose tokens are read together. Fewer read more of the log again; more take memory."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the file, and prints how many samples it has and why others were left out. Raises
+    ConfigError if there would be none."""
+    run_dir = Path(arguments.run_dir)
+    out = Path(arguments.output or f"{run_dir.absolute().name}-best.jsonl")
+    left_out = Counter[str]()
+    rows = list(_rows(run_dir, arguments.best, arguments.min_reward, left_out))
+    reasons = [f"{count:,} {reason}" for reason, count in left_out.most_common()]
+    if not rows:
+        reason = "; ".join(reasons) or "none has a reward that is high enough"
+        raise ConfigError(f"{run_dir} has no sample for a data set: {reason}")
+    with replacing(out) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+    print(
+        f"{out}: {len(rows):,} samples, with rewards from {rows[0]['reward']:g} to "
+        f"{rows[-1]['reward']:g}"
+    )
+    for reason in reasons:
+        print(f"  left out: {reason}")
+    return 0
+
+
+def _rows(
+    run_dir: Path, limit: int | None, min_reward: float | None, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """The highest rewards first. Counts samples that are left out, by reason."""
+    index, config = open_ledger(run_dir), recorded_config(run_dir)
+    writer = _RowWriter(run_dir, config)
+    _, num_scored = index.extremes(1, best=True)
+    chosen, _ = index.extremes(num_scored, best=True)
+    if min_reward is not None:
+        chosen = [row for row in chosen if row.reward is not None and row.reward >= min_reward]
+    written = 0
+    for row, content in _contents(index, chosen):
+        found = writer.row(row, content)
+        if isinstance(found, str):
+            left_out[found] += 1
+            continue
+        yield found
+        written += 1
+        if written == limit:
+            return
+
+
+def _contents(
+    index: LedgerIndex, rows: list[SampleRow]
+) -> Iterator[tuple[SampleRow, SampleContent | None]]:
+    for start in range(0, len(rows), _CHUNK):
+        some = rows[start : start + _CHUNK]
+        contents = index.contents(some)
+        yield from ((row, contents.get(row.uid)) for row in some)
+
+
+class _RowWriter:
+    """Makes a data set's row of a sample. Raises DataError if the run's tokenizer or prompts cannot
+    be read."""
+
+    def __init__(self, run_dir: Path, config: TrainerConfig) -> None:
+        self._config = config
+        self._prompts = PromptSet.open(run_dir / PROMPTS)
+        self._tokenizer = ModelTokenizer.open(tokenizer_path(run_dir))
+        self._written: set[tuple[str, str]] = set()
+
+    def row(self, row: SampleRow, content: SampleContent | None) -> dict[str, Any] | str:
+        """The row, or why there is none."""
+        prompt = self._prompts.find(row.group.prompt_id)
+        if content is None or prompt is None:
+            return "no longer kept, see rollout.ledger_gb"
+        if row.finish_reason != "stop":
+            return "truncated"
+        versions = [version for _, version in row.segments]
+        if content.prompt is not None or NOT_GENERATED in versions:
+            return "of several turns, or with an agent loop's own prompt"
+        skip = self._config.rollout.skip_special_tokens
+        text = self._tokenizer.decode_completion(content.tokens.tolist(), skip)
+        if (row.group.prompt_id, text) in self._written:
+            return "with the text of another sample of their prompt"
+        self._written.add((row.group.prompt_id, text))
+        asked = prompt_content(self._config.data, f"prompt {prompt.prompt_id}", prompt.row)
+        pair: dict[str, Any] = {"prompt": asked, "completion": text}
+        if not isinstance(asked, str):
+            pair = {"messages": [*asked, {"role": "assistant", "content": text}]}
+        facts = row.facts()
+        parts = {"reward_parts": facts["reward_parts"]} if facts["reward_parts"] else {}
+        about = {name: facts[name] for name in ("reward", "step", "sample_id")}
+        return pair | about | parts | {"versions": sorted(set(versions))}
