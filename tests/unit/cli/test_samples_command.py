@@ -1,4 +1,5 @@
-"""`umbra samples` on an artificial ledger: which samples it shows, and what of them."""
+"""`umbra samples` and `umbra dataset` on an artificial ledger: which samples they choose, and what
+of them they show or write."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from byte_tokenizer import END, byte_tokenizer
 from ledger_samples import admitted, runs_of
+from minimal_config import config_with
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.ledger.ledger_events import (
@@ -24,6 +26,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Recorded,
     Reset,
     Restored,
+    RewardParts,
     Scored,
     Started,
     Tokens,
@@ -36,6 +39,7 @@ from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
+from umbra.trainer.checkpoint.run_dir import record_settings
 
 BOTH = uids_of(0, 1)
 
@@ -82,7 +86,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     tokenizer = byte_tokenizer(folder)
     prompts: list[dict[str, Any]] = [
         {"id": name, "prompt": text, "tokens": np.asarray(tokenizer.encode(text), "<i4").tobytes(),
-         "row": {}}
+         "row": {"prompt": text, "messages": [{"role": "user", "content": text}]}}
         for name, text in (("a", "2+2="), ("b", "3+3="))
     ]  # fmt: skip
     write_prompts(folder / "prompts.msgpack", prompts)
@@ -279,3 +283,94 @@ def test_wrong_use_is_an_error(run: Run, wrong: list[str], message: str) -> None
     run.write(scored_groups(run.tokenizer))
 
     assert message in run.error(*wrong)
+
+
+def scored(run: Run, first_uid: int, name: str, *answers: str) -> list[Event]:
+    """Two samples of a prompt with these texts, from admission to delivery: the first of all with
+    the reward 0, the next with 0.1, and so on, of two parts."""
+    uids = uids_of(first_uid, first_uid + 1)
+    rewards = np.asarray([first_uid, first_uid + 1]) / 10
+    return [
+        admitted(first_uid, name),
+        Started(uids),
+        *(run.text(uid, 0, 0, text) for uid, text in zip(uids.tolist(), answers, strict=True)),
+        Finished(uids, ["stop", "stop"]),
+        RewardParts(uids, ["exact", "short"], np.asarray([1.0, np.nan, 0.0, rewards[1]])),
+        Scored(uids, rewards),
+        Leased(0, uids),
+    ]
+
+
+def dataset_rows(run: Run, data_format: str, *argv: str) -> list[dict[str, Any]]:
+    """The rows that `umbra dataset` writes, and its lines in `run.capsys`."""
+    config = config_with(
+        run={"dir": str(run.folder)},
+        data={"train": "x", "format": data_format},
+        rollout={"skip_special_tokens": True},  # the tokenizer here has no end token
+    )
+    record_settings(config, {})
+    path = run.folder / "best.jsonl"
+    assert main(["dataset", str(run.folder), "-o", str(path), *argv]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_parts_of_a_reward_are_shown(run: Run) -> None:
+    run.write([Version(0, 0), *scored(run, 0, "a", f"4{END}", f"5{END}")])
+
+    assert "  reward 0 (exact 1), 2 tokens" in run.show("samples", "e0/a/0")
+    assert "  reward 0.1 (exact 0, short 0.1), 2 tokens" in run.show("samples", "e0/a/1")
+    assert "reward 0.1 (exact 0, short 0.1), 2 tokens" in run.show("ledger", "--sample", "e0/a/1")
+    (found,) = json.loads(run.show("samples", "e0/a/0", "--json"))["samples"]
+    assert found["reward_parts"] == {"exact": 1.0, "short": None}
+
+
+def test_the_best_samples_become_a_data_set_of_prompts_and_completions(run: Run) -> None:
+    run.write([
+        Version(0, 0),
+        *scored(run, 0, "a", f"4{END}", f"5{END}"),
+        *scored(run, 2, "b", f"6{END}", f"6{END}"),
+    ])  # fmt: skip
+
+    rows = dataset_rows(run, "text", "--best", "2")
+
+    assert rows == [
+        {"prompt": "3+3=", "completion": "6", "reward": 0.3, "step": 1, "sample_id": "e0/b/1",
+         "reward_parts": {"exact": 0.0, "short": 0.3}, "versions": [0]},
+        {"prompt": "2+2=", "completion": "5", "reward": 0.1, "step": 1, "sample_id": "e0/a/1",
+         "reward_parts": {"exact": 0.0, "short": 0.1}, "versions": [0]},
+    ]  # fmt: skip
+    assert run.capsys.readouterr().out.splitlines()[1:] == [
+        "  left out: 1 with the text of another sample of their prompt"
+    ]
+
+
+def test_a_data_set_of_chats_has_the_completion_as_the_assistants_message(run: Run) -> None:
+    run.write([Version(0, 0), *scored(run, 0, "a", f"4{END}", f"5{END}")])
+
+    (row,) = dataset_rows(run, "chat", "--min-reward", "0.05")
+
+    assert row["messages"] == [
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "5"},
+    ]
+    assert "prompt" not in row
+
+
+def test_truncated_completions_and_several_turns_are_not_in_a_data_set(run: Run) -> None:
+    run.write([
+        Version(0, 0),
+        admitted(0, "a"),
+        Started(BOTH),
+        run.text(0, 0, 0, f"4{END}"),
+        run.text(0, 2, -1, "no"),
+        run.text(0, 4, 0, f"5{END}"),
+        run.text(1, 0, 0, "4444"),
+        Finished(BOTH, ["stop", "length"]),
+        Scored(BOTH, np.asarray([1.0, 0.5])),
+    ])  # fmt: skip
+    record_settings(config_with(run={"dir": str(run.folder)}), {})
+
+    assert run.error("dataset", "--best", "1").startswith(
+        f"umbra: {run.folder} has no sample for a data set: 1 of several turns, or with an agent "
+        "loop's own prompt; 1 truncated"
+    )

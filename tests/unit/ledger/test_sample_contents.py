@@ -60,5 +60,8 @@ def test_what_survives_rollbacks_and_resets_is_found(
     for uid in wanted:
         prompt = found[uid].prompt
         assert found[uid].tokens.tolist() == completions[uid]
+        logprobs = found[uid].logprobs
+        assert logprobs is not None
+        assert logprobs.tolist() == [-token for token in completions[uid]]  # of `runs_of`
         assert (None if prompt is None else prompt.tolist()) == prompts[uid]
         assert found[uid].recorded == recorded[uid]
