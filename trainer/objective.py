@@ -1,4 +1,4 @@
-"""What an optimizer step minimizes: from the scores of a micro-batch to its share of the loss."""
+"""The objective of an optimizer step: from the scores of a micro-batch to its share of the loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from umbra.trainer.model.train_model import TokenScores
 
 
 class Objective(Protocol):
-    """Called once per micro-batch, with scores that have the entropy that it asks for."""
+    """A step calls it once per micro-batch, with scores that have the entropy of `entropy_use`."""
 
     @property
     def entropy_use(self) -> EntropyUse: ...

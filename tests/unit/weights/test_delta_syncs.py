@@ -27,6 +27,7 @@ from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
+from umbra.runtime.weights.links.link_sender import LinkSender
 from umbra.runtime.weights.sync_messages import SyncGrant, SyncReport
 
 NEVER = 1 << 30
@@ -320,8 +321,9 @@ def test_checksums_find_that_a_delta_lacks_a_change() -> None:
             trainer.step()
             assert is_delta(trainer.publish())
         trainer.step()
-        links: Any = trainer.publisher._senders["tcp"]  # pyright: ignore[reportPrivateUsage]
-        kept = links._sent._buckets[0]
+        sender = trainer.publisher._senders["tcp"]  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(sender, LinkSender)
+        kept = sender._sent._buckets[0]  # pyright: ignore[reportPrivateUsage]
         kept.copy_(trainer.tensors["a"].view(torch.uint8)[: len(kept)])
 
         with pytest.raises(WeightSyncError, match="corrupted on arrival: a bytes"):

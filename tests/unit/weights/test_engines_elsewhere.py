@@ -50,9 +50,12 @@ def holds(engine: ThreadEngine, tensors: dict[str, Tensor]) -> bool:
 def test_the_network_is_used_only_while_an_engine_is_on_another_node() -> None:
     near, far = (ThreadEngine(name, empty_like(TENSORS)) for name in ("near", "far"))
     with local_pool([near, far], AUTO) as supervisor:
+        memory = supervisor.coordinator._memory  # pyright: ignore[reportPrivateUsage]
         transports = [publish(supervisor, 1).transport]
+        assert memory._nbytes  # pyright: ignore[reportPrivateUsage]
         far.node_id = "there"
         transports.append(publish(supervisor, 2).transport)
+        assert not memory._nbytes  # pyright: ignore[reportPrivateUsage]
         far.node_id = "here"
         transports.append(publish(supervisor, 3).transport)
 

@@ -187,6 +187,12 @@ def test_an_answer_with_an_unknown_transport_is_refused() -> None:
         decode_answer(BEGIN, over_the_wire(GRANT) | {"transport": "pigeon"})
 
 
+@pytest.mark.parametrize("offers", [{"pigeon": ""}, {"tcp": 5}, {b"tcp": ""}, ["tcp"]])
+def test_offers_are_texts_or_bytes_of_known_transports(offers: object) -> None:
+    with pytest.raises(ProtocolError, match="expected"):
+        decode_call(over_the_wire(calls(time.monotonic() + 20.0)[0]) | {"offers": offers})
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, 1e300])
 def test_a_call_needs_a_finite_time(timeout_s: float) -> None:
     for call in calls(time.monotonic() + 20.0):
