@@ -26,12 +26,17 @@ from umbra.trainer.world.mesh import Mesh
 def load_models(
     config: TrainerConfig, mesh: Mesh, display: ProgressDisplay
 ) -> dict[str, TrainModel]:
-    """The policy, and the frozen starting model if a KL term needs it. Collective."""
+    """The policy, and the frozen starting model if a KL term needs it, unless that is the policy
+    without its adapters. Collective."""
     with display.activity("loading the model"):
-        models = {POLICY: load_model(config, mesh.fsdp, trains=True)}
-    num_parameters = models[POLICY].num_parameters
-    display.note(f"model of {num_parameters / 1e6:,.1f} M parameters loaded")
-    if config.train.kl_coef:
+        policy = load_model(config, mesh.fsdp, trains=True)
+    models = {POLICY: policy}
+    loaded = f"model of {policy.num_parameters / 1e6:,.1f} M parameters loaded"
+    if policy.adapters is not None:
+        num_trained = sum(parameter.numel() for parameter in policy.stored.values())
+        loaded += f", of which {num_trained / 1e6:,.2f} M in adapters are trained"
+    display.note(loaded)
+    if config.train.kl_coef and policy.adapters is None:
         with display.activity("loading the reference model"):
             models[REFERENCE] = load_model(config, mesh.fsdp, trains=False)
     return models

@@ -48,10 +48,13 @@ class PolicyEngines:
         self._gpu_memory = gpu_memory
         self._stop = stop
         self._pool = session.pool(POOL)
+        lora = policy.adapters.spec if policy.adapters else None
+        self._sleep_level = 1 if lora else 2  # engines keep a model that no sync would bring back
+        dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
         self._publisher = WeightPublisher(
             session,
             policy.published,
-            wire_manifest(policy.published, getattr(torch, config.model.compute_dtype)),
+            wire_manifest(policy.published, dtype, lora=lora),
             locate=offload.locate,
             keeps_memory=not offload.moves_parameters,
             on_read=self._send_away if self._is_hybrid else None,
@@ -115,7 +118,7 @@ class PolicyEngines:
         """Gives the memory that hybrid engines share with the ranks to the ranks."""
         if self._is_hybrid:
             if self._mesh.is_lead:
-                self._pool.sleep(2)
+                self._pool.sleep(self._sleep_level)
             any_rank(False)  # a barrier: no rank takes memory before the engines have released it
         self._offload.bring_back()
 

@@ -377,7 +377,7 @@ class TrainingRun:
                     self._models[POLICY],
                     run_dir.export,
                     self._mesh,
-                    source=config.model.path,
+                    source=config.model,
                     dtype=self._dtype,
                 )
         from_lead(self._mesh, lambda: self._report(config, stopped_by))

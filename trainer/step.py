@@ -24,8 +24,9 @@ from umbra.trainer.world.mesh import max_over_ranks, sum_over_ranks
 
 class TrainStep:
     """Does the optimizer steps of one batch, one for each mini-batch and update: forward, backward,
-    clip, step. Every rank has one; `run` is collective. `models` has the frozen starting model as
-    the reference, unless `kl_coef` is 0. `warn` shows a warning to the operator; `check` is None
+    clip, step. Every rank has one; `run` is collective. Unless `kl_coef` is 0, `models` has the
+    frozen starting model as the reference, or the policy has adapters, without which it is the
+    reference. `warn` shows a warning to the operator; `check` is None
     where batches are not an engine's."""
 
     def __init__(
@@ -85,12 +86,17 @@ class TrainStep:
         """Adds the logprobs under other models, before a parameter changes. The first update of a
         single mini-batch computes the proximal ones itself."""
         for micro_batch in micro_batches:
-            if self._reference is not None:
-                reference = self._reference.measure(micro_batch)
+            if self._train.kl_coef:
+                reference = self._measure_reference(micro_batch)
                 micro_batch.columns[REFERENCE_LOGPROBS] = reference.logprobs
             if is_proximal:
                 proximal = self._policy.measure(micro_batch)
                 micro_batch.columns[PROXIMAL_LOGPROBS] = proximal.logprobs
+
+    def _measure_reference(self, micro_batch: MicroBatch) -> TokenScores:
+        if self._reference is None:
+            return self._policy.measure_start(micro_batch)
+        return self._reference.measure(micro_batch)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
         for idx, micro_batch in enumerate(micro_batches, 1):

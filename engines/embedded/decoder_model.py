@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from umbra.engines.embedded.kv_cache import KvCache
-from umbra.engines.embedded.parameters import LayerParameters, Parameters
+from umbra.engines.embedded.parameters import LayerParameters, LowRank, Parameters
 from umbra.runtime.engine_api.decoder_config import ModelConfig, RopeConfig
 
 
@@ -126,7 +126,9 @@ class DecoderModel:
         self, layer: LayerParameters, hidden: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        qkv = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        normed = self._norm(hidden, layer.input_norm)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        qkv = _changed(qkv, normed, layer.adapters.get("qkv"))
         heads = qkv.view(len(hidden), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
@@ -137,10 +139,15 @@ class DecoderModel:
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
 
     def _finish_layer(self, layer: LayerParameters, hidden: Tensor, attended: Tensor) -> Tensor:
+        adapters = layer.adapters
         hidden = _add_linear(hidden, attended, layer.output, layer.output_bias)
-        gate_up = F.linear(self._norm(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, -1)
-        return _add_linear(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        hidden = _changed(hidden, attended, adapters.get("output"))
+        normed = self._norm(hidden, layer.post_norm)
+        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+        gate, up = _changed(gate_up, normed, adapters.get("gate_up")).chunk(2, -1)
+        product = F.silu(gate).mul_(up)
+        hidden = _add_linear(hidden, product, layer.down, layer.down_bias)
+        return _changed(hidden, product, adapters.get("down"))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self._norm(hidden, self.parameters.final_norm), self.parameters.head)
@@ -159,6 +166,13 @@ def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     if bias is None:
         return torch.addmm(residual, x, weight.t())
     return residual + F.linear(x, weight, bias)
+
+
+def _changed(output: Tensor, x: Tensor, adapter: LowRank | None) -> Tensor:
+    """With the part of an adapter of the matrix that `x` was multiplied with."""
+    if adapter is None:
+        return output
+    return torch.addmm(output, F.linear(x, adapter.first), adapter.second.t())
 
 
 def rope_tables(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from umbra.engines.embedded.compute_thread import ComputeThread
@@ -13,6 +14,7 @@ from umbra.engines.shell.engine_requests import EngineRequests, RequestCounts
 from umbra.engines.shell.engine_shell import EngineShell
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.hub_snapshot import local_model
+from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.engine_api.token_deltas import DeltaColumns
 
 
@@ -28,11 +30,12 @@ class EmbeddedEngine(EngineShell["EmbeddedCore"]):
 
     def __init__(self, **settings: Any) -> None:
         made = EmbeddedConfig(**settings)
-        folder = local_model(made.model_path, with_weights=made.load_weights)
+        folder = local_model(made.model_path, with_weights=made.reads_weights)
         config = replace(made, model_path=folder)
+        lora_base = LoraBase(Path(folder), config.lora_rank) if config.lora_rank else None
         requests = EmbeddedRequests(lambda: EmbeddedWorker(config), tick_ms=config.tick_ms)
         super().__init__(
-            EmbeddedCore(requests.thread),
+            EmbeddedCore(requests.thread, lora_base),
             requests,
             EmbeddedUpdates(requests.thread),
             max_context_len=config.max_context_len,
@@ -45,8 +48,8 @@ class EmbeddedCore(Core):
     truncates = True
     keeps_requests_asleep = True
 
-    def __init__(self, thread: ComputeThread) -> None:
-        super().__init__()
+    def __init__(self, thread: ComputeThread, lora_base: LoraBase | None) -> None:
+        super().__init__(lora_base)
         self._thread = thread
 
     @property
@@ -141,7 +144,7 @@ class EmbeddedUpdates(WeightUpdates):
         return await self._thread.run(lambda worker: worker.probe_import(allocations))
 
     async def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
-        await self._thread.run(lambda worker: worker.receiver.begin(manifest, buckets))
+        await self._thread.run(lambda worker: worker.begin_update(manifest, buckets))
 
     async def load(self) -> int:
         return await self._thread.run(lambda worker: worker.load_update())

@@ -9,6 +9,7 @@ import torch
 
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import ModelConfig
+from umbra.runtime.engine_api.lora import check_lora_rank
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import physical_nbytes
 
@@ -28,6 +29,8 @@ class EmbeddedConfig:
         tick_ms: shortest time between two deltas in which no request ends.
         num_threads: threads of torch's operations on the CPU.
         load_weights: whether to read `model_path` and serve as version 0.
+        lora_rank: largest rank of the LoRA adapters that syncs bring, for the weights in
+            `model_path`; 0 if they bring the weights.
     """
 
     model_path: str
@@ -39,6 +42,14 @@ class EmbeddedConfig:
     tick_ms: float = 50.0
     num_threads: int = 1
     load_weights: bool = False
+    lora_rank: int = 0
+
+    def __post_init__(self) -> None:
+        check_lora_rank(self.lora_rank, load_weights=self.load_weights)
+
+    @property
+    def reads_weights(self) -> bool:
+        return self.load_weights or self.lora_rank > 0
 
 
 def parse_device(name: str) -> torch.device:

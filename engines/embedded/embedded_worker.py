@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from umbra.engines.embedded.adapters import Adapters
 from umbra.engines.embedded.decoder_model import DecoderModel
 from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.embedded_settings import (
@@ -27,6 +28,7 @@ from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.process.cpu_affinity import allowed_threads
 from umbra.runtime.process.host_memory import trim_heap
 from umbra.runtime.weights.exports.ipc_memory import probe_import
+from umbra.runtime.weights.manifest import Manifest
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -54,9 +56,10 @@ class EmbeddedWorker:
             # Built after the model, because on a GPU the cache gets a share of what is left.
             limits = make_limits(config, model_config, dtype, device)
             self.core = EngineCore(self._model, limits)
+        self._adapters = Adapters(self._model.parameters) if config.lora_rank else None
         self.receiver = WeightReceiver(self._model.parameters.destinations)
         self._is_paused = False
-        if config.load_weights:
+        if config.reads_weights:
             with torch.inference_mode():
                 load_checkpoint(config.model_path, self._model.parameters)
 
@@ -91,9 +94,18 @@ class EmbeddedWorker:
         if "kv_cache" in tags:
             self.core.cache.restore()
 
+    def begin_update(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
+        if self._adapters is not None and self._adapters.prepare(Manifest.from_wire(manifest)):
+            self.receiver.close()
+            self.receiver = WeightReceiver(self._adapters.matrices)
+        self.receiver.begin(manifest, buckets)
+
     def load_update(self) -> int:
         nbytes = self.receiver.load()
-        self._model.parameters.refresh()
+        if self._adapters is not None:
+            self._adapters.apply()
+        else:
+            self._model.parameters.refresh()
         return nbytes
 
     def probe_import(self, allocations: Sequence[object]) -> str:

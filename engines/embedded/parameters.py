@@ -3,7 +3,8 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.host_memory import populate_range, trim_heap
 
 _ALIGNMENT_NBYTES = 256  # suits the widest vector loads and CUDA's copies
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A change `second @ first` of a matrix. R: its rows; E: its columns; N: rank."""
+
+    first: Tensor  # [N, E]
+    second: Tensor  # [R, N]
 
 
 @dataclass(slots=True)
@@ -31,6 +40,8 @@ class LayerParameters:
     gate_up_bias: Tensor | None  # [2F]
     down: Tensor  # [E, F]
     down_bias: Tensor | None  # [E]
+    adapters: Mapping[str, LowRank] = field(default_factory=dict[str, LowRank])
+    """Changes of the matrices qkv, output, gate_up and down, where a LoRA adapter has one."""
 
 
 class Parameters:

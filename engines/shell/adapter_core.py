@@ -8,14 +8,11 @@ from umbra.engines.shell.engine_core import PolledCore
 from umbra.engines.shell.follower_group import FollowerGroup
 from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.errors import EngineError
-from umbra.runtime.weights.manifest import Manifest
 
 
 class AdapterCore(PolledCore):
-    """The core of an adapter: its library loads weights by itself, mostly in worker processes. With
-    `lora_base`, updates bring LoRA adapters of that model, for all later requests; otherwise they
-    bring the model's weights. If the engine spans nodes, the core starts and closes its
-    `followers`.
+    """The core of an adapter: its library loads weights by itself, mostly in worker processes. If
+    the engine spans nodes, the core starts and closes its `followers`.
 
     Attributes:
         obeys_while_generating: whether workers take orders between two steps, so that they can open
@@ -25,18 +22,11 @@ class AdapterCore(PolledCore):
     obeys_while_generating: bool = False
 
     def __init__(self, lora_base: LoraBase | None = None, followers: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._lora_base = lora_base
+        super().__init__(lora_base)
         self.followers = FollowerGroup(followers)
 
     def show_stacks(self) -> None:
         return
-
-    def check_update(self, manifest: Manifest) -> None:
-        if self._lora_base is None:
-            super().check_update(manifest)
-        else:
-            self._lora_base.check(manifest.lora, manifest.shapes)
 
     @abstractmethod
     async def ask_workers(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:

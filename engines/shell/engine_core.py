@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 
@@ -76,7 +77,8 @@ class Core(ABC):
     truncates: bool = False
     keeps_requests_asleep: bool = False
 
-    def __init__(self) -> None:
+    def __init__(self, lora_base: LoraBase | None = None) -> None:
+        self._lora_base = lora_base
         self.died = asyncio.Event()
         self.is_paused = False
         self.vocab_size = 0
@@ -122,11 +124,15 @@ class Core(ABC):
         return
 
     def check_update(self, manifest: Manifest) -> None:
-        """Raises WeightSyncError for an update that the engine cannot load."""
-        if manifest.lora is not None:
+        """Raises WeightSyncError for an update that the engine cannot load. With `lora_base`,
+        updates bring LoRA adapters of that model, for all later requests; otherwise they bring the
+        model's weights."""
+        if self._lora_base is not None:
+            self._lora_base.check(manifest.lora, manifest.shapes)
+        elif manifest.lora is not None:
             raise WeightSyncError(
                 f"the sync brings a LoRA adapter, and {self.name} was started for weights of the "
-                "model: publish those, or start engine 'vllm' or 'sglang' with lora_rank"
+                "model: publish those, or start an engine that takes lora_rank with it"
             )
 
 
@@ -134,8 +140,8 @@ class PolledCore(Core):
     """A core whose tokens collect on the event loop. `ended` is set when a request has ended, if
     the engine reports it; the taker clears it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lora_base: LoraBase | None = None) -> None:
+        super().__init__(lora_base)
         self.ended = asyncio.Event()
 
     @abstractmethod

@@ -14,6 +14,8 @@ ENGINE_AWAKE_NBYTES: Final = 2 << 30
 """GPU memory of an awake engine besides weights and KV cache: CUDA context, graphs, buffers.
 Measured on an H200 (docs/results/memory-plan-h200.json), where umbra's engines hardly differ."""
 ENGINE_ASLEEP_NBYTES: Final = 1 << 30
+ANY_LORA_RANK: Final = 1 << 31
+"""The rank of an adapter is at most a layer's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class EngineKind:
         wraps_engine: the engine starts another one, whose name is the argument `inner`, and
             passes it the other arguments.
         has_lora: the engine takes `lora_adapters`.
+        max_lora_rank: largest rank of the LoRA adapters that syncs may bring; 0: none.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
         truncates_logprobs: with `rollout.top_p` or `top_k`, logprobs are the truncated ones.
@@ -41,6 +44,7 @@ class EngineKind:
     parallel_option: str = ""
     wraps_engine: bool = False
     has_lora: bool = False
+    max_lora_rank: int = 0
     has_known_memory: bool = False
     share_option: str = ""
     truncates_logprobs: bool = True
@@ -70,13 +74,16 @@ class EngineKind:
 def engine_kind(engine: str) -> EngineKind:
     """Looks an engine up by its short name. A `module:Class` is assumed to take LoRA adapters; at
     its start it refuses them if it does not."""
-    return ENGINES.get(engine) or EngineKind(target=engine, has_lora=True)
+    return ENGINES.get(engine) or EngineKind(
+        target=engine, has_lora=True, max_lora_rank=ANY_LORA_RANK
+    )
 
 
 ENGINES: Final[Mapping[str, EngineKind]] = {
     "embedded": EngineKind(
         target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
         reads_weight_files=True,
+        max_lora_rank=ANY_LORA_RANK,
         has_known_memory=True,
     ),
     "vllm": EngineKind(
@@ -85,6 +92,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         wraps_library=True,
         parallel_option="tensor_parallel_size",
         has_lora=True,
+        max_lora_rank=512,
         has_known_memory=True,
         share_option="gpu_memory_utilization",
         spans_nodes=True,
@@ -94,6 +102,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         reads_weight_files=True,
         wraps_library=True,
         parallel_option="tp_size",
+        max_lora_rank=ANY_LORA_RANK,
         has_known_memory=True,
         share_option="mem_fraction_static",
         truncates_logprobs=False,
@@ -101,7 +110,10 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),
     "faulty": EngineKind(
-        target="umbra.engines.faulty.faulty_engine:FaultyEngine", wraps_engine=True, has_lora=True
+        target="umbra.engines.faulty.faulty_engine:FaultyEngine",
+        wraps_engine=True,
+        has_lora=True,
+        max_lora_rank=ANY_LORA_RANK,
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from umbra.runtime.errors import ConfigError, DataError, ProtocolError, WeightSy
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
 
-_PREFIX: Final = "base_model.model."
+PEFT_PREFIX: Final = "base_model.model."
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -78,11 +79,13 @@ class LoraSpec:
     def check(self, shapes: Shapes) -> None:
         """Raises ValueError unless the tensors are only pairs of matrices of this rank."""
         modules = module_shapes(shapes)
-        pairs = {f"{_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"}
+        pairs = {
+            f"{PEFT_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"
+        }
         if others := sorted(shapes.keys() - pairs):
             raise ValueError(
                 f"{others[0]!r} is no matrix of a LoRA adapter: they come in pairs, named "
-                f"{_PREFIX}MODULE.lora_A.weight and {_PREFIX}MODULE.lora_B.weight"
+                f"{PEFT_PREFIX}MODULE.lora_A.weight and {PEFT_PREFIX}MODULE.lora_B.weight"
             )
         for module, (_, rank, _) in modules.items():
             if rank != self.rank:
@@ -158,7 +161,7 @@ def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
         second = shapes.get(f"{module}.lora_B.{rest}", ())
         if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
             raise ValueError(f"{name} has shape {first}, and its lora_B {second or 'is not there'}")
-        modules[module.removeprefix(_PREFIX)] = second[0], first[0], first[1]
+        modules[module.removeprefix(PEFT_PREFIX)] = second[0], first[0], first[1]
     return modules
 
 
@@ -190,3 +193,13 @@ def model_shapes(model_path: Path) -> Shapes:
         return {name: each.shape for name, each in WeightFiles(model_path).tensors.items()}
     except DataError:
         return {}
+
+
+def linear_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """(out, in) of the linear layers of decoder blocks, which are numbered, by name; as
+    `model_shapes`."""
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in model_shapes(model_path).items()
+        if len(shape) == 2 and name.endswith(".weight") and re.search(r"\.\d+\.", name)
+    }

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from documented_names import check_metrics, check_run_directory
 from http_server import run_umbra
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from training_models import save_model
+from transformers import AutoModelForCausalLM
 from whole_runs import start_run
 
+from umbra.runtime.engine_api.lora import read_adapter_rank
 from umbra.runtime.reports.run_metrics import PANELS
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.reporting.metrics_loggers import read_metrics
@@ -239,6 +244,59 @@ def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folde
     expected = pytest.approx(losses(plain, offloads=False), abs=1e-6)
     assert losses(offloading, offloads=True) == expected
     check_picture(plain)
+
+
+def test_a_run_of_adapters_resumes_from_them_and_exports_them_also_merged(folder: Path) -> None:
+    config = write_config(folder)
+    options = ["model.lora.rank=4", "train.kl_coef=0.1", "train.offload=all", "train.eval_every=0"]
+
+    def losses(name: str, num_ranks: int, *more: str) -> list[tuple[float, float]]:
+        run(config, num_ranks, *options, f"run.dir={folder}/{name}", *more)
+        rows = read_metrics(folder / name / "metrics.jsonl")
+        return [(r["train/loss"], r["train/reference_kl"]) for r in rows if "train/loss" in r]
+
+    whole = losses("run", 0, "train.steps=3")
+    losses("resumed", 0, "train.steps=2")
+    resumed = losses("resumed", 2, "train.steps=3", "run.resume=auto")
+
+    assert len(whole) == 3
+    for expected, found in zip(whole, resumed, strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert 0.0 == whole[0][1] < whole[2][1]
+    check_exports(folder)
+
+
+def check_exports(folder: Path) -> None:
+    """Base and adapter, merged weights, and the export of the checkpoint compute the same."""
+    checkpoint = folder / "run/checkpoints/step-000003"
+    assert run_umbra(folder, "export", checkpoint, folder / "again").returncode == 0
+    auto: Any = AutoModelForCausalLM
+    tokens = torch.arange(2, 30)[None]
+    start, merged = auto.from_pretrained(folder / "model"), auto.from_pretrained(folder / "again")
+    adapter = load_file(folder / "run/export/adapter/adapter_model.safetensors")
+    again = load_file(folder / "again/adapter/adapter_model.safetensors")
+    settings = json.loads((folder / "run/export/adapter/adapter_config.json").read_text())
+    with torch.no_grad():
+        before = start(tokens).logits
+        for name, first in adapter.items():
+            module, is_first, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+            if is_first:
+                second = adapter[name.replace("lora_A", "lora_B")]
+                change = settings["lora_alpha"] / settings["r"] * second @ first
+                start.get_submodule(module).weight += change
+        expected = start(tokens).logits
+        assert torch.allclose(merged(tokens).logits, expected, atol=1e-5)
+        exported = auto.from_pretrained(folder / "run/export")
+        assert torch.equal(exported(tokens).logits, merged(tokens).logits)
+    assert len(adapter) == 28
+    assert adapter.keys() == again.keys()
+    assert all(torch.equal(matrix, again[name]) for name, matrix in adapter.items())
+    assert (expected - before).abs().max() > 0.01
+    saved = FileSystemReader(checkpoint).read_metadata()
+    trained = [name for name in saved.state_dict_metadata if name.startswith("model.")]
+    assert len(trained) == 28
+    assert all(".lora_" in name for name in trained)
+    read_adapter_rank("trained", folder / "again/adapter", folder / "model")
 
 
 def check_picture(metrics: Sequence[dict[str, float]]) -> None:

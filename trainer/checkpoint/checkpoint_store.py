@@ -250,7 +250,7 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
         prefix = "" if model_name == POLICY else f"{model_name}/"
-        for name, parameter in model.parameters.items():
+        for name, parameter in model.stored.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
         if model.optimizer is not None:
             model.optimizer.start()  # `load` needs all of its state

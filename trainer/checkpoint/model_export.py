@@ -1,4 +1,5 @@
-"""Writes Hugging Face model directories: of a checkpoint (`umbra export`) and of the policy."""
+"""Writes Hugging Face model directories: of a checkpoint (`umbra export`) and of the policy.
+Adapters are merged into the weights, and also in the folder `adapter`, as PEFT saves them."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.run_dir import recorded_model
 from umbra.trainer.checkpoint.trainer_state import is_complete
-from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.config.trainer_config import LoraSection, ModelSection
+from umbra.trainer.model.lora import FIRST, SECOND, adapted_layers, delta, peft_names
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
 from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.world.mesh import Mesh, barrier, from_lead
 from umbra.trainer.world.run_files import RunDirectoryError, replacing_folder, writing
 
+ADAPTER: Final = "adapter"
+"""The folder of the adapters, in that of the model with them."""
 MAX_SHARD_NBYTES: Final = 5 * 10**9
 """Size of a file of weights. Larger files take more memory in an export of a checkpoint; with
 smaller ones, large models have very many."""
@@ -89,14 +93,12 @@ def export_checkpoint(
         )
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
-    trained = StoredParameters(checkpoint)
+    trained = _Trained(prepared.model, StoredParameters(checkpoint), section.lora, dtype)
     if prepared.weights is None:
         model = prepared.model
-        parameters = dict(model.named_parameters())
-        trained.check_fit(parameters)
-        for name, parameter in parameters.items():
-            parameter.data.copy_(trained.read(name, parameter.dtype))
-        write_whole_model(model, model.state_dict(), target, section.path, dtype)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(trained.read(name, parameter.data))
+        write_whole_model(model, model.state_dict(), target, section, dtype, trained.adapters)
         return
     tensors = _Tensors(prepared.model, prepared.weights, trained, dtype)
     config = read_model_config(section.path)
@@ -105,31 +107,64 @@ def export_checkpoint(
         copy_files(section.path, folder, ("config.json", "generation_config.json"))
         correct_config(folder / "config.json", dtype, changes)
         write_shards(folder, tensors.sizes, tensors.read, max_shard_nbytes)
+        write_adapters(folder, section, trained.adapters)
+
+
+class _Trained:
+    """What a checkpoint has of a model: all parameters, or with LoRA the `adapters`, by name.
+    Raises ConfigError if it is of another model."""
+
+    def __init__(
+        self, model: nn.Module, saved: StoredParameters, lora: LoraSection, dtype: torch.dtype
+    ) -> None:
+        self._saved = saved
+        self._scale = 0.0
+        self.adapters: dict[str, Tensor] = {}
+        if not lora.rank:
+            saved.check_fit(dict(model.named_parameters()))
+            return
+        self._scale = lora.scale
+        for name, layer in adapted_layers(model, lora).items():
+            shapes = (lora.rank, layer.in_features), (layer.out_features, lora.rank)
+            for end, shape in zip((FIRST, SECOND), shapes, strict=True):
+                saved.check_fit({name + end: torch.empty(shape, device="meta")})
+                self.adapters[name + end] = saved.read(name + end, dtype)
+
+    def read(self, name: str, start: Tensor) -> Tensor:
+        """A parameter in the dtype of `start`, its value in the model's directory, which may be
+        without one if the checkpoint has the parameter."""
+        if not self._scale:
+            return self._saved.read(name, start.dtype)
+        return merged(name, start, self.adapters, self._scale)
+
+    @property
+    def needs_start(self) -> bool:
+        return self._scale > 0
 
 
 class _Tensors:
     """A model's tensors under the names that they have in the directory it started from, with their
-    `sizes` in bytes of `dtype`. Raises ConfigError if the checkpoint is of another model."""
+    `sizes` in bytes of `dtype`."""
 
     def __init__(
         self,
         model: nn.Module,
         start: StoredWeights,
-        trained: StoredParameters,
+        trained: _Trained,
         dtype: torch.dtype,
     ) -> None:
+        self._start = start
         self._trained = trained
         self._dtype = dtype
-        self._saved_names: dict[str, str] = {}
+        self._parameters: dict[str, tuple[str, Tensor]] = {}
         self._buffers: dict[str, Tensor] = {}
         self.sizes: dict[str, int] = {}
         parameters = dict(model.named_parameters())
-        trained.check_fit(parameters)
         for names, tensor in distinct_tensors(model):
             name = next(each for each in names if each in start.names)
-            saved_name = next((each for each in names if each in parameters), "")
-            if saved_name:
-                self._saved_names[name] = saved_name
+            own_name = next((each for each in names if each in parameters), "")
+            if own_name:
+                self._parameters[name] = own_name, tensor
                 self.sizes[name] = tensor.numel() * dtype.itemsize
             else:  # training changes no buffers, and checkpoints have none
                 start.fill({name: tensor})
@@ -139,11 +174,15 @@ class _Tensors:
     def read(self, name: str) -> Tensor:
         if name in self._buffers:
             return self._buffers[name]
-        return self._trained.read(self._saved_names[name], self._dtype)
+        own_name, tensor = self._parameters[name]
+        start = torch.empty_like(tensor, dtype=self._dtype, device="cpu")
+        if self._trained.needs_start:
+            self._start.fill({name: start})
+        return self._trained.read(own_name, start)
 
 
 def export_policy(
-    policy: TrainModel, target: Path, mesh: Mesh, *, source: Path, dtype: torch.dtype
+    policy: TrainModel, target: Path, mesh: Mesh, *, source: ModelSection, dtype: torch.dtype
 ) -> Path:
     """Writes config, safetensors in `dtype` and the tokenizer of `source`, where training started,
     to `target`. Collective.
@@ -151,19 +190,36 @@ def export_policy(
     An existing `target` is replaced once the new one is complete. Until then rank 0 holds a full
     copy of the weights. Raises RunDirectoryError on every rank if the disk is full or the like.
     """
-    full = _gather(policy, mesh, dtype)
-    from_lead(mesh, lambda: write_whole_model(policy.model, full, target, source, dtype))
+    full = _gather(policy.tensors, mesh, dtype)
+    adapters = {name: full.pop(name) for name in policy.stored if policy.adapters} if full else {}
+    for name, weight in full.items() if adapters else ():
+        full[name] = merged(name, weight, adapters, source.lora.scale)
+    from_lead(mesh, lambda: write_whole_model(policy.model, full, target, source, dtype, adapters))
     return target
 
 
+def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+    """The weight with its adapter, if it has one, added in at least float32."""
+    layer = name.removesuffix(".weight")
+    if layer + FIRST not in adapters:
+        return weight
+    change = delta(adapters[layer + FIRST], adapters[layer + SECOND], scale)
+    return (weight.to(change.dtype) + change).to(weight.dtype)
+
+
 def write_whole_model(
-    model: nn.Module, tensors: dict[str, Tensor], target: Path, source: Path, dtype: torch.dtype
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    target: Path,
+    source: ModelSection,
+    dtype: torch.dtype,
+    adapters: Mapping[str, Tensor] = {},
 ) -> None:
     """Has transformers write the model with these weights, which are in `dtype`. transformers
     undoes its renaming of the stored tensors."""
     any_model: Any = model
     needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
-    with model_folder(target, source, needed_nbytes) as folder:
+    with model_folder(target, source.path, needed_nbytes) as folder:
         any_model.save_pretrained(
             folder,
             state_dict=tensors,
@@ -172,13 +228,38 @@ def write_whole_model(
         )
         # transformers writes the dtype of the live model, not that of the tensors.
         correct_config(folder / "config.json", dtype)
+        write_adapters(folder, source, adapters)
 
 
-def _gather(policy: TrainModel, mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
+def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Tensor]) -> None:
+    """Writes the folder `adapter`, if there are any, as PEFT's save_pretrained does."""
+    if not adapters:
+        return
+    lora, path = source.lora, folder / ADAPTER
+    layers = [name.removesuffix(FIRST) for name in adapters if name.endswith(FIRST)]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source.path),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": list(lora.targets) or sorted({n.rpartition(".")[2] for n in layers}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    matrices = {name: matrix.contiguous() for name, matrix in peft_names(adapters).items()}
+    save_file(matrices, path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
-    for name, tensor in policy.published.items():
+    for name, tensor in tensors.items():
         data = tensor.detach()
         if id(tensor) not in wholes:
             whole = data.full_tensor() if isinstance(data, DTensor) else data

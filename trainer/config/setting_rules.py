@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, Literal
 
 from umbra.runtime.engine_api.engine_names import engine_kind
@@ -17,16 +18,21 @@ from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, takes_args
 from umbra.trainer.config.trainer_config import TrainerConfig
 
-_NAME: Final = re.compile(r"\b[a-z]+\.[a-z_]+\b")
+_NAME: Final = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
 
 
 def _truncates_logprobs(engine: str) -> bool:
     return engine_kind(engine).truncates_logprobs
 
 
+def _max_lora_rank(engine: str) -> int:
+    return engine_kind(engine).max_lora_rank
+
+
 _NAMES: Final = {
     "ADVANTAGE_ESTIMATORS": ADVANTAGE_ESTIMATORS,
     "LOSSES": LOSSES,
+    "max_lora_rank": _max_lora_rank,
     "takes_args": takes_args,
     "truncates_logprobs": _truncates_logprobs,
 }
@@ -58,8 +64,7 @@ class Rule:
 
     def message(self, config: TrainerConfig) -> str:
         """The values of the settings, and `text`."""
-        values = [(name, *name.split(".")) for name in self.settings]
-        given = [f"{name} = {getattr(getattr(config, at), key)!r}" for name, at, key in values]
+        given = [f"{name} = {attrgetter(name)(config)!r}" for name in self.settings]
         return f"{' and '.join(given)}: {self.text}"
 
 
@@ -76,8 +81,11 @@ def warnings(config: TrainerConfig) -> list[str]:
 def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
     """Warns about settings that differ from their defaults and are not used."""
     for name in names:
-        section, _, key = name.partition(".")
-        fields = dataclasses.fields(annotations_of(TrainerConfig)[section])
+        *sections, key = name.split(".")
+        section: type = TrainerConfig
+        for each in sections:
+            section = annotations_of(section)[each]
+        fields = dataclasses.fields(section)
         default = next(field.default for field in fields if field.name == key)
         text = f"{name} has no effect: {remedy}, or leave {name} out"
         yield Rule("warning", f"{name} != {default!r} and {condition}", text)
@@ -257,6 +265,31 @@ RULES: Final = (
         "train.kl_in_reward and train.kl_estimator != 'k3'",
         "in the reward the estimator is k1, and the setting changes only what "
         "train/reference_kl logs: leave train.kl_estimator out",
+    ),
+    # LoRA
+    *_unused(
+        "model.lora.rank == 0",
+        "set model.lora.rank above 0",
+        "model.lora.alpha",
+        "model.lora.targets",
+        "model.lora.rslora",
+    ),
+    Rule(
+        "error",
+        "model.lora.rank > max_lora_rank(pool.engine)",
+        "this engine cannot load adapters of that rank from a sync: 'embedded' and 'sglang' load "
+        "any, 'vllm' up to 512, and 'echo' none: use another engine, or another model.lora.rank",
+    ),
+    Rule(
+        "error",
+        "model.lora.rank > 0 and train.reference_every > 0",
+        "the reference model is the one without adapters, and no second one is kept: leave "
+        "train.reference_every out",
+    ),
+    Rule(
+        "error",
+        "model.lora.rank > 0 and bool(pool.lora_adapters)",
+        "a request has one adapter, which is the trained one: leave pool.lora_adapters out",
     ),
     # the optimizer
     Rule(

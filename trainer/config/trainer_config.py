@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import ConfigDict
 
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
-from umbra.runtime.errors import SettingError
+from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.rollout.rollout_config import OVERLONG, RolloutSettings, TopK
 from umbra.runtime.settings import (
     Address,
@@ -40,6 +40,8 @@ from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, u
 _POOL_NAME: Final = re.compile(r"[A-Za-z0-9_]+")
 _TAKEN: Final = ("policy", "worker", "rollouts", "supervisor")
 """Names of other processes."""
+_NUM_NAMED: Final = 12
+"""Ends of layers' names in an error. A decoder block has about seven; more are hard to read."""
 
 
 def _check_loss(spec: str) -> None:
@@ -103,6 +105,51 @@ class JobSection(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection(Settings):
+    """`[model.lora]`: adapters that are trained in place of the model's weights.
+
+    Attributes:
+        rank: Rank of the adapters' matrices. Higher ones can learn more and take more memory; 8 to
+            64 are usual. 0 trains the model itself.
+        alpha: An adapter's product is scaled by alpha / `rank`. Larger values change the model more
+            with each step.
+        targets: Ends of the names of linear layers that get an adapter, such as "q_proj". Where
+            empty, all but the head do.
+        rslora: Whether the scale is alpha / sqrt(`rank`) instead, by which higher ranks learn as
+            fast as lower ones (arXiv:2312.03732).
+    """
+
+    rank: Count = 0
+    alpha: Annotated[float, Bounds(gt=0)] = 32.0
+    targets: tuple[str, ...] = ()
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Of the product of the two matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def chosen(self, names: Iterable[str], model: str) -> list[str]:
+        """Those of the model's linear layers below its head that get an adapter. Raises ConfigError
+        if a target matches none."""
+        layers = list(names)
+        if not self.targets:
+            return layers
+        found: dict[str, None] = {}
+        for target in self.targets:
+            matched = [name for name in layers if f".{name}".endswith(f".{target}")]
+            if not matched:
+                ends = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+                raise ConfigError(
+                    f"model.lora.targets: {target!r} matches none of the {len(layers)} linear "
+                    f"layers of {model} below its head, whose names end in "
+                    f"{', '.join(list(ends)[:_NUM_NAMED])}: name some of these"
+                )
+            found |= dict.fromkeys(matched)
+        return list(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection(Settings):
     """`[model]`: the policy.
 
@@ -113,13 +160,14 @@ class ModelSection(Settings):
         dtype: Data type of computation, and of the weights that engines get. bfloat16 takes half
             the memory of float32 and is less exact. "auto" is bfloat16 where the trainer runs on a
             GPU, and float32 on the CPU.
-        master_dtype: Data type of parameters and optimizer state. Default: float32, or float64
-            where `dtype` is.
+        master_dtype: Data type of trained parameters and optimizer state; others are in `dtype`.
+            Default: float32, or float64 where `dtype` is.
         attention: "packed" computes a group's common prompt once and pads nothing. "padded" uses
             the model's own attention. "auto" is "packed" where the model allows it.
         fsdp_wrap: What FSDP gathers at a time: "layer" one decoder layer, "root" the whole model,
             with less communication and more memory. "auto" is "root" below 64 M parameters.
         trust_remote_code: Whether to run Python code that comes with the model directory.
+        lora: Adapters that are trained in place of the model's weights.
     """
 
     path: FilePath
@@ -128,6 +176,7 @@ class ModelSection(Settings):
     attention: Literal["auto", "packed", "padded"] = "auto"
     fsdp_wrap: Literal["auto", "layer", "root"] = "auto"
     trust_remote_code: bool = False
+    lora: LoraSection = LoraSection()
 
     @property
     def compute_dtype(self) -> Dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -17,6 +18,7 @@ from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
+from umbra.trainer.model.lora import LoraAdapters
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
@@ -27,12 +29,19 @@ _FIXED: Final = "fixed"  # any name for which transformers' rotary modules chang
 
 
 def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> TrainModel:
-    """Shards the configured model over the ranks of the mesh. Collective."""
-    prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
+    """Shards the configured model over the ranks of the mesh. Collective. If adapters are trained,
+    the model has them, and its own parameters are in `model.dtype`."""
+    master_dtype: torch.dtype = getattr(torch, config.master_dtype)
+    compute_dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
+    lora = config.model.lora
+    prepared = prepare_causal_lm(config.model, compute_dtype if lora.rank else master_dtype)
+    if lora.rank:
+        adapters = LoraAdapters(prepared.model, lora, master_dtype)
+        prepared = replace(prepared, adapters=adapters)
     context_len = config.pool.max_context_len or default_context_len(config.model.path)
     fix_rotary_frequencies(prepared.model, context_len)
     passes = PassSettings(
-        compute_dtype=getattr(torch, config.model.compute_dtype),
+        compute_dtype=compute_dtype,
         wrap=config.model.fsdp_wrap,
         temperature=config.rollout.temperature,
         truncation=Truncation(config.rollout.top_p, config.rollout.top_k),

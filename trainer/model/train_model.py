@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
+from umbra.trainer.model.lora import LoraAdapters, peft_names
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
 from umbra.trainer.model.muon import hidden_matrices
 from umbra.trainer.model.optimizer import ModelOptimizer
@@ -64,11 +65,13 @@ class TokenScores:
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
     """A model whose parameters may still have to be read. It has the same parameters in their
-    master dtype on every rank, or has them on the meta device for `weights` to fill."""
+    master dtype on every rank, or has them on the meta device for `weights` to fill. The values of
+    `adapters` are given later."""
 
     model: nn.Module
     is_packed: bool  # by `packed_attention`
     weights: StoredWeights | None = None
+    adapters: LoraAdapters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +90,10 @@ class PassSettings:
 class TrainModel:
     """A causal language model, sharded by FSDP2 (`fully_shard`). Every rank has one.
 
-    With `train`, it is trained by those settings, and has an `optimizer`; without, it is frozen.
-    Gradients are summed over ranks: each rank's loss is its share of the global loss. Checkpoints
-    have the parameters where `is_saved`, which is so for a trained model.
+    With `train`, it is trained by those settings, and has an `optimizer`; without, it is frozen. If
+    it has LoRA `adapters`, these alone are trained. Gradients are summed over ranks: each rank's
+    loss is its share of the global loss. Checkpoints have the `stored` parameters where `is_saved`,
+    which is so for a trained model.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class TrainModel:
         passes: PassSettings,
         train: TrainSection | None = None,
     ) -> None:
-        model, weights = prepared.model, prepared.weights
+        model, weights, self.adapters = prepared.model, prepared.weights, prepared.adapters
         if passes.compiles:
             compile_blocks(model)
         if passes.recomputes:
@@ -117,7 +121,9 @@ class TrainModel:
         persistent = model.state_dict().keys() - self._parameters.keys()
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
         if weights is not None:
-            weights.fill(self.published)
+            weights.fill(self.tensors)
+        if self.adapters is not None and train is not None:
+            self.adapters.start(train.seed)
         if train is None:
             model.requires_grad_(False)
         self.optimizer = None
@@ -140,9 +146,21 @@ class TrainModel:
         return {name: self._parameters[name] for name in seen.values()}
 
     @property
-    def published(self) -> dict[str, Tensor]:
-        """The tensors that engines load, by Hugging Face name; tied names share one tensor."""
+    def stored(self) -> dict[str, nn.Parameter]:
+        """Those of the parameters that no model directory has: the adapters, or all."""
+        if self.adapters is None:
+            return self.parameters
+        return {name: each for name, each in self._parameters.items() if each.requires_grad}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, by Hugging Face name; tied names share one tensor."""
         return {**self._parameters, **self._buffers}
+
+    @property
+    def published(self) -> Mapping[str, Tensor]:
+        """The tensors that engines load: the adapters by PEFT's names, or all."""
+        return self.tensors if self.adapters is None else peft_names(self.stored)
 
     def score(self, micro_batch: MicroBatch, entropy_use: EntropyUse = "none") -> TokenScores:
         """Log-probabilities of the micro-batch's targets. Collective."""
@@ -157,6 +175,12 @@ class TrainModel:
         scores = self.score(micro_batch, entropy_use)
         cast("FSDPModule", self._scorer).reshard()
         return scores
+
+    def measure_start(self, micro_batch: MicroBatch) -> TokenScores:
+        """Like `measure`, by the model without its adapters. Collective."""
+        assert self.adapters is not None
+        with self.adapters.switched_off():
+            return self.measure(micro_batch)
 
     @contextmanager
     def recorded_calls(self) -> Generator[Mapping[str, int]]:
@@ -320,7 +344,7 @@ class _Scorer(nn.Module):
 def _shard(
     scorer: _Scorer, mesh: DeviceMesh, wraps_layers: bool, compute_dtype: torch.dtype
 ) -> None:
-    is_cast = next(scorer.parameters()).dtype != compute_dtype
+    is_cast = any(each.dtype != compute_dtype for each in scorer.parameters())
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype if is_cast else None,
         reduce_dtype=torch.float32 if is_cast else None,

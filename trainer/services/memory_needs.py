@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
@@ -16,6 +16,7 @@ from umbra.runtime.engine_api.engine_names import (
     kv_token_nbytes,
 )
 from umbra.runtime.engine_api.kept_tokens import Truncation
+from umbra.runtime.engine_api.lora import linear_shapes
 from umbra.runtime.engine_api.pool_settings import (
     AuxiliaryPoolSettings,
     EnginePoolSettings,
@@ -97,16 +98,20 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
 
 
 def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
-    """The GPU memory of a rank: parameters and optimizer state in `master_dtype`, sharded over the
-    ranks, gradients likewise, what FSDP gathers in `model.dtype`, and the last sent weights if
-    `pool.full_sync_every` has them kept."""
-    train = config.train
-    master = ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
-    parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
+    """The GPU memory of a rank: trained parameters and optimizer state in `master_dtype`, sharded
+    over the ranks, gradients likewise, frozen parameters and what FSDP gathers in `model.dtype`,
+    and the last sent weights if `pool.full_sync_every` has them kept."""
+    train, has_lora = config.train, config.model.lora.rank > 0
+    num_trained = trained_size(config, sizes)
+    master = ITEMSIZES[config.master_dtype] * num_trained // num_ranks
+    if has_lora:  # without adapters, the model is its own reference
+        parameters = master + ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks
+    else:
+        parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
     optimizer = 2 * master  # AdamW's moments
     if train.optimizer == "muon":  # which has one for hidden matrices
-        in_embeddings = ITEMSIZES[config.master_dtype] * sizes.embedding_size // num_ranks
-        optimizer = master + in_embeddings
+        num_others = 0 if has_lora else sizes.embedding_size
+        optimizer = master + ITEMSIZES[config.master_dtype] * num_others // num_ranks
     left = {
         "none": parameters + optimizer,
         "optimizer": parameters,
@@ -114,7 +119,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     }[train.offload]
     always = _CONTEXT_NBYTES
     if config.pool.full_sync_every > 1:
-        always += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks  # what was sent
+        always += ITEMSIZES[config.model.dtype] * num_trained // num_ranks  # what was sent
     return RankNeed(
         sync_nbytes=always + parameters + optimizer,
         generation_nbytes=always + left,
@@ -122,6 +127,15 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
         keeps_cache=config.pool.mode != "hybrid",
     )
+
+
+def trained_size(config: TrainerConfig, sizes: ModelSizes) -> int:
+    """Elements of the parameters that are trained: the adapters', or all."""
+    lora = config.model.lora
+    if not lora.rank:
+        return sizes.num_parameters
+    names = lora.chosen(sizes.linears, str(config.model.path))
+    return lora.rank * sum(sum(sizes.linears[name]) for name in names)
 
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
@@ -132,6 +146,12 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
     root_size, block_size = sizes.num_parameters, 0
     if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
         root_size, block_size = sizes.embedding_size, sizes.layer_size
+    trained_root, trained_block = root_size, block_size
+    if config.model.lora.rank:
+        in_block = trained_size(config, sizes) // sizes.num_layers
+        trained_root = 0 if block_size else in_block * sizes.num_layers
+        trained_block = in_block if block_size else 0
+        root_size, block_size = root_size + trained_root, block_size + trained_block
     master_itemsize = ITEMSIZES[config.master_dtype]
     reduced = master_itemsize + master_itemsize / num_ranks  # a whole gradient, and its shard
     layer = layer_nbytes(sizes, itemsize) * largest.num_tokens
@@ -155,10 +175,10 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
     # for every head of the queries (the flash kernel's `dk_expanded`), then for those of the keys.
     attention = repeated * (2 + sizes.q_size / sizes.kv_size)
     # A block and the next one are gathered; the gradient is whole, once more to be reduced.
-    block = layer + attention + block_size * (3 * itemsize + reduced)
+    block = layer + attention + 2 * itemsize * block_size + trained_block * (itemsize + reduced)
     # Without layers of its own, the root adds its gradient up in float32 over micro-batches.
-    root = root_size * (itemsize + max(itemsize, 0 if block_size else 4))
-    return int(root + max(kept + scoring, kept + block, reduced * root_size))
+    root = root_size * itemsize + trained_root * max(itemsize, 0 if block_size else 4)
+    return int(root + max(kept + scoring, kept + block, reduced * trained_root))
 
 
 def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
@@ -229,6 +249,8 @@ def _engine_need(
     sizes, itemsize = ModelSizes.read(path), ITEMSIZES[dtype]
     num_gpus = engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
     weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
+    if is_updated and config.model.lora.rank:
+        weights += trained_size(config, sizes) * itemsize
     if isinstance(pool, PoolSettings) and pool.staged_updates:
         weights *= 2  # an update is in spare memory before it is in the parameters
     context_len = _context_len(pool, path)
@@ -265,6 +287,7 @@ class ModelSizes:
     has_qk_norm: bool  # queries and keys have norms of their own
     is_tied: bool  # embeddings and head are one tensor
     is_quantised: bool  # in the files
+    linears: Mapping[str, tuple[int, ...]]  # (out, in) of those of the layers, by name
     config: dict[str, Any]  # config.json, or its text part
 
     @classmethod
@@ -293,6 +316,7 @@ class ModelSizes:
                 has_qk_norm=any(".q_norm." in name for name in weights.names),
                 is_tied=is_tied,
                 is_quantised="quantization_config" in whole or "quantization_config" in config,
+                linears=linear_shapes(folder),
                 config=config,
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -11,12 +11,13 @@ from typing import Any, cast
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import ENGINES, EngineKind, engine_kind
+from umbra.runtime.engine_api.lora import linear_shapes
 from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.text.model_files import read_model_config, vocab_size
 from umbra.trainer.checkpoint.run_dir import check_run_dir
-from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.config.trainer_config import ModelSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.reporting.metrics_loggers import check_loggers
 from umbra.trainer.services.pool_specs import auxiliary_model_config
@@ -27,6 +28,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     """Checks a training run's setup, on every rank. Raises ConfigError, DataError
     or RunDirectoryError."""
     check_models(config)
+    check_lora(config.model)
     check_rotary_frequencies(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
@@ -139,6 +141,22 @@ def _rotary_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield "longrope", int(rope.get(name) or config.get(name) or trained)
         elif kind == "dynamic" and trained:
             yield "dynamic", int(trained)
+
+
+def check_lora(model: ModelSection) -> None:
+    """Raises ConfigError if a target of model.lora matches no weight of the model's files, or its
+    rank exceeds those of all that it matches. A quantised model is checked once it is loaded."""
+    shapes = linear_shapes(model.path) if model.lora.rank else {}
+    if not shapes:
+        return
+    names = model.lora.chosen(shapes, str(model.path))
+    largest = max(min(shapes[name]) for name in names)
+    if model.lora.rank > largest:
+        raise ConfigError(
+            f"model.lora.rank = {model.lora.rank} exceeds {largest}, the largest rank of the "
+            f"weights of the {len(names)} layers that get an adapter: lower it to a small part of "
+            "that"
+        )
 
 
 def check_stop_tokens(config: TrainerConfig) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from forked_ranks import start_fork
 from rank_programs import GROUP_SIZE, GROUPS, MAX_NEW_TOKENS, Arrays, normalized, run_all
+from training_models import make_model
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
@@ -33,6 +34,7 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": (_GSPO, {}),
     "regularized": (_REGULARIZED, {}),
     "own loss": (_OWN_LOSS, {}),
+    "lora": (_WITH_KL, {"lora_rank": 3}),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
@@ -62,6 +64,12 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo, accumulated": (_GSPO, {"micro_batches": 3}),
     "regularized, chunked": (_REGULARIZED, {"chunked": True, "wrap": "layer", "micro_batches": 2}),
     "own loss, accumulated": (_OWN_LOSS, {"micro_batches": 20}),
+    "lora": (_WITH_KL, {"lora_rank": 3, "offload": "all"}),
+    "lora, layer": (_WITH_KL, {"lora_rank": 3, "wrap": "layer", "micro_batches": 2}),
+    "lora, replicated": (_WITH_KL, {"lora_rank": 3, "num_replicas": 2}),
+    "lora, recomputed": (_WITH_KL, {"lora_rank": 3, "recomputes": True, "wrap": "layer"}),
+    "lora, padded": (_WITH_KL, {"lora_rank": 3, "packed": False, "micro_batches": 3}),
+    "lora, chunked": (_WITH_KL, {"lora_rank": 3, "chunked": True}),
 }
 
 
@@ -114,6 +122,12 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("gspo", "gspo, accumulated"),
         ("regularized", "regularized, chunked"),
         ("own loss", "own loss, accumulated"),
+        ("lora", "lora"),
+        ("lora", "lora, layer"),
+        ("lora", "lora, replicated"),
+        ("lora", "lora, recomputed"),
+        ("lora", "lora, padded"),
+        ("lora", "lora, chunked"),
     ],
 )
 def test_two_ranks_train_like_one(
@@ -128,6 +142,22 @@ def test_two_ranks_train_like_one(
         for name in one:
             if name.startswith("train/"):
                 assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+
+
+def test_only_adapters_are_trained_and_the_model_without_them_is_the_reference(
+    one_rank: Outcomes,
+) -> None:
+    (parameters, metrics), start = one_rank["lora"], dict(make_model().named_parameters())
+
+    for name, value in parameters.items():
+        if name in start:
+            np.testing.assert_array_equal(value, start[name].detach().numpy(), err_msg=name)
+    seconds = [value for name, value in parameters.items() if ".lora_B." in name]
+    assert len(seconds) == 14
+    assert all(np.abs(second).max() > 0 for second in seconds)
+    first, *later = (row["train/reference_kl"] for row in metrics)
+    assert first == 0.0
+    assert all(kl > 1e-5 for kl in later)
 
 
 def test_the_reference_becomes_the_policy_after_so_many_steps(one_rank: Outcomes) -> None:

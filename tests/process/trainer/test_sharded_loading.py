@@ -251,7 +251,8 @@ def test_a_head_of_its_own_is_trained_and_exported_though_the_config_ties_it(
     assert prepared.weights is not None
     prepared.weights.fill(tensors)
     exported = tmp_path / "exported"
-    write_whole_model(prepared.model, dict(tensors), exported, folder, torch.float32)
+    section = ModelSection(path=folder)
+    write_whole_model(prepared.model, dict(tensors), exported, section, torch.float32)
 
     assert "config.json ties the head to the embeddings" in caplog.text
     assert torch.equal(tensors[HEAD], expected.lm_head.weight)

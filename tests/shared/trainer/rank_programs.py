@@ -31,7 +31,7 @@ from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, lo
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
-from umbra.trainer.config.trainer_config import ModelSection, TrainSection
+from umbra.trainer.config.trainer_config import LoraSection, ModelSection, TrainSection
 from umbra.trainer.data.train_batch import (
     ADVANTAGES,
     ROLLOUT_LOGPROBS,
@@ -41,6 +41,7 @@ from umbra.trainer.data.train_batch import (
 )
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
+from umbra.trainer.model.lora import LoraAdapters
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import (
@@ -74,6 +75,7 @@ def make_policy(
     kind: str = "qwen3",
     recomputes: bool = False,
     compiles: bool = False,
+    lora_rank: int = 0,
 ) -> TrainModel:
     model = make_model(kind)
     if packed:
@@ -86,7 +88,9 @@ def make_policy(
         recomputes=recomputes,
         compiles=compiles,
     )
-    return TrainModel(PreparedModel(model, packed), world.fsdp, passes, train)
+    lora = LoraSection(rank=lora_rank, alpha=8.0)
+    adapters = LoraAdapters(model, lora, torch.float32) if lora_rank else None
+    return TrainModel(PreparedModel(model, packed, None, adapters), world.fsdp, passes, train)
 
 
 def rank_batch(world: Mesh, seed: int, micro_batches: int) -> TrainBatch:
@@ -205,14 +209,22 @@ def train_and_return_parameters(
     compiles: bool = False,
     offload: Offload = "none",
     num_replicas: int = 1,
+    lora_rank: int = 0,
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
     if num_replicas > 1:
         world = Mesh.of_group(world.device, num_replicas)
     policy = make_policy(
-        world, train, packed=packed, wrap=wrap, recomputes=recomputes, compiles=compiles
+        world,
+        train,
+        packed=packed,
+        wrap=wrap,
+        recomputes=recomputes,
+        compiles=compiles,
+        lora_rank=lora_rank,
     )
-    reference = make_policy(world, None, packed=packed, wrap=wrap) if train.kl_coef else None
+    has_reference = train.kl_coef and not lora_rank
+    reference = make_policy(world, None, packed=packed, wrap=wrap) if has_reference else None
     train_step = make_train_step(world, policy, train, reference)
     models = [policy] if reference is None else [policy, reference]
     tensors = [p for model in models for p in model.parameters.values()]
@@ -497,7 +509,8 @@ def export_model(world: Mesh, source: str, target: str, dtype: str) -> None:
     model, is_packed = load_whole_model(ModelSection(path=Path(source)), torch.float32)
     passes = PassSettings(compute_dtype=torch.float32)
     policy = TrainModel(PreparedModel(model, is_packed), world.fsdp, passes)
-    export_policy(policy, Path(target), world, source=Path(source), dtype=getattr(torch, dtype))
+    section = ModelSection(path=Path(source))
+    export_policy(policy, Path(target), world, source=section, dtype=getattr(torch, dtype))
 
 
 def export_beside_leftovers(world: Mesh, source: str, target: str) -> list[str]:

@@ -6,8 +6,8 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,7 @@ def document() -> str:
     """The whole of it, from the docstrings and defaults of the sections."""
     parts = [_HEAD]
     described: dict[str, str] = {}  # row -> its section
-    for name, section in annotations_of(TrainerConfig).items():
-        if typing.get_origin(section) is Mapping:
-            name, section = f"{name}.NAME", typing.get_args(section)[1]
+    for name, section in _sections():
         summary = (inspect.getdoc(section) or "").split("\n\n")[0].partition(": ")[2]
         summary = " ".join(summary.split())
         parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
@@ -51,6 +49,8 @@ def document() -> str:
         schemas = TypeAdapter(section).json_schema()["properties"]
         repeated: dict[str, list[str]] = {}
         for field in fields(section):
+            if is_dataclass(field.default):  # a section of its own
+                continue
             allowed, text = _allowed(schemas[field.name]), texts[field.name]
             row = f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n"
             if described.setdefault(row, name) == name:
@@ -65,6 +65,17 @@ def document() -> str:
         verdict = "refused" if rule.severity == "error" else "warning"
         parts.append(f"| `{rule.condition}` | {verdict} | {rule.text} |\n")
     return "".join(parts)
+
+
+def _sections() -> Iterator[tuple[str, Any]]:
+    """Those of the config, each with those in it."""
+    for name, section in annotations_of(TrainerConfig).items():
+        if typing.get_origin(section) is Mapping:
+            name, section = f"{name}.NAME", typing.get_args(section)[1]
+        yield name, section
+        for field in fields(section):
+            if is_dataclass(field.default):
+                yield f"{name}.{field.name}", annotations_of(section)[field.name]
 
 
 def _default(field: Field[Any]) -> str:

@@ -42,6 +42,7 @@ from umbra.trainer.services.memory_needs import (
     engine_needs,
     plan_job_memory,
     rank_need,
+    trained_size,
 )
 from umbra.trainer.services.pool_placement import plan_pools
 
@@ -60,6 +61,15 @@ def sizes_of(
     layer = hidden_size * (2 * (q_size + kv_size) + 3 * intermediate_size + 2)
     embedding = vocab_size * hidden_size * (1 if is_tied else 2)
     num_parameters = num_layers * layer + embedding
+    linears = {
+        "q_proj": (q_size, hidden_size),
+        "k_proj": (kv_size, hidden_size),
+        "v_proj": (kv_size, hidden_size),
+        "o_proj": (hidden_size, q_size),
+        "gate_proj": (intermediate_size, hidden_size),
+        "up_proj": (intermediate_size, hidden_size),
+        "down_proj": (hidden_size, intermediate_size),
+    }
     return ModelSizes(
         num_parameters=num_parameters,
         stored_nbytes=2 * num_parameters,
@@ -72,6 +82,9 @@ def sizes_of(
         has_qk_norm=True,
         is_tied=is_tied,
         is_quantised=False,
+        linears={
+            f"{n}.{name}": shape for n in range(num_layers) for name, shape in linears.items()
+        },
         config={},
     )
 
@@ -165,10 +178,10 @@ def test_a_rank_needs_what_was_measured(
 
 @pytest.mark.parametrize("model", SIZES)
 def test_the_page_about_one_gpu_shows_what_is_planned(tmp_path: Path, model: str) -> None:
-    def needs(master_dtype: str) -> tuple[float, float]:
+    def needs(**model_settings: Any) -> tuple[float, float]:
         config = config_of(
             tmp_path,
-            model={"master_dtype": master_dtype},
+            model=model_settings,
             rollout={"groups_per_step": 32, "max_new_tokens": 1024},
             pool={"max_context_len": 2048},
             train={"activation_checkpointing": "full", "max_tokens_per_micro_batch": 8192},
@@ -177,10 +190,29 @@ def test_the_page_about_one_gpu_shows_what_is_planned(tmp_path: Path, model: str
         peak = rank.training_nbytes + rank.activations_nbytes + ENGINE_ASLEEP_NBYTES
         return rank.training_nbytes / GIB, peak / GIB
 
-    (state, peak), (_, smaller) = needs("float32"), needs("bfloat16")
+    (state, peak), (_, smaller) = needs(), needs(master_dtype="bfloat16")
+    _, with_lora = needs(lora={"rank": 32})
 
-    row = f"| {model} | {state:.1f} | {peak:.1f} | {smaller:.1f} |"
+    row = f"| {model} | {state:.1f} | {peak:.1f} | {smaller:.1f} | {with_lora:.1f} |"
     assert row in (ROOT / "docs/one-gpu.md").read_text()
+
+
+def test_adapters_alone_have_gradients_and_states_and_no_reference_is_kept(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"rank": 16, "targets": ["q_proj", "down_proj"]}
+    sizes, ranks = SIZES["0.6B"], 2
+    plain = config_of(tmp_path, model={"lora": settings})
+    with_kl = config_of(tmp_path, model={"lora": settings}, train={"kl_coef": 0.1})
+
+    need = rank_need(plain, sizes, ranks)
+
+    num_trained = 28 * 16 * ((2048 + 1024) + (1024 + 3072))
+    assert trained_size(plain, sizes) == num_trained
+    context = rank_need(config_of(tmp_path), replace(sizes, num_parameters=0), 1).sync_nbytes
+    assert need.sync_nbytes - context == (2 * sizes.num_parameters + 12 * num_trained) // ranks
+    assert need.training_nbytes - need.sync_nbytes == 4 * num_trained // ranks
+    assert need == rank_need(with_kl, sizes, ranks)
+    whole = rank_need(config_of(tmp_path), sizes, ranks)
+    assert need.activations_nbytes < whole.activations_nbytes
 
 
 def test_activations_are_kept_where_they_fit(tmp_path: Path) -> None:
@@ -499,7 +531,7 @@ def test_of_a_model_with_several_parts_the_text_part_counts(
 
     sizes, alone = ModelSizes.read(tmp_path), ModelSizes.read(umbra_tiny_model_dir)
 
-    assert sizes == replace(alone, is_quantised=True)
+    assert sizes == replace(alone, is_quantised=True, linears={})
 
 
 def test_a_folder_without_safetensors_has_no_sizes(

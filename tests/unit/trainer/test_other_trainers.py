@@ -11,16 +11,17 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.other_trainers import other_names
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import LoraSection, TrainerConfig
 
 ABSENT = "umbra does not have it; see docs/coming-from.md"
 
 
 def own_settings() -> dict[str, set[str]]:
     """The keys of each section."""
+    sections = annotations_of(TrainerConfig) | {"model.lora": LoraSection}
     return {
         name: {field.name for field in dataclasses.fields(section)}
-        for name, section in annotations_of(TrainerConfig).items()
+        for name, section in sections.items()
         if dataclasses.is_dataclass(section)
     }
 
@@ -64,8 +65,13 @@ def test_all_answers_are_settings_of_umbra() -> None:
         ("model.name=x", "'model.name' of prime-rl: use 'model.path'"),
         ("optim.lr=1e-5", "'optim.lr' of verl and prime-rl: use 'train.learning_rate'"),
         ("trainer.total_epochs=3", "'trainer.total_epochs' of verl: use 'train.epochs'"),
-        ("trainer.model.lora.rank=8", f"'trainer.model.lora.rank' of prime-rl: {ABSENT}"),
-        ("train.peft_config=x", f"'peft_config' of TRL: {ABSENT}"),
+        (
+            "trainer.model.lora.rank=8",
+            "'trainer.model.lora.rank' of prime-rl: use 'model.lora.rank'",
+        ),
+        ("train.peft_config=x", "'peft_config' of TRL: use 'model.lora.rank'"),
+        ("model.lora_rank=8", "'model.lora_rank' of verl: use 'model.lora.rank'"),
+        ("train.lora_dropout=0.1", f"'lora_dropout' of TRL: {ABSENT}"),
         ("generation_kwargs.min_p=0.1", f"'generation_kwargs.min_p' of TRL: {ABSENT}"),
         ('generation_kwargs.stop=["x"]', "'generation_kwargs.stop' of TRL: use 'rollout.stop'"),
         (

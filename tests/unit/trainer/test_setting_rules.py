@@ -52,6 +52,19 @@ REFUSED = [
     ),
     ("train.dual_clip=0.9", "train.dual_clip = 0.9: "),
     (
+        "model.lora.rank=513 pool.engine=vllm",
+        "model.lora.rank = 513 and pool.engine = 'vllm': ",
+    ),
+    ("model.lora.rank=1 pool.engine=echo", "model.lora.rank = 1 and pool.engine = 'echo': "),
+    (
+        "model.lora.rank=8 train.reference_every=9",
+        "model.lora.rank = 8 and train.reference_every = 9: ",
+    ),
+    (
+        "model.lora.rank=8 pool.lora_adapters.a=b",
+        "model.lora.rank = 8 and pool.lora_adapters = {'a': ",
+    ),
+    (
         "train.loss_args.tau=2",
         "train.loss = 'clipped' and train.loss_args = {'tau': 2}: ",
     ),
@@ -141,6 +154,12 @@ QUESTIONABLE = [
         "train.advantage = 'gdpo' and train.advantage_norm = 'none': ",
     ),
     ("train.loss=sapo train.dual_clip=3.0", "train.dual_clip = 3.0 and train.loss = 'sapo': "),
+    ("model.lora.alpha=16", "model.lora.alpha = 16.0 and model.lora.rank = 0: "),
+    (
+        'model.lora.targets=["q_proj"]',
+        "model.lora.targets = ('q_proj',) and model.lora.rank = 0: ",
+    ),
+    ("model.lora.rslora=true", "model.lora.rslora = True and model.lora.rank = 0: "),
     ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),
     ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),
     ("train.kl_in_reward=true", "train.kl_in_reward = True and train.kl_coef = 0.0: "),
@@ -185,6 +204,7 @@ QUESTIONABLE = [
     ),
 ]
 MEANT = [
+    'model.lora.rank=512 pool.engine=vllm model.lora.alpha=8 model.lora.targets=["q_proj"]',
     "rollout.top_p=0.9 rollout.top_k=20 pool.engine=vllm",
     "pool.engine=sglang data.eval=e.jsonl eval.temperature=1.0 eval.top_p=0.9 eval.top_k=9",
     "rollout.max_staleness=2 pool.mode=standalone train.loss=decoupled train.importance_cap=5.0",

@@ -1,0 +1,151 @@
+"""Adapters of linear layers: numbers of plain loops, the layers that get one, and refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from minimal_config import config_with
+from torch import Tensor, nn
+from training_models import listed, make_model, save_model
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config.trainer_config import LoraSection
+from umbra.trainer.model.lora import LoraAdapters, LoraLinear, adapted_layers, delta
+from umbra.trainer.services.setup_check import check_lora
+
+RANK, SCALE = 2, 1.5
+NUM_IN, NUM_OUT, NUM_ROWS = 4, 3, 5
+
+
+def product(left: list[list[float]], right: list[list[float]]) -> list[list[float]]:
+    columns = list(zip(*right, strict=True))
+    return [[sum(a * b for a, b in zip(row, col, strict=True)) for col in columns] for row in left]
+
+
+def transposed(matrix: list[list[float]]) -> list[list[float]]:
+    return [list(column) for column in zip(*matrix, strict=True)]
+
+
+def close_to(expected: list[list[float]], found: Tensor, scale: float = 1.0) -> bool:
+    return torch.allclose(scale * torch.tensor(expected, dtype=torch.float64), found, atol=1e-12)
+
+
+def test_values_and_gradients_are_those_of_plain_loops() -> None:
+    draws = torch.Generator().manual_seed(1)
+    base = nn.Linear(NUM_IN, NUM_OUT, dtype=torch.float64).requires_grad_(False)
+    layer = LoraLinear(base, RANK, SCALE, torch.float64)
+    nn.init.normal_(layer.lora_B.weight, generator=draws)
+    rows = torch.randn(NUM_ROWS, NUM_IN, dtype=torch.float64, generator=draws, requires_grad=True)
+    of_output = torch.randn(NUM_ROWS, NUM_OUT, dtype=torch.float64, generator=draws)
+
+    output = layer(rows)
+    torch.autograd.backward(output, of_output)
+
+    x, g = listed(rows.detach()), listed(of_output)
+    first, second = listed(layer.lora_A.weight.detach()), listed(layer.lora_B.weight.detach())
+    weight = listed(base.weight)
+    changed = product(x, transposed(product(second, first)))
+    plain = product(x, transposed(weight))
+    bias: list[float] = listed(base.bias)
+    expected = [
+        [p + b + SCALE * c for p, b, c in zip(ps, bias, cs, strict=True)]
+        for ps, cs in zip(plain, changed, strict=True)
+    ]
+    assert close_to(expected, output)
+    of_first, of_second = layer.lora_A.weight.grad, layer.lora_B.weight.grad
+    assert of_first is not None
+    assert of_second is not None
+    assert close_to(product(transposed(product(g, second)), x), of_first, SCALE)
+    assert close_to(product(transposed(g), product(x, transposed(first))), of_second, SCALE)
+    assert rows.grad is not None
+    through = product(g, listed(base.weight + delta_of(layer)))
+    assert close_to(through, rows.grad)
+    assert layer.weight.grad is None
+
+
+def delta_of(layer: LoraLinear) -> Tensor:
+    return delta(layer.lora_A.weight.detach(), layer.lora_B.weight.detach(), layer.scale)
+
+
+@pytest.mark.parametrize("section", [LoraSection(rank=4), LoraSection(rank=4, rslora=True)])
+def test_a_model_with_adapters_is_one_with_changed_weights(section: LoraSection) -> None:
+    model, changed = make_model().double(), make_model().double()
+    adapters = LoraAdapters(model, section, torch.float64)
+    adapters.start(seed=3)
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.lora_B.weight, std=0.1)
+            changed.get_submodule(name).weight.data += delta_of(layer)
+    tokens = torch.arange(2, 30)[None]
+
+    with torch.no_grad():
+        logits = model(tokens).logits
+        with adapters.switched_off():
+            without = model(tokens).logits
+        start = make_model().double()(tokens).logits
+        expected = changed(tokens).logits
+
+    assert torch.allclose(logits, expected, atol=1e-9)
+    assert torch.equal(without, start)
+    assert (logits - start).abs().max() > 0.1
+    wire = adapters.spec.alpha / adapters.spec.rank
+    assert wire == pytest.approx(32 / (2 if section.rslora else 4))
+
+
+def test_matrices_start_as_those_of_peft_and_do_not_depend_on_their_order() -> None:
+    both, one = make_model(), make_model()
+    LoraAdapters(both, LoraSection(rank=8), torch.float32).start(seed=5)
+    LoraAdapters(one, LoraSection(rank=8, targets=("o_proj",)), torch.float32).start(seed=5)
+
+    for name, layer in one.named_modules():
+        if isinstance(layer, LoraLinear):
+            assert torch.equal(layer.lora_A.weight, both.get_submodule(name).lora_A.weight)
+    layers = [layer for layer in both.modules() if isinstance(layer, LoraLinear)]
+    assert len({float(layer.lora_A.weight.detach()[0, 0]) for layer in layers}) == len(layers) == 14
+    for layer in layers:
+        bound = 1 / math.sqrt(layer.in_features)
+        assert 0.9 * bound < layer.lora_A.weight.abs().max() <= bound
+        assert not layer.lora_B.weight.any()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_all_linear_layers_but_the_head_have_adapters(kind: str) -> None:
+    model = make_model(kind)
+
+    every = adapted_layers(model, LoraSection(rank=1))
+    some = adapted_layers(model, LoraSection(rank=1, targets=("1.self_attn.q_proj", "up_proj")))
+
+    assert len(every) == 14
+    assert "lm_head" not in every
+    assert list(some) == [
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+
+
+@pytest.mark.parametrize("target", ["proj", "lm_head", "q_proj."])
+def test_a_target_that_matches_nothing_is_refused_before_a_start(
+    target: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model")
+    lora: dict[str, Any] = {"rank": 2, "targets": ["q_proj", target]}
+    model = config_with(model={"path": str(folder), "lora": lora}).model
+
+    words = f"targets: '{target}' matches none of the 14 linear layers of .* q_proj, k_proj"
+    with pytest.raises(ConfigError, match=words):
+        LoraAdapters(make_model(), model.lora, torch.float32)
+    with pytest.raises(ConfigError, match=f"targets: '{target}' matches none of the 14 "):
+        check_lora(model)
+
+
+def test_a_rank_that_no_weight_has_is_refused_before_a_start(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+
+    check_lora(config_with("model.lora.rank=32", model_dir=folder).model)
+    with pytest.raises(ConfigError, match="rank = 33 exceeds 32, the largest rank of the weights"):
+        check_lora(config_with("model.lora.rank=33", model_dir=folder).model)
