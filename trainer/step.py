@@ -25,9 +25,8 @@ from umbra.trainer.world.mesh import max_over_ranks, sum_over_ranks
 class TrainStep:
     """Does the optimizer steps of one batch, one for each mini-batch and update: forward, backward,
     clip, step. Every rank has one; `run` is collective. Unless `kl_coef` is 0, `models` has the
-    frozen starting model as the reference, or the policy has adapters, without which it is the
-    reference. `warn` shows a warning to the operator; `check` is None
-    where batches are not an engine's."""
+    frozen starting model as the reference, or the policy has adapters and is one without them.
+    `warn` shows a warning to the operator; `check` is None where batches are not an engine's."""
 
     def __init__(
         self,
@@ -87,16 +86,12 @@ class TrainStep:
         single mini-batch computes the proximal ones itself."""
         for micro_batch in micro_batches:
             if self._train.kl_coef:
-                reference = self._measure_reference(micro_batch)
-                micro_batch.columns[REFERENCE_LOGPROBS] = reference.logprobs
+                policy, reference = self._policy, self._reference
+                measure = reference.measure if reference else policy.measure_start
+                micro_batch.columns[REFERENCE_LOGPROBS] = measure(micro_batch).logprobs
             if is_proximal:
                 proximal = self._policy.measure(micro_batch)
                 micro_batch.columns[PROXIMAL_LOGPROBS] = proximal.logprobs
-
-    def _measure_reference(self, micro_batch: MicroBatch) -> TokenScores:
-        if self._reference is None:
-            return self._policy.measure_start(micro_batch)
-        return self._reference.measure(micro_batch)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], totals: MetricTotals) -> None:
         for idx, micro_batch in enumerate(micro_batches, 1):

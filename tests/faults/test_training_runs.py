@@ -15,7 +15,7 @@ import pytest
 import torch
 from documented_names import check_metrics, check_run_directory
 from http_server import run_umbra
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from training_models import save_model
 from transformers import AutoModelForCausalLM

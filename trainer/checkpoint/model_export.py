@@ -28,7 +28,7 @@ from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.run_dir import recorded_model
 from umbra.trainer.checkpoint.trainer_state import is_complete
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
-from umbra.trainer.model.lora import FIRST, SECOND, adapted_layers, delta, peft_names
+from umbra.trainer.model.lora_layers import FIRST, SECOND, adapted_layers, delta, peft_names
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
 from umbra.trainer.model.train_model import TrainModel

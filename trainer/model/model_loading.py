@@ -18,7 +18,7 @@ from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
-from umbra.trainer.model.lora import LoraAdapters
+from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel

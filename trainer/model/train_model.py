@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
-from umbra.trainer.model.lora import LoraAdapters, peft_names
+from umbra.trainer.model.lora_layers import LoraAdapters, peft_names
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
 from umbra.trainer.model.muon import hidden_matrices
 from umbra.trainer.model.optimizer import ModelOptimizer

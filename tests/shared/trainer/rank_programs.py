@@ -41,7 +41,7 @@ from umbra.trainer.data.train_batch import (
 )
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
-from umbra.trainer.model.lora import LoraAdapters
+from umbra.trainer.model.lora_layers import LoraAdapters
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import (

@@ -36,6 +36,6 @@ def test_the_tables_say_what_the_errors_say() -> None:
     for theirs, ours in rows():
         for text in re.findall(r"`([^`]+)`", theirs):
             hint = other_trainers_hint(re.split("=", text)[0].split("."), 1)
-            answers = re.findall(r"'([a-z]+\.[a-z_]+)'", hint)
+            answers = re.findall(r"'([a-z]+(?:\.[a-z_]+)+)'", hint)
             found = [answer for answer in answers if answer in ours]
             assert found or not hint, f"{hint}, but the document has {ours}"

@@ -14,7 +14,7 @@ from training_models import listed, make_model, save_model
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config.trainer_config import LoraSection
-from umbra.trainer.model.lora import LoraAdapters, LoraLinear, adapted_layers, delta
+from umbra.trainer.model.lora_layers import LoraAdapters, LoraLinear, adapted_layers, delta
 from umbra.trainer.services.setup_check import check_lora
 
 RANK, SCALE = 2, 1.5
