@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from umbra.runtime.dash.sample_texts import open_ledger
 from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.checkpoint.trainer_state import (
     checkpoint_step,
@@ -43,6 +43,8 @@ _REFUSED: Final[Mapping[str, Sequence[str]]] = {
     ),
 }
 """Sections and settings that a replay may not change, by the reason."""
+_IN_CHECKPOINTS: Final = ("train.optimizer", "model.lora")
+"""Settings that decide which tensors a checkpoint has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class ReplayPlan:
         if out.exists():
             raise ConfigError(f"{out} exists: remove it, or name another directory with -o")
         for given in overrides:
-            _check_override(Override.parse(given))
+            _check_override(Override.parse(given), first)
         config = recorded_config(run_dir, overrides)
         name = f"{config.run_name}, steps {first} to {last} again"
         config = replace(config, run=RunSection(dir=out, name=" ".join([name, *overrides])))
@@ -122,34 +124,35 @@ def recorded_config(run_dir: Path, overrides: Sequence[str] = ()) -> TrainerConf
     return check_config(TrainerConfig, settings, str(place), overrides)
 
 
-def _check_override(override: Override) -> None:
+def _check_override(override: Override, first: int) -> None:
     for reason, names in _REFUSED.items():
         if override.keys[0] in names or ".".join(override.keys[:2]) in names:
             raise ConfigError(f"{override.shown} (command line): {reason}")
-
-
-def _check_steps(index: LedgerIndex, first: int, last: int, config: TrainerConfig) -> None:
-    trained = [
-        step + 1
-        for step in range(*_bounds(index))
-        if all(row.state is SampleState.TRAINED for row in index.of_step(step))
-    ]
-    if not trained or not trained[0] <= first <= last <= trained[-1]:
-        have = f"steps {trained[0]} to {trained[-1]}" if trained else "no step"
-        raise ConfigError(f"--steps {first}:{last}: the run has trained {have}")
-    kept = [step for step in trained if all(index.keeps(row) for row in index.of_step(step - 1))]
-    if not kept or first < kept[0]:
-        since = f"from step {kept[0]} on" if kept else "for no step"
+    if first > 1 and override.key.startswith(_IN_CHECKPOINTS):
         raise ConfigError(
-            f"--steps {first}:{last}: the ledger has the samples {since} only, because "
-            f"rollout.ledger_gb = {config.rollout.ledger_gb:g} keeps the newest: replay later "
-            "steps, and give the next run a larger rollout.ledger_gb"
+            f"{override.shown} (command line): the checkpoint before step {first} is of the run's "
+            "own: leave it out, or replay from step 1"
         )
 
 
-def _bounds(index: LedgerIndex) -> tuple[int, int]:
-    steps = index.steps()
-    return (steps[0], steps[1] + 1) if steps else (0, 0)
+def _check_steps(index: LedgerIndex, first: int, last: int, config: TrainerConfig) -> None:
+    begun, done = [*index.steps(), 0][0] + 1, index.table.steps_done
+    if not begun <= first <= last <= done:
+        have = f"steps {begun} to {done}" if done >= begun else "no step"
+        raise ConfigError(f"--steps {first}:{last}: the run has trained {have}")
+
+    def is_kept(step: int) -> bool:
+        return all(index.keeps(row) for row in index.of_step(step - 1))
+
+    steps = range(begun, done + 1)  # the oldest are removed first
+    kept = steps[bisect_left(steps, True, key=is_kept) :]
+    if first not in kept:
+        since = f"from step {kept[0]} on" if kept else "of no step"
+        raise ConfigError(
+            f"--steps {first}:{last}: the ledger has only samples {since}, because "
+            f"rollout.ledger_gb = {config.rollout.ledger_gb:g} keeps the newest: replay later "
+            "steps, and give the next run a larger rollout.ledger_gb"
+        )
 
 
 def _start(checkpoints: Sequence[Path], first: int, config: TrainerConfig) -> Path | None:

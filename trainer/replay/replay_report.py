@@ -81,7 +81,7 @@ class ReplayReport:
                 "other hardware or libraries, another number of threads (OMP_NUM_THREADS), GPU "
                 "kernels that add in no fixed order"
             )
-        elif self._plan.is_exact:
+        elif self._plan.is_exact and self._of_run:
             num_steps = len(self._of_run)
             self._display.note(f"all metrics of {num_steps} steps are the run's, bit for bit")
         for path in (run_dir.metrics, run_dir.checkpoints, run_dir.report, run_dir.plot):
