@@ -1,10 +1,10 @@
 """`umbra dataset`: samples of a run as a data set for supervised fine-tuning, in JSON Lines.
 
     {"prompt": text, "completion": text, "reward": 1.0, "step": 12, "versions": [12], ...}
-    {"messages": [..., {"role": "assistant", "content": text}], ...}     where prompts are chats
+    {"prompt": [message, ...], "completion": [message], ...}             where prompts are chats
 
-The columns are those that `[data]` reads by default. Step and versions are of the policy that was
-trained on the completion, and of the weights that generated it.
+`[data]` reads such prompts, and TRL such rows. Step and versions are of the policy that was trained
+on the completion, and of the weights that generated it.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class _RowWriter:
             return "with the text of another sample of their prompt"
         self._written.add((row.group.prompt_id, text))
         asked = prompt_content(self._config.data, f"prompt {prompt.prompt_id}", prompt.row)
-        pair: dict[str, Any] = {"prompt": asked, "completion": text}
-        if not isinstance(asked, str):
-            pair = {"messages": [*asked, {"role": "assistant", "content": text}]}
+        is_chat = not isinstance(asked, str)
+        answer = [{"role": "assistant", "content": text}] if is_chat else text
         facts = row.facts()
         parts = {"reward_parts": facts["reward_parts"]} if facts["reward_parts"] else {}
         about = {name: facts[name] for name in ("reward", "step", "sample_id")}
+        pair = {"prompt": asked, "completion": answer}
         return pair | about | parts | {"versions": sorted(set(versions))}

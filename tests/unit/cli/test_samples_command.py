@@ -349,11 +349,8 @@ def test_a_data_set_of_chats_has_the_completion_as_the_assistants_message(run: R
 
     (row,) = dataset_rows(run, "chat", "--min-reward", "0.05")
 
-    assert row["messages"] == [
-        {"role": "user", "content": "2+2="},
-        {"role": "assistant", "content": "5"},
-    ]
-    assert "prompt" not in row
+    assert row["prompt"] == [{"role": "user", "content": "2+2="}]
+    assert row["completion"] == [{"role": "assistant", "content": "5"}]
 
 
 def test_truncated_completions_and_several_turns_are_not_in_a_data_set(run: Run) -> None:
