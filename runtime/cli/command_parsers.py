@@ -154,6 +154,7 @@ def _add_eval_arguments(evaluate: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a checkpoint of the run, such as RUN_DIR/checkpoints/step-000040",
     )
+    _add_ema(evaluate)
 
 
 def _add_export_arguments(export: argparse.ArgumentParser) -> None:
@@ -167,6 +168,15 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
         "--model",
         metavar="DIR",
         help="the model that the run started from (default: where the run found it)",
+    )
+    _add_ema(export)
+
+
+def _add_ema(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--ema",
+        action="store_true",
+        help="use the moving average of the checkpoint's weights (train.ema)",
     )
 
 

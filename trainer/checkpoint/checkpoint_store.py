@@ -52,6 +52,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     read_trainer_state,
     reading_checkpoint,
 )
+from umbra.trainer.model.optimizer import EMA
 from umbra.trainer.model.train_model import POLICY, TrainModel
 from umbra.trainer.world.mesh import Mesh, any_rank, barrier, first_text, from_each_rank, from_lead
 from umbra.trainer.world.run_files import (
@@ -176,22 +177,23 @@ class CheckpointStore:
 
 
 class StoredParameters:
-    """Reads the parameters of a complete checkpoint one at a time."""
+    """Reads the parameters of a complete checkpoint one at a time, or with `is_average` their
+    moving averages."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_average: bool = False) -> None:
         self._path = path
+        self._key = f"{_OPTIMIZER}{{}}.{EMA}" if is_average else f"{_MODEL}{{}}"
         self._reader = _Reader(path)
         self._saved = self._reader.read_metadata().state_dict_metadata
 
     def check_fit(self, parameters: Mapping[str, Tensor]) -> None:
         """Raises ConfigError if the checkpoint is of another model than these parameters."""
-        _check_fit(
-            self._path, {f"{_MODEL}{name}": p for name, p in parameters.items()}, self._saved
-        )
+        tensors = {self._key.format(name): p for name, p in parameters.items()}
+        _check_fit(self._path, tensors, self._saved)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter, whole, cast to `dtype`."""
-        key = f"{_MODEL}{name}"
+        key = self._key.format(name)
         tensor = torch.empty(cast("Any", self._saved[key]).size, dtype=dtype)
         with _disk_trouble("read the checkpoint", self._path, IF_DAMAGED):
             _dcp.load({key: tensor}, storage_reader=self._reader)
@@ -266,14 +268,21 @@ def _random_state(rank: int) -> dict[str, Tensor]:
 def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if name not in saved:
-            is_state = _OPTIMIZER in name
-            reason = "was saved with another train.optimizer" if is_state else "is of another model"
-            raise ConfigError(f"checkpoint {path} {reason}: it has no tensor {name}")
+            raise ConfigError(f"checkpoint {path} {_misfit(name)}: it has no tensor {name}")
         if (size := getattr(saved[name], "size", None)) is not None and size != tensor.shape:
             raise ConfigError(
                 f"checkpoint {path} is of another model: {name} is {list(size)} there and "
                 f"{list(tensor.shape)} here"
             )
+
+
+def _misfit(missing: str) -> str:
+    """Why a checkpoint lacks a tensor."""
+    if _OPTIMIZER not in missing:
+        return "is of another model"
+    if missing.endswith(f".{EMA}"):
+        return "was saved without train.ema"
+    return "was saved by another train.optimizer"
 
 
 @contextmanager

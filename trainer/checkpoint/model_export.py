@@ -70,21 +70,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{target.absolute()} exists: remove it, or name another directory")
     section = recorded_model(run_dir, arguments.model)
     section = replace(section, path=Path(local_model(str(section.path), with_weights=True)))
-    export_checkpoint(section, checkpoint, target)
+    export_checkpoint(section, checkpoint, target, is_average=arguments.ema)
     print(target)
     return 0
 
 
 def export_checkpoint(
-    section: ModelSection, checkpoint: Path, target: Path, max_shard_nbytes: int = MAX_SHARD_NBYTES
+    section: ModelSection,
+    checkpoint: Path,
+    target: Path,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    *,
+    is_average: bool = False,
 ) -> None:
-    """Writes config, safetensors in `section.dtype` and tokenizer of a complete checkpoint. An
-    existing `target` is replaced once the new one is complete.
+    """Writes config, safetensors in `section.dtype` and tokenizer of a complete checkpoint, with
+    the trained weights or their moving average. An existing `target` is replaced once the new one
+    is complete.
 
     Tensors are read one by one, and one file of weights is in memory at a time. The whole model is
     in memory only if transformers converts the weights of `section.path`, the model that the run
-    started from. Raises ConfigError if the checkpoint is of another model, DataError if a model
-    cannot be read, and RunDirectoryError if `target` cannot be written.
+    started from. Raises ConfigError if the checkpoint is of another model or lacks the average,
+    DataError if a model cannot be read, and RunDirectoryError if `target` cannot be written.
     """
     if damage := find_damage(checkpoint):
         raise RunDirectoryError(
@@ -93,7 +99,8 @@ def export_checkpoint(
         )
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
-    trained = _Trained(prepared.model, StoredParameters(checkpoint), section.lora, dtype)
+    saved = StoredParameters(checkpoint, is_average=is_average)
+    trained = _Trained(prepared.model, saved, section.lora, dtype)
     if prepared.weights is None:
         model = prepared.model
         for name, parameter in model.named_parameters():

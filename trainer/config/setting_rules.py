@@ -294,6 +294,13 @@ RULES: Final = (
     # the optimizer
     Rule(
         "warning",
+        "train.ema > 0 and train.steps is not None "
+        "and (1 - train.ema) * train.steps * train.mini_batches * train.updates_per_batch < 1",
+        "the average is over more optimizer steps than the run has, and most of it stays with the "
+        "starting weights: use a smaller train.ema",
+    ),
+    Rule(
+        "warning",
         "train.skip_nonfinite > 0 and train.steps is not None "
         "and train.skip_nonfinite >= train.steps",
         "a run whose gradients are never finite skips all steps: use fewer than the run has",

@@ -372,6 +372,9 @@ class TrainSection(Settings):
         betas: Decay rates of AdamW's first and second moments. Higher ones average over more steps.
         eps: Added to AdamW's denominator. Larger values damp the update of parameters whose
             gradients are small.
+        ema: Decay of an exponential moving average of the weights, which is over about
+            1 / (1 - ema) optimizer steps. It is in checkpoints, for `umbra export --ema` and
+            `umbra eval --ema`; training and engines do not use it. 0 keeps none.
         max_grad_norm: Gradients are scaled down to this norm. 0 switches clipping off.
         skip_nonfinite: Optimizer steps in a row that are skipped, with a warning, because their
             gradient has an infinite or NaN element. One more ends the run, and so does the first
@@ -450,7 +453,7 @@ class TrainSection(Settings):
             is about twice as fast and takes less memory. The first step takes a minute longer;
             needs a C++ compiler.
         offload: What goes to host memory while engines of a hybrid pool generate: "optimizer" the
-            optimizer's state, "all" the parameters too.
+            optimizer's state and the moving average, "all" the parameters too.
         eval_every: Steps between evaluations, which also run at the end and by `eval_at_start`. 0
             means only those.
         eval_at_start: Whether to evaluate before the first step of the run or of a resume, too.
@@ -480,6 +483,7 @@ class TrainSection(Settings):
     weight_decay: Annotated[float, Bounds(ge=0)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: Annotated[float, Bounds(gt=0)] = 1e-8
+    ema: Share = 0.0
     max_grad_norm: Annotated[float, Bounds(ge=0)] = 1.0
     skip_nonfinite: Count = 0
     mini_batches: Positive = 1

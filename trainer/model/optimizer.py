@@ -15,6 +15,8 @@ from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.muon import Muon
 
 _dist: Final[Any] = torch.distributed
+EMA: Final = "ema"
+"""The kind of state that is a parameter's moving average."""
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -45,7 +47,11 @@ def learning_rate_factor(
 class ModelOptimizer:
     """The optimizer of a model's trained parameters: AdamW (Loshchilov and Hutter 2017,
     arXiv:1711.05101), or with `train.optimizer = "muon"` Muon for those in `hidden`, the names of
-    the hidden layers' matrices, and AdamW for the others. Vectors (norms, biases) do not decay."""
+    the hidden layers' matrices, and AdamW for the others. Vectors (norms, biases) do not decay.
+
+    With `train.ema`, it also has the exponential moving average of the parameters, at least in
+    float32. It begins with the first parameters and takes the new ones in after each step.
+    """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], hidden: Collection[str], train: TrainSection
@@ -60,6 +66,11 @@ class ModelOptimizer:
             self._optimizers.append(Muon(matrices, train.learning_rate, train.weight_decay))
         if others:
             self._optimizers.append(_make_adamw(others, train))
+        self._averages = {
+            name: p.data.to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._parameters.items()
+            if train.ema
+        }
 
     def step(self, step: int) -> dict[str, float]:
         """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
@@ -85,8 +96,15 @@ class ModelOptimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 cast("Any", optimizer).step()
+            self._average()
             self.clear_gradients()
         return {"grad_norm": norm, "learning_rate": rate}
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for name, average in self._averages.items():
+            parameter = local_shard(self._parameters[name]).to(average.dtype)
+            local_shard(average).lerp_(parameter, 1 - self._train.ema)
 
     def clear_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -103,8 +121,10 @@ class ModelOptimizer:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """The live state by parameter and kind, such as NAME.exp_avg. Empty before `start`."""
-        return {
+        """The live state by parameter and kind, such as NAME.exp_avg. Before `start`, it has the
+        moving average alone."""
+        averages = {f"{name}.{EMA}": average for name, average in self._averages.items()}
+        return averages | {
             f"{name}.{kind}": value
             for name, parameter in self._parameters.items()
             for optimizer in self._optimizers

@@ -112,6 +112,8 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     if train.optimizer == "muon":  # which has one for hidden matrices
         num_others = 0 if has_lora else sizes.embedding_size
         optimizer = master + ITEMSIZES[config.master_dtype] * num_others // num_ranks
+    if train.ema:
+        optimizer += max(4, ITEMSIZES[config.master_dtype]) * num_trained // num_ranks
     left = {
         "none": parameters + optimizer,
         "optimizer": parameters,

@@ -72,13 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
             f"--checkpoint {checkpoint} is not a complete checkpoint: name one of the folders in "
             f"{RunDir(config.run.dir).checkpoints}"
         )
+    if arguments.ema and checkpoint is None:
+        raise ConfigError("--ema evaluates a checkpoint's moving average: name a --checkpoint")
     folder = config.run.dir / "eval"
     check_writable(folder)
     with RunLock(folder):
         if checkpoint is not None:
             from umbra.trainer.checkpoint.model_export import export_checkpoint  # imports torch
 
-            export_checkpoint(config.model, checkpoint, folder / "model")
+            export_checkpoint(config.model, checkpoint, folder / "model", is_average=arguments.ema)
             config = replace(config, model=replace(config.model, path=folder / "model"))
         tokenizer = open_policy_tokenizer(config)
         save_tokenizers(config, tokenizer, folder)

@@ -19,7 +19,7 @@ from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel,
 from umbra.trainer.world.mesh import Mesh
 
 NUM_STEPS = 3
-MUON = replace(TRAIN, optimizer="muon", max_grad_norm=0.0)
+MUON = replace(TRAIN, optimizer="muon", max_grad_norm=0.0, ema=0.9)
 
 
 def model_with_odd_matrices(dtype: torch.dtype) -> Any:
@@ -41,14 +41,16 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
 
 
 def muon_steps(dtype_name: str, num_replicas: int) -> Arrays:
-    """The parameters after `NUM_STEPS`, whole."""
+    """Parameters and moving averages after `NUM_STEPS`, whole."""
     world = make_world()
     if num_replicas > 1:
         world = Mesh.of_group(world.device, num_replicas)
     policy = make_odd_policy(world, getattr(torch, dtype_name), MUON)
     for step in range(NUM_STEPS):
         step_once(policy, step)
-    return full_parameters(policy)
+    states = full_moments(policy)
+    averages = {name: value for name, value in states.items() if name.endswith(".ema")}
+    return full_parameters(policy) | averages
 
 
 def make_odd_policy(world: Mesh, dtype: torch.dtype, train: TrainSection) -> TrainModel:
@@ -65,9 +67,9 @@ def step_once(policy: TrainModel, step: int) -> None:
     policy.step(step)
 
 
-def resume(folder: str) -> tuple[Arrays, Arrays, str]:
-    """What three steps leave, without and with a resume after two, and the error of a resume by
-    AdamW."""
+def resume(folder: str) -> tuple[Arrays, Arrays, list[str]]:
+    """What three steps leave, without and with a resume after two, and the errors of a resume by
+    AdamW and, from there, with a moving average."""
     world = make_world()
     store = CheckpointStore(Path(folder), world, keep=1)
     policy = make_odd_policy(world, torch.float32, MUON)
@@ -82,6 +84,9 @@ def resume(folder: str) -> tuple[Arrays, Arrays, str]:
     for each in (policy, resumed):
         step_once(each, 2)
     by_adamw = make_odd_policy(world, torch.float32, TRAIN)
-    error = said_by(lambda: store.load(path, {POLICY: by_adamw}))
+    errors = [said_by(lambda: store.load(path, {POLICY: by_adamw}))]
     one, other = (full_parameters(each) | full_moments(each) for each in (policy, resumed))
-    return one, other, error
+    path = store.save(state, {POLICY: by_adamw})
+    averaging = make_odd_policy(world, torch.float32, replace(TRAIN, ema=0.9))
+    errors.append(said_by(lambda: store.load(path, {POLICY: averaging})))
+    return one, other, errors

@@ -71,6 +71,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
     place = str(folder)
     two_ranks = {
         "save": ["save_after_two_steps", f"{place}/saved"],
+        "average": ["save_average", f"{place}/averaged"],
         "damaged": ["load_damaged", f"{place}/saved/step-000002", f"{place}/damaged-copies"],
         "flipped": ["find_flipped_bits", f"{place}/saved/step-000002", f"{place}/flipped"],
         "many": ["save_many", f"{place}/many", [999_990, 1_000_000, 1_000_010], 2],
@@ -272,6 +273,22 @@ def test_an_exported_checkpoint_is_the_trained_model_to_transformers(
     assert torch.equal(logits(f"run-{name}"), logits_of(expected))
     tokenizers: Any = AutoTokenizer
     assert tokenizers.from_pretrained(f"run-{name}")("1+1")["input_ids"] == [3, 39, 3]
+
+
+def test_the_moving_average_is_exported_where_the_checkpoint_has_one(
+    ran: Ran, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    shutil.copytree(ran.folder / "averaged", "run/averaged")
+
+    assert main(["export", "--ema", "run/averaged/step-000002", "average"]) == 0
+    assert main(["export", "run/averaged/step-000002", "trained"]) == 0
+    assert main(["export", "--ema", "run/checkpoints/step-000002", "none"]) == 2
+
+    expected = load_trained(make_model("qwen3", seed=1), ran.two[0]["average"])
+    assert torch.equal(logits("average"), logits_of(expected))
+    assert not torch.equal(logits("average"), logits("trained"))
+    assert "was saved without train.ema: it has no tensor optimizer.m" in capsys.readouterr().err
 
 
 def test_an_export_has_several_files_where_one_would_be_too_large(ran: Ran, tmp_path: Path) -> None:

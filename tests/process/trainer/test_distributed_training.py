@@ -49,8 +49,8 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offloaded, layer": ({"kl_coef": 0.1}, {"offload": "all", "wrap": "layer"}),
     "optimizer offloaded": ({"kl_coef": 0.1}, {"offload": "optimizer"}),
     "never offloaded": ({"kl_coef": 0.1}, {}),
-    "muon": ({"optimizer": "muon"}, {}),
-    "muon, offloaded": ({"optimizer": "muon"}, {"offload": "all"}),
+    "muon": ({"optimizer": "muon", "ema": 0.9}, {}),
+    "muon, offloaded": ({"optimizer": "muon", "ema": 0.9}, {"offload": "all"}),
     "never offloaded, layer": ({"kl_coef": 0.1}, {"wrap": "layer"}),
     "recomputed": ({}, {"recomputes": True}),
     "recomputed, layer": ({}, {"recomputes": True, "wrap": "layer", "micro_batches": 2}),
@@ -213,6 +213,7 @@ def test_ranks_hold_the_same_parameters_and_report_the_same(
         ("never offloaded", "offloaded"),
         ("never offloaded", "optimizer offloaded"),
         ("never offloaded, layer", "offloaded, layer"),
+        ("muon", "muon, offloaded"),
     ],
 )
 def test_offloading_changes_no_bit(two_ranks: list[Outcomes], plain: str, offloaded: str) -> None:

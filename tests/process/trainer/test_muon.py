@@ -1,4 +1,4 @@
-"""Muon on sharded parameters is Muon on whole ones: real ranks, gloo, FSDP2."""
+"""Muon and the moving average on shards are those of whole models: real ranks, gloo, FSDP2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain_update(momentum: Tensor) -> Tensor:
 
 
 def plain_steps() -> Arrays:
-    """Muon for hidden matrices and torch's AdamW for all else, on one rank in float64."""
+    """Muon for hidden matrices and torch's AdamW for all else, in float64, and their average."""
     model = model_with_odd_matrices(torch.float64)
     parameters = dict(model.named_parameters())
     embeddings = "model.embed_tokens.weight"  # and the head
@@ -44,6 +44,7 @@ def plain_steps() -> Arrays:
         betas=MUON.betas,
         eps=MUON.eps,
     )
+    averages = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     momenta = {name: torch.zeros_like(parameters[name]) for name in matrices}
     for step in range(NUM_STEPS):
         given = gradients(model, step)
@@ -58,7 +59,11 @@ def plain_steps() -> Arrays:
             data = parameters[name].data
             data *= 1 - MUON.learning_rate * MUON.weight_decay
             data -= MUON.learning_rate * scale * torch.stack(stack).reshape(data.shape)
-    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            averages[name] = 0.9 * averages[name] + 0.1 * parameter.detach()
+    whole = {name: parameter.detach() for name, parameter in parameters.items()}
+    whole |= {f"{name}.ema": average for name, average in averages.items()}
+    return {name: tensor.numpy() for name, tensor in whole.items()}
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (2, 1), (2, 2), (3, 1)])
@@ -110,14 +115,17 @@ def test_a_float32_model_is_trained_as_torchs_muon_does(tmp_path: Path, fork_ser
 def test_a_resume_trains_on_bit_for_bit(tmp_path: Path, fork_server: None) -> None:
     run = DistributedWorld(tmp_path, start_fork)
 
-    one, other, error = run(resume, str(tmp_path / "saved"), num_ranks=2, timeout_s=60.0)[0]
+    one, other, errors = run(resume, str(tmp_path / "saved"), num_ranks=2, timeout_s=60.0)[0]
 
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_array_equal(array, other[name], err_msg=name)
     assert "model.layers.0.mlp.up_proj.weight.momentum" in one
-    assert error.startswith("ConfigError: checkpoint ")
-    assert "was saved with another train.optimizer: it has no tensor optimizer.model." in error
+    assert "model.norm.weight.ema" in one
+    other_optimizer, no_average = errors
+    assert other_optimizer.startswith("ConfigError: checkpoint ")
+    assert "was saved by another train.optimizer: it has no tensor optimizer." in other_optimizer
+    assert "was saved without train.ema: it has no tensor optimizer." in no_average
 
 
 @pytest.mark.parametrize("shape", [(40, 8), (8, 40), (3, 16, 16), (1, 7)])

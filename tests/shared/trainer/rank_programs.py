@@ -309,15 +309,22 @@ def half_precision_scores(world: Mesh, packed: bool) -> tuple[NDArray[Any], NDAr
     return whole(scores.logprobs), whole(of_keys.grad)
 
 
-def save_after_two_steps(world: Mesh, folder: str) -> Arrays:
+def save_after_two_steps(world: Mesh, folder: str, **changes: Any) -> Arrays:
     """Trains two steps and saves; returns what was saved."""
-    policy = make_policy(world)
-    train_step = make_train_step(world, policy, TRAIN)
+    train = replace(TRAIN, **changes)
+    policy = make_policy(world, train)
+    train_step = make_train_step(world, policy, train)
     for seed in range(2):
         train_step.run(rank_batch(world, seed, 1), seed)
     state = TrainerState(step=2, version=7, world_size=world.world_size, seed=0, ledger="1-0-512")
     CheckpointStore(Path(folder), world, keep=2).save(state, {POLICY: policy})
     return full_parameters(policy) | full_moments(policy)
+
+
+def save_average(world: Mesh, folder: str) -> Arrays:
+    """The same with a moving average, whose parts are returned by parameter."""
+    saved = save_after_two_steps(world, folder, ema=0.5)
+    return {n.removesuffix(".ema"): value for n, value in saved.items() if n.endswith(".ema")}
 
 
 def save_and_load_with_an_unused_parameter(world: Mesh, folder: str) -> list[bool]:

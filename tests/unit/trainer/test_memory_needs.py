@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from training_models import save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from umbra.runtime.cluster.memory_plan import GIB
+from umbra.runtime.cluster.memory_plan import GIB, RankNeed
 from umbra.runtime.cluster.placement import Node
 from umbra.runtime.engine_api.engine_names import ENGINE_ASLEEP_NBYTES
 from umbra.runtime.errors import DataError
@@ -264,6 +264,18 @@ def test_muon_keeps_one_number_for_each_of_a_hidden_matrix(tmp_path: Path) -> No
     hidden = SIZES["8B"].num_parameters - SIZES["8B"].embedding_size
     assert adamw.training_nbytes - muon.training_nbytes == 4 * hidden // 2
     assert adamw.generation_nbytes - muon.generation_nbytes == 4 * hidden // 2
+
+
+def test_a_moving_average_is_one_more_copy_that_goes_with_the_optimizer(tmp_path: Path) -> None:
+    def need(**train: Any) -> RankNeed:
+        return rank_need(config_of(tmp_path, train=train), SIZES["8B"], 2)
+
+    average = 4 * SIZES["8B"].num_parameters // 2
+    plain, averaging = need(), need(ema=0.9)
+    assert averaging.training_nbytes - plain.training_nbytes == average
+    assert averaging.generation_nbytes - plain.generation_nbytes == average
+    away = need(ema=0.9, offload="optimizer").generation_nbytes
+    assert away == need(offload="optimizer").generation_nbytes
 
 
 def test_a_reference_model_is_one_more_copy_of_the_parameters(tmp_path: Path) -> None:

@@ -167,6 +167,11 @@ QUESTIONABLE = [
         "train.kl_coef=0.1 train.kl_in_reward=true train.kl_estimator=k2",
         "train.kl_in_reward = True and train.kl_estimator = 'k2': ",
     ),
+    (
+        "train.ema=0.999",
+        "train.ema = 0.999 and train.steps = 10 and train.mini_batches = 1 and "
+        "train.updates_per_batch = 1: ",
+    ),
     ("train.skip_nonfinite=10", "train.skip_nonfinite = 10 and train.steps = 10: "),
     ("train.warmup_steps=10", "train.warmup_steps = 10 and train.steps = 10: "),
     ("train.min_lr_ratio=0.1", "train.min_lr_ratio = 0.1 and train.schedule = 'constant': "),
