@@ -198,10 +198,14 @@ def export_policy(
     copy of the weights. Raises RunDirectoryError on every rank if the disk is full or the like.
     """
     full = _gather(policy.tensors, mesh, dtype)
-    adapters = {name: full.pop(name) for name in policy.stored if policy.adapters} if full else {}
-    for name, weight in full.items() if adapters else ():
-        full[name] = merged(name, weight, adapters, source.lora.scale)
-    from_lead(mesh, lambda: write_whole_model(policy.model, full, target, source, dtype, adapters))
+
+    def write() -> None:
+        adapters = {name: full.pop(name) for name in policy.stored} if policy.adapters else {}
+        for name, weight in full.items() if adapters else ():
+            full[name] = merged(name, weight, adapters, source.lora.scale)
+        write_whole_model(policy.model, full, target, source, dtype, adapters)
+
+    from_lead(mesh, write)
     return target
 
 

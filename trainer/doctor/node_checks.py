@@ -49,7 +49,12 @@ from umbra.trainer.data.hub_paths import hub_settings
 from umbra.trainer.data.prompt_preparation import check_data, prepare_prompts
 from umbra.trainer.doctor.worker_trial import WorkerTrial
 from umbra.trainer.reporting.metrics_loggers import check_loggers, logger_names
-from umbra.trainer.services.memory_needs import ITEMSIZES, ModelSizes, plan_job_memory
+from umbra.trainer.services.memory_needs import (
+    ITEMSIZES,
+    ModelSizes,
+    plan_job_memory,
+    trained_size,
+)
 from umbra.trainer.services.pool_placement import plan_pools
 from umbra.trainer.services.pool_specs import auxiliary_pool_spec
 from umbra.trainer.services.services import (
@@ -61,6 +66,7 @@ from umbra.trainer.services.services import (
 )
 from umbra.trainer.services.setup_check import (
     check_batch_size,
+    check_lora,
     check_models,
     check_rotary_frequencies,
     check_stop_tokens,
@@ -212,6 +218,7 @@ class NodeChecks:
 
     def _model(self) -> str:
         check_models(self._config)
+        check_lora(self._config.model)
         return str(self._config.model.path)
 
     def _context(self) -> str:
@@ -277,15 +284,16 @@ class NodeChecks:
     def _disk_space(self) -> str:
         config, folder = self._config, self._config.run.dir
         try:
-            num_parameters = ModelSizes.read(config.model.path).num_parameters
+            sizes = ModelSizes.read(config.model.path)
+            num_trained = trained_size(config, sizes)
         except (ConfigError, DataError) as error:
             raise NotApplicable(f"the model's size is not known: {error}") from None
         # Parameters, AdamW's two states and perhaps a reference model; and one checkpoint is
         # written before one is removed.
         num_copies = 4 if config.train.kl_coef and config.train.reference_every else 3
-        checkpoint = num_copies * ITEMSIZES[config.master_dtype] * num_parameters
+        checkpoint = num_copies * ITEMSIZES[config.master_dtype] * num_trained
         needed = checkpoint * (config.train.keep_checkpoints + 1)
-        needed += ITEMSIZES[config.model.dtype] * num_parameters * config.train.export
+        needed += ITEMSIZES[config.model.dtype] * sizes.num_parameters * config.train.export
         with writing("write checkpoints to", folder, needed):
             check_free_space(folder, needed)
         return f"checkpoints and export need {format_nbytes(needed)}, and fit"
