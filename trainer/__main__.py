@@ -7,6 +7,6 @@ if __name__ == "__main__":
     from umbra.runtime.cluster.environment import bind_to_agent
 
     bind_to_agent()  # before the other imports, which take half a second
-    from umbra.trainer.command_line import run_program
+    from umbra.trainer.command_line import main, run_program
 
-    run_program()
+    run_program(main)

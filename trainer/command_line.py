@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NoReturn
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
@@ -33,28 +34,30 @@ from umbra.trainer.services.services import ServiceStarter
 from umbra.trainer.services.setup_check import check_setup
 from umbra.trainer.world.signals import StopSignals
 
-_MAX_WAIT_FOR_OTHERS_S: Final = 5.0
+MAX_WAIT_FOR_OTHERS_S: Final = 5.0
 # From a failure to the end of this rank where torchrun then starts all ranks again: it may be in a
 # collective with a lost node. Longer delays that start; shorter cuts off the last lines of loggers.
 _LOST_JOB_LIMIT_S: Final = 0.5
 # From a signal or the job's failure to the end of a rank that has nothing to save or cannot react.
-_GRACE_S: Final = 5.0
+GRACE_S: Final = 5.0
 # For the lock of a lost node's rank 0 to be free. Other nodes wait 60 s for this one.
 _LOST_LOCK_LIMIT_S: Final = 40.0
+_DESCRIPTION: Final = "Train a model by RL as configured in a TOML file; start it with torchrun."
 _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
 
 
 def main(console: Console) -> None:
     """Runs one rank; exits with 0, with 1 after an error, or as a signal asks (`stop_status`)."""
-    arguments = _parse(sys.argv[1:])
+    sections = list(annotations_of(TrainerConfig))
+    arguments = parse_arguments("umbra.trainer", _DESCRIPTION, sections)
     fatal_errors = FatalErrorReporter(-1, 0.0)
     try:
         environment = TorchrunEnvironment.read()
         fatal_errors = FatalErrorReporter(environment.rank, 0.0)
-        _configure_logging(environment.rank)
+        configure_logging(environment.rank)
         config, chosen = _read_settings(arguments, environment, fatal_errors)
         is_elastic = environment.nodes_may_change
-        limit_s = _LOST_JOB_LIMIT_S if is_elastic else _GRACE_S
+        limit_s = _LOST_JOB_LIMIT_S if is_elastic else GRACE_S
         fatal_errors = FatalErrorReporter(environment.rank, limit_s)
         code = _run(config, chosen, environment, fatal_errors, console)
     except UmbraError as error:
@@ -83,13 +86,13 @@ def _read_settings(
         if environment.world_size > 1:
             # The others are about to find the same error, unless torchrun ends them because this
             # rank exits. They started together, so they need about as long on a busy machine.
-            time.sleep(min(process_age_s(), _MAX_WAIT_FOR_OTHERS_S))
+            time.sleep(min(process_age_s(), MAX_WAIT_FOR_OTHERS_S))
         raise
     return config, chosen
 
 
-def run_program() -> NoReturn:
-    """`main()` for a process of its own, which exits at once afterwards: with torch loaded, the
+def run_program(main: Callable[[Console], None]) -> NoReturn:
+    """Runs `main` as a process of its own, which exits at once afterwards: with torch loaded, the
     interpreter takes a second of processor time to shut down, much of a signal's grace period."""
     code = 0
     try:
@@ -112,15 +115,15 @@ def _run(
     display = ProgressDisplay(sys.stderr if environment.rank == 0 else None)
     settings = SessionConfig(
         run_dir=config.run.dir,
-        shutdown_grace_s=_GRACE_S,
+        shutdown_grace_s=GRACE_S,
         trace=config.run.trace,
         choices=settings_left_open(config),
     )
     with (
         fatal_errors,
         display,
-        _run_lock(config, environment),
-        StopSignals(_GRACE_S, fatal_errors.stopped) as stop,
+        run_lock(config.run.dir, environment),
+        StopSignals(GRACE_S, fatal_errors.stopped) as stop,
         Session.from_torchrun(
             settings,
             on_note=display.note,
@@ -156,18 +159,19 @@ def _run(
         return stop.exit_status
 
 
-def _run_lock(
-    config: TrainerConfig, environment: TorchrunEnvironment
+def run_lock(
+    run_dir: Path, environment: TorchrunEnvironment
 ) -> contextlib.AbstractContextManager[object]:
+    """Rank 0's lock of the run directory."""
     if environment.rank != 0:
         return contextlib.nullcontext()
     with failure_reported(environment), contextlib.ExitStack() as stack:
         within_s = _LOST_LOCK_LIMIT_S if environment.nodes_may_change else 0.0
-        stack.enter_context(RunLock(config.run.dir, within_s))
+        stack.enter_context(RunLock(run_dir, within_s))
         return stack.pop_all()
 
 
-def _configure_logging(rank: int) -> None:
+def configure_logging(rank: int) -> None:
     logging.basicConfig(
         level=log_level(), format=f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s"
     )
@@ -176,11 +180,12 @@ def _configure_logging(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(module: str, description: str, sections: Sequence[str]) -> argparse.Namespace:
+    """`config` and `overrides` of the command line of a training."""
     parser = argparse.ArgumentParser(
-        prog="python -m umbra.trainer",
-        description="Train a model by RL as configured in a TOML file; start it with torchrun.",
-        epilog="Sections: " + ", ".join(f"[{name}]" for name in annotations_of(TrainerConfig)),
+        prog=f"python -m {module}",
+        description=description,
+        epilog="Sections: " + ", ".join(f"[{name}]" for name in sections),
     )
     parser.add_argument("config", help="the TOML file")
     parser.add_argument(
@@ -189,4 +194,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="section.key=value",
         help="settings to change; an empty value unsets one",
     )
-    return parser.parse_args(argv)
+    return parser.parse_args()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
 from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+from umbra.trainer.checkpoint.model_export import export_policy
+from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.config.algorithm_names import LOSSES
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.train_batch import TrainBatch
@@ -75,3 +77,20 @@ def add_advantages(config: TrainerConfig, estimate: AdvantageEstimator, batch: T
 
 def decode_token(run_dir: Path, token_id: int) -> str:
     return ModelTokenizer.open(tokenizer_path(run_dir)).decode_all([token_id])
+
+
+def export_trained(
+    config: TrainerConfig,
+    models: Mapping[str, TrainModel],
+    mesh: Mesh,
+    display: ProgressDisplay,
+) -> None:
+    """Writes the trained model to `run.dir`/export. Collective."""
+    with display.activity("exporting the model"):
+        export_policy(
+            models[POLICY],
+            RunDir(config.run.dir).export,
+            mesh,
+            source=config.model,
+            dtype=getattr(torch, config.model.compute_dtype),
+        )

@@ -20,13 +20,18 @@ from umbra.trainer.algorithms.base import (
     load_loss,
 )
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.model_export import export_policy
-from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
+from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.checkpoint.trainer_state import BestCheckpoint, TrainerState
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.train_batch import TrainBatch
-from umbra.trainer.learning import add_advantages, decode_token, load_models, make_train_step
+from umbra.trainer.learning import (
+    add_advantages,
+    decode_token,
+    export_trained,
+    load_models,
+    make_train_step,
+)
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.train_model import POLICY, TrainModel
@@ -36,6 +41,7 @@ from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
+from umbra.trainer.resume_point import find_resume_point
 from umbra.trainer.services.job_plan import JobPlan, collective_timeout_s
 from umbra.trainer.services.rollout_start import start_rollouts
 from umbra.trainer.services.services import POOL, ServiceStarter, user_folders
@@ -157,24 +163,11 @@ class TrainingRun:
         return from_lead(self._mesh, start)
 
     def _begin_run_dir(self) -> Path | None:
-        """Prepares the run directory; returns the newest checkpoint whose files are intact."""
-        config, display, damaged = self.config, self._display, list[Path]()
-        self._checkpoints = CheckpointStore(
-            self._run_dir.checkpoints, self._mesh, config.train.keep_checkpoints
-        )
+        run, train = self.config.run, self.config.train
+        folder = self._run_dir.checkpoints
+        self._checkpoints = CheckpointStore(folder, self._mesh, train.keep_checkpoints)
         incarnation = self._environment.incarnation
-        while True:
-            path = from_lead(self._mesh, lambda: begin_run(config.run, incarnation, damaged))
-            if path is None:
-                return None
-            with display.activity(f"checking {path.name}"):
-                damage = self._checkpoints.find_damage(path)
-            if not damage:
-                if damaged:
-                    display.note(f"resuming from the older checkpoint {path} instead")
-                return path
-            display.note(f"warning: the checkpoint {path} is damaged: {damage}")
-            damaged.append(path)
+        return find_resume_point(run, incarnation, self._checkpoints, self._mesh, self._display)
 
     def _start_rollouts(self) -> None:
         config, mesh = self.config, self._mesh
@@ -372,14 +365,7 @@ class TrainingRun:
         config = replace(self.config, run=replace(self.config.run, dir=run_dir.path))
         stopped_by = agree_on_signal(self._stop.received)
         if config.train.export and not stopped_by:
-            with self._display.activity("exporting the model"):
-                export_policy(
-                    self._models[POLICY],
-                    run_dir.export,
-                    self._mesh,
-                    source=config.model,
-                    dtype=self._dtype,
-                )
+            export_trained(config, self._models, self._mesh, self._display)
         from_lead(self._mesh, lambda: self._report(config, stopped_by))
 
     def _report(self, config: TrainerConfig, stopped_by: str) -> None:

@@ -3,7 +3,8 @@
 torchrun kills ranks 30 s after it has passed a signal on, also in the middle of a checkpoint, and
 ends with a stack whose cause is that signal. It loads the entry points of the group
 `torchrun.handlers` before it reads its settings. This one has no effect unless torchrun starts
-`umbra.trainer`; --shutdown-timeout and TORCH_ELASTIC_SHUTDOWN_TIMEOUT take precedence.
+`umbra.trainer` or `umbra.trainer.sft`; --shutdown-timeout and TORCH_ELASTIC_SHUTDOWN_TIMEOUT take
+precedence.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STOPPED: Final = frozenset(stop_status(number) for number in (*STOP_SIGNALS, PR
 
 def prepare_torchrun() -> object:
     """The entry point. Returns what torchrun expects, a maker of rendezvous handlers."""
-    if "umbra.trainer" in sys.argv:
+    if {"umbra.trainer", "umbra.trainer.sft"} & set(sys.argv):
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TIMEOUT_S))
         sys.excepthook = _end_in_words
     return _refuse

@@ -68,6 +68,11 @@ class MetricPanel:
 
 PANELS: Final[Sequence[MetricPanel]] = (
     MetricPanel(
+        title="Loss",
+        series={"train/loss": "training", "eval/loss": "held-out"},
+        only_with="sft/tokens",
+    ),
+    MetricPanel(
         title="Reward",
         series={"rollout/reward_mean": "training", "eval/accuracy": "held-out accuracy"},
     ),

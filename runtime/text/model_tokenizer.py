@@ -11,7 +11,9 @@ second, because transformers would import torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -23,6 +25,7 @@ from umbra.runtime.text.messages import normal_messages
 from umbra.runtime.text.model_files import configured_end_tokens, read_model_config
 
 _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
+_GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def tokenizer_path(folder: Path, pool: str = "policy") -> Path:
@@ -214,20 +217,35 @@ class ModelTokenizer:
         final message may be the assistant's, and then begins the answer, only with
         `continue_final_message`. Raises DataError if there is no chat template, or it
         refuses the messages."""
-        if not self.state.chat_template:
-            raise DataError(
-                f"{self.state.model_path}: the tokenizer has no chat template, so it cannot render "
-                "messages; add one, or give plain prompts (data.format = 'text')"
-            )
+        self._check_template()
         found = normal_messages(messages, continue_final_message=continue_final_message)
         continues = found[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        try:
+        with _refusals():
             return self._render(found, **how, **variables)
-        except Exception as error:  # a template may raise anything
-            raise DataError(
-                f"the chat template refused the messages: {_first_line(error)}"
-            ) from error
+
+    def render_whole(
+        self, messages: Sequence[object], variables: Mapping[str, Any], *, asks_for_answer: bool
+    ) -> str:
+        """The text of a whole conversation, whoever has the last word, and with `asks_for_answer`
+        the beginning of the assistant's next message. Raises like `render_chat`."""
+        self._check_template()
+        with _refusals():
+            return self._render(messages, add_generation_prompt=asks_for_answer, **variables)
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the chat template marks what the assistant generates: `{% generation %}`."""
+        is_own = bool(self.state.tokenizer)  # a tokenizer in Python may not use its template
+        return is_own and _GENERATION.search(self.state.chat_template) is not None
+
+    def render_marked(
+        self, messages: Sequence[object], variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a whole conversation, and the start and end of each part of it that the
+        template marks. Raises like `render_chat`."""
+        with _refusals():
+            return _render_marked(self.state, messages, variables)
 
     def encode_chat(
         self, messages: Sequence[object], *, continue_final_message: bool = False, **variables: Any
@@ -235,6 +253,13 @@ class ModelTokenizer:
         return self.encode(
             self.render_chat(messages, variables, continue_final_message=continue_final_message)
         )
+
+    def _check_template(self) -> None:
+        if not self.state.chat_template:
+            raise DataError(
+                f"{self.state.model_path}: the tokenizer has no chat template, so it cannot render "
+                "messages; add one, or give plain prompts (data.format = 'text')"
+            )
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer adds before and after a text, without its EOS."""
@@ -316,6 +341,29 @@ def _template_renderer(state: TokenizerState) -> Callable[..., str]:
         return cast("str", texts[0])
 
     return render
+
+
+def _render_marked(
+    state: TokenizerState, messages: Sequence[object], variables: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    from transformers.utils import chat_template_utils
+
+    library: Any = chat_template_utils
+    (text,), (spans,) = library.render_jinja_template(
+        conversations=[messages],
+        chat_template=state.chat_template,
+        return_assistant_tokens_mask=True,
+        **{**state.special_tokens, **variables},
+    )
+    return text, [(start, stop) for start, stop in spans]
+
+
+@contextmanager
+def _refusals() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # a template may raise anything
+        raise DataError(f"the chat template refused the messages: {_first_line(error)}") from error
 
 
 def _own_renderer(tokenizer: Any) -> Callable[..., str]:

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import chosen_settings, from_wire, shown_settings
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import ModelSection, RunSection, TrainerConfig
 from umbra.trainer.world.run_files import (
     HeldFolder,
@@ -33,6 +34,7 @@ _EARLIER: Final = (
     "tokenizers",
     "prompts.msgpack",
     "eval_prompts.msgpack",
+    "rows",
     "metrics.jsonl",
     "eval_samples.jsonl",
     "events.jsonl",
@@ -72,6 +74,7 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.export = path / "export"
+        self.rows = path / "rows"
         self.metrics = path / "metrics.jsonl"
         self.versions = path / "versions.jsonl"
         self.resumed = path / "resumed.json"
@@ -152,7 +155,7 @@ def begin_run(run: RunSection, incarnation: int, damaged: Collection[Path] = ())
     return None
 
 
-def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
+def record_settings(config: TrainerConfig | SftConfig, identity: Mapping[str, Any]) -> None:
     """Writes settings.json: the settings as they were read, those that differ from their defaults,
     the folder that relative paths are taken from, and the identity (`run_identity`). `umbra
     samples` finds the tokenizer by the settings. Called by rank 0."""
@@ -165,7 +168,7 @@ def record_settings(config: TrainerConfig, identity: Mapping[str, Any]) -> None:
     write_json(config.run.dir / "settings.json", content)
 
 
-def changed_settings(config: TrainerConfig) -> list[str]:
+def changed_settings(config: TrainerConfig | SftConfig) -> list[str]:
     """The settings that differ from those of the run's last start, each with both values; none if
     it is not known. Settings about the resume itself do not count."""
     if not (recorded := _recorded(config.run.dir, "settings")):

@@ -21,6 +21,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import CREDENTIAL, MASK, annotations_of
 from umbra.trainer.config.other_trainers import other_trainers_hint
 from umbra.trainer.config.setting_rules import refusals
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
 _WORDS: Final = {
@@ -35,7 +36,8 @@ _SURE_RATIO: Final = 0.8
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
 """Defaults of optional settings: an empty value removes such a setting."""
 
-_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
+_SECTIONS: Final = annotations_of(SftConfig) | annotations_of(TrainerConfig)
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig, SftConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
@@ -73,11 +75,11 @@ def check_config(
         config = TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
     except ValidationError as error:
         problems = [
-            _sourced(_describe(problem), source, overrides_behind(problem, parsed, values))
+            _sourced(_describe(problem, kind), source, overrides_behind(problem, parsed, values))
             for problem in error.errors(include_url=False)
         ]
         raise ConfigError("; ".join(problems)) from None
-    if isinstance(config, TrainerConfig) and (rules := refusals(config)):
+    if not isinstance(config, ServeConfig) and (rules := refusals(config)):
         problems = [
             _sourced(rule.message(config), source, overrides_of(rule.settings, parsed))
             for rule in rules
@@ -93,13 +95,13 @@ def _sourced(text: str, source: str, behind: Sequence[Override]) -> str:
     return f"{given} (command line): {text.removeprefix(f'{behind[0].key}: ')}"
 
 
-def _describe(problem: Any) -> str:
+def _describe(problem: Any, kind: type) -> str:
     """One pydantic error as `key: what is wrong, what is allowed`."""
     location: tuple[int | str, ...] = problem["loc"]
     key = ".".join(str(part) for part in location)
     match problem["type"]:
         case "unexpected_keyword_argument":
-            return f"{key} is unknown{_unknown_hint(location, problem['input'])}"
+            return f"{key} is unknown{_unknown_hint(location, problem['input'], kind)}"
         case "missing":
             return f"{key if len(location) > 1 else f'section [{key}]'} is missing"
         case "literal_error":
@@ -124,14 +126,18 @@ def _shown(given: object) -> str:
     return ", got a list" if isinstance(given, list) else ""
 
 
-def _unknown_hint(location: tuple[int | str, ...], given: Any) -> str:
-    section: Any = TrainerConfig
+def _unknown_hint(location: tuple[int | str, ...], given: Any, kind: type) -> str:
+    kind = SftConfig if kind is SftConfig else TrainerConfig
+    if location[0] in _SECTIONS and location[0] not in annotations_of(kind):
+        uses = "python -m umbra.trainer" + ".sft" * (location[0] == "sft")
+        return f" here: only `{uses}` uses it, leave it out"
+    section: Any = kind
     for part in location[:-1]:
         section = inner_annotation(section, part)
     key, known = str(location[-1]), list(annotations_of(section))
     allowed = f" (allowed: {', '.join(sorted(known))})"
     # An auxiliary pool has settings of its own, whatever other sections and trainers call theirs.
-    elsewhere = _settings() if len(location) <= 2 else {}
+    elsewhere = _settings(kind) if len(location) <= 2 else {}
     found = elsewhere.get(key, [])
     names = [str(part) for part in location]
     if elsewhere and (hint := other_trainers_hint(names, given, is_known=bool(found))):
@@ -144,9 +150,9 @@ def _unknown_hint(location: tuple[int | str, ...], given: Any) -> str:
     return hint + allowed
 
 
-def _settings() -> dict[str, list[str]]:
+def _settings(kind: type) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, section in annotations_of(TrainerConfig).items():
+    for name, section in annotations_of(kind).items():
         for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
             found.setdefault(field.name, []).append(f"{name}.{field.name}")
     return found
@@ -306,8 +312,8 @@ def _is_table(annotation: Any) -> bool:
 
 
 def _annotation(keys: Sequence[str]) -> Any:
-    annotation: Any = TrainerConfig
-    for key in keys:
+    annotation: Any = _SECTIONS.get(keys[0]) if keys else None
+    for key in keys[1:]:
         annotation = inner_annotation(annotation, key)
     return annotation
 

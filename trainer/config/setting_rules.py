@@ -16,6 +16,7 @@ from typing import Final, Literal
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES, takes_args
+from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 _NAME: Final = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
@@ -58,24 +59,28 @@ class Rule:
         """Full names, in the order of the condition."""
         return list(dict.fromkeys(_NAME.findall(self.condition)))
 
-    def applies(self, config: TrainerConfig) -> bool:
+    def applies(self, config: TrainerConfig | SftConfig) -> bool:
         sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         return bool(eval(self.condition, {**_NAMES, **sections}))
 
-    def message(self, config: TrainerConfig) -> str:
+    def message(self, config: TrainerConfig | SftConfig) -> str:
         """The values of the settings, and `text`."""
         given = [f"{name} = {attrgetter(name)(config)!r}" for name in self.settings]
         return f"{' and '.join(given)}: {self.text}"
 
 
-def refusals(config: TrainerConfig) -> list[Rule]:
-    return [rule for rule in RULES if rule.severity == "error" and rule.applies(config)]
+def refusals(config: TrainerConfig | SftConfig) -> list[Rule]:
+    return [rule for rule in _rules(config) if rule.severity == "error" and rule.applies(config)]
 
 
-def warnings(config: TrainerConfig) -> list[str]:
+def warnings(config: TrainerConfig | SftConfig) -> list[str]:
     """Combinations that work and are probably not meant, with the remedy."""
-    found = [rule for rule in RULES if rule.severity == "warning" and rule.applies(config)]
+    found = [rule for rule in _rules(config) if rule.severity == "warning" and rule.applies(config)]
     return [rule.message(config) for rule in found]
+
+
+def _rules(config: TrainerConfig | SftConfig) -> tuple[Rule, ...]:
+    return SFT_RULES if isinstance(config, SftConfig) else RULES
 
 
 def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
@@ -90,6 +95,52 @@ def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
         text = f"{name} has no effect: {remedy}, or leave {name} out"
         yield Rule("warning", f"{name} != {default!r} and {condition}", text)
 
+
+_OPTIMIZATION: Final = (
+    *_unused(
+        "model.lora.rank == 0",
+        "set model.lora.rank above 0",
+        "model.lora.alpha",
+        "model.lora.targets",
+        "model.lora.rslora",
+    ),
+    Rule(
+        "error",
+        "(train.steps is None) == (train.epochs is None)",
+        "the length of a run is given by one of the two: set it, and leave the other out",
+    ),
+    Rule(
+        "error",
+        "train.warmup_steps > 0 and train.warmup_ratio > 0",
+        "the warm-up is given by one of the two: leave the other out",
+    ),
+    Rule(
+        "warning",
+        "train.warmup_steps > 0 and train.steps is not None and train.warmup_steps >= train.steps",
+        "the learning rate rises until the run ends: use fewer steps of warm-up",
+    ),
+    *_unused(
+        "train.schedule == 'constant'",
+        "use train.schedule = 'linear' or 'cosine'",
+        "train.min_lr_ratio",
+    ),
+    Rule(
+        "warning",
+        # Most weights of a language model are about 0.02, with which they are initialised.
+        "model.master_dtype == 'bfloat16' and train.learning_rate < 0.02 / 512",
+        "bfloat16 rounds a change below 1/512 of a weight to nothing, so that most weights stay as "
+        "they are: use model.master_dtype = 'float32'",
+    ),
+    *_unused(
+        "train.micro_batches > 0",
+        "set train.micro_batches to 0",
+        "train.max_tokens_per_micro_batch",
+    ),
+)
+_DATA: Final = (
+    *_unused("data.format == 'chat'", "use data.messages_column", "data.prompt_column"),
+    *_unused("data.format == 'text'", "use data.prompt_column", "data.messages_column"),
+)
 
 RULES: Final = (
     # rollouts
@@ -267,13 +318,6 @@ RULES: Final = (
         "train/reference_kl logs: leave train.kl_estimator out",
     ),
     # LoRA
-    *_unused(
-        "model.lora.rank == 0",
-        "set model.lora.rank above 0",
-        "model.lora.alpha",
-        "model.lora.targets",
-        "model.lora.rslora",
-    ),
     Rule(
         "error",
         "model.lora.rank > max_lora_rank(pool.engine)",
@@ -310,38 +354,7 @@ RULES: Final = (
         "rollout.groups_per_step % train.mini_batches != 0",
         "each optimizer step takes as many prompts: use a divisor of rollout.groups_per_step",
     ),
-    Rule(
-        "error",
-        "(train.steps is None) == (train.epochs is None)",
-        "the length of a run is given by one of the two: set it, and leave the other out",
-    ),
-    Rule(
-        "error",
-        "train.warmup_steps > 0 and train.warmup_ratio > 0",
-        "the warm-up is given by one of the two: leave the other out",
-    ),
-    Rule(
-        "warning",
-        "train.warmup_steps > 0 and train.steps is not None and train.warmup_steps >= train.steps",
-        "the learning rate rises until the run ends: use fewer steps of warm-up",
-    ),
-    *_unused(
-        "train.schedule == 'constant'",
-        "use train.schedule = 'linear' or 'cosine'",
-        "train.min_lr_ratio",
-    ),
-    Rule(
-        "warning",
-        # Most weights of a language model are about 0.02, with which they are initialised.
-        "model.master_dtype == 'bfloat16' and train.learning_rate < 0.02 / 512",
-        "bfloat16 rounds a change below 1/512 of a weight to nothing, so that most weights stay as "
-        "they are: use model.master_dtype = 'float32'",
-    ),
-    *_unused(
-        "train.micro_batches > 0",
-        "set train.micro_batches to 0",
-        "train.max_tokens_per_micro_batch",
-    ),
+    *_OPTIMIZATION,
     Rule(
         "error",
         "train.offload != 'none' and pool.mode != 'hybrid'",
@@ -384,6 +397,35 @@ RULES: Final = (
         "the only checkpoint that is evaluated is the last: set train.eval_every",
     ),
     # data
-    *_unused("data.format == 'chat'", "use data.messages_column", "data.prompt_column"),
-    *_unused("data.format == 'text'", "use data.prompt_column", "data.messages_column"),
+    Rule(
+        "error",
+        "data.overlong == 'truncate'",
+        "a prompt without its end asks for something else: use 'drop'",
+    ),
+    *_DATA,
 )
+
+
+def _rl_only() -> Iterator[Rule]:
+    """Refuses settings of the shared sections that SFT does not use."""
+    for section, names in RL_ONLY.items():
+        for field in dataclasses.fields(annotations_of(SftConfig)[section]):
+            if field.name in names:
+                factory = field.default_factory
+                default = field.default if factory is dataclasses.MISSING else factory()
+                text = f"only RL training has a use for {section}.{field.name}: leave it out"
+                yield Rule("error", f"{section}.{field.name} != {default!r}", text)
+
+
+SFT_RULES: Final = (
+    *_rl_only(),
+    *_OPTIMIZATION,
+    *_unused(
+        "data.eval is None",
+        "name held-out rows in data.eval",
+        "train.eval_every",
+        "data.eval_limit",
+    ),
+    *_DATA,
+)
+"""The rules of `SftConfig`."""

@@ -215,7 +215,8 @@ class DataSection(Settings):
             false. They apply in agent loops and in `umbra serve` as well.
         id_column: Column of unique names of the prompts. Default: row numbers.
         overlong: What to do with a prompt that leaves no room for `rollout.max_new_tokens` in
-            `pool.max_context_len`: "error" ends the run, "drop" leaves it out.
+            `pool.max_context_len`: "error" ends the run, "drop" leaves it out. In SFT, what to do
+            with a row of more than `sft.max_len` tokens; "truncate" cuts off its end.
         eval_limit: Number of held-out prompts to evaluate on, from the first. More take longer and
             measure better; 0 is all.
         shuffle: Whether each pass over the data has a new order, from `train.seed`, or that of the
@@ -232,7 +233,7 @@ class DataSection(Settings):
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     id_column: str | None = None
-    overlong: Literal["error", "drop"] = "error"
+    overlong: Literal["error", "drop", "truncate"] = "error"
     eval_limit: Count = 0
     shuffle: bool = True
 
@@ -535,13 +536,13 @@ class TrainSection(Settings):
         return self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps)
 
 
-_STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """How pydantic reads a config and all its sections: no unknown keys, no silent conversions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     run: RunSection = RunSection()
     job: JobSection = JobSection()
@@ -600,7 +601,7 @@ class ServeConfig:
     """The sections that `umbra serve` and `umbra generate` use. The others of a training config may
     be present, and are checked."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     run: RunSection = RunSection()
     job: JobSection = JobSection()

@@ -19,6 +19,7 @@ from umbra.runtime.settings import shown_settings
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.checkpoint.trainer_state import best_checkpoint, complete_checkpoints
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.metrics_loggers import (
@@ -117,7 +118,7 @@ class RunReporter:
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: TrainerConfig | SftConfig,
         display: ProgressDisplay,
         log: MetricsLog | None,
         loggers: MetricsLoggers | None = None,
@@ -137,7 +138,12 @@ class RunReporter:
     @classmethod
     @contextmanager
     def open(
-        cls, config: TrainerConfig, display: ProgressDisplay, step: int, *, is_lead: bool
+        cls,
+        config: TrainerConfig | SftConfig,
+        display: ProgressDisplay,
+        step: int,
+        *,
+        is_lead: bool,
     ) -> Generator[Self]:
         """Opens rank 0's log and loggers, and shows where the run starts: after `step` steps."""
         display.begin_steps(config.run_name, step, config.train.total_steps)
@@ -213,6 +219,11 @@ class RunReporter:
         )
         return row
 
+    def evaluated_loss(self, step: int, loss: float, num_rows: int) -> None:
+        """Logs and shows the mean loss of the tokens of held-out rows after `step` steps."""
+        self._write(step, {"eval/loss": loss})
+        self._display.note(f"after step {step}: loss {loss:.4f} on {num_rows} held-out rows")
+
     def _write(self, step: int, row: MetricsRow) -> None:
         for log in (self._log, self._loggers):
             if log is not None:
@@ -239,7 +250,7 @@ class RunReporter:
         return accuracy
 
 
-def _show_start(config: TrainerConfig, display: ProgressDisplay, step: int) -> None:
+def _show_start(config: TrainerConfig | SftConfig, display: ProgressDisplay, step: int) -> None:
     run_dir, total = RunDir(config.run.dir), config.train.total_steps
     if run_dir.replaced.exists():
         display.note(f"the earlier run is kept in {run_dir.replaced} until a step is done")
@@ -262,7 +273,7 @@ def _why_no_tokens(config: TrainerConfig) -> str:
 
 
 def finish(
-    config: TrainerConfig,
+    config: TrainerConfig | SftConfig,
     reporter: RunReporter,
     *,
     steps: int,

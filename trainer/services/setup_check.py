@@ -17,7 +17,12 @@ from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.text.model_files import read_model_config, vocab_size
 from umbra.trainer.checkpoint.run_dir import check_run_dir
-from umbra.trainer.config.trainer_config import ModelSection, ServeConfig, TrainerConfig
+from umbra.trainer.config.trainer_config import (
+    ModelSection,
+    RunSection,
+    ServeConfig,
+    TrainerConfig,
+)
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.reporting.metrics_loggers import check_loggers
 from umbra.trainer.services.pool_specs import auxiliary_model_config
@@ -39,10 +44,15 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     if config.run.metrics_address and importlib.util.find_spec("aiohttp") is None:
         raise ConfigError(f"run.metrics_address needs aiohttp: {how_to_install('serve')}")
     check_run_dir(config.run, environment.incarnation)
-    if environment.nodes_may_change and config.run.resume != "auto":
+    check_restarts(config.run, environment)
+
+
+def check_restarts(run: RunSection, environment: TorchrunEnvironment) -> None:
+    """Raises ConfigError if ranks that torchrun starts again would not resume."""
+    if environment.nodes_may_change and run.resume != "auto":
         raise ConfigError(
-            f"run.resume = {config.run.resume!r}, and torchrun may start the ranks again on other "
-            "nodes (--max-restarts): set run.resume = 'auto', so that they resume"
+            f"run.resume = {run.resume!r}, and torchrun may start the ranks again on other nodes "
+            "(--max-restarts): set run.resume = 'auto', so that they resume"
         )
 
 
@@ -67,7 +77,7 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
         is_trained = section == "pool" and isinstance(config, TrainerConfig)
         if is_trained or kind.reads_weight_files:
             setting = "model.path" if section == "pool" else f"{section}.model_path"
-            _check_weights(setting, folder, reads_all=kind.wraps_library and not is_trained)
+            check_weights(setting, folder, reads_all=kind.wraps_library and not is_trained)
 
 
 def _kind(pool: EnginePoolSettings) -> EngineKind:
@@ -78,7 +88,7 @@ def _kind(pool: EnginePoolSettings) -> EngineKind:
     )
 
 
-def _check_weights(setting: str, folder: Path, *, reads_all: bool) -> None:
+def check_weights(setting: str, folder: Path, *, reads_all: bool = False) -> None:
     """Raises DataError for incomplete weights. With `reads_all`, an engine reads every safetensors
     file of a folder without an index."""
     try:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.setting_rules import RULES
+from umbra.trainer.config.sft_config import RL_ONLY, SftConfig, SftSection
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
@@ -32,6 +33,9 @@ and the changes to it on the command line.
   empty, or removes an entry of a table (`pools.judge=`). In `env`, an empty value means an empty
   string. Other settings cannot be unset.
 """
+
+
+_SFT_SECTIONS = ", ".join(f"[{name}]" for name in annotations_of(SftConfig))
 
 
 def document() -> str:
@@ -64,12 +68,16 @@ def document() -> str:
     for rule in RULES:
         verdict = "refused" if rule.severity == "error" else "warning"
         parts.append(f"| `{rule.condition}` | {verdict} | {rule.text} |\n")
+    unused = [f"`{section}.{name}`" for section, names in RL_ONLY.items() for name in names]
+    parts.append(
+        f"\n[SFT](sft.md) has the sections {_SFT_SECTIONS}. It refuses {', '.join(unused)}.\n"
+    )
     return "".join(parts)
 
 
 def _sections() -> Iterator[tuple[str, Any]]:
     """Those of the config, each with those in it."""
-    for name, section in annotations_of(TrainerConfig).items():
+    for name, section in (annotations_of(TrainerConfig) | {"sft": SftSection}).items():
         if typing.get_origin(section) is Mapping:
             name, section = f"{name}.NAME", typing.get_args(section)[1]
         yield name, section

@@ -11,6 +11,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.other_trainers import other_names
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import LoraSection, TrainerConfig
 
 ABSENT = "umbra does not have it; see docs/coming-from.md"
@@ -18,7 +19,8 @@ ABSENT = "umbra does not have it; see docs/coming-from.md"
 
 def own_settings() -> dict[str, set[str]]:
     """The keys of each section."""
-    sections = annotations_of(TrainerConfig) | {"model.lora": LoraSection}
+    sections = annotations_of(SftConfig) | annotations_of(TrainerConfig)
+    sections |= {"model.lora": LoraSection}
     return {
         name: {field.name for field in dataclasses.fields(section)}
         for name, section in sections.items()

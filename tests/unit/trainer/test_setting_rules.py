@@ -36,6 +36,7 @@ REFUSED = [
         "pool.engine=sglang rollout.top_k=20",
         "pool.engine = 'sglang' and rollout.top_p = 1.0 and rollout.top_k = 20: ",
     ),
+    ("data.overlong=truncate", "data.overlong = 'truncate': "),
     ("train.epochs=2", "train.steps = 10 and train.epochs = 2.0: "),
     (
         "train.warmup_steps=1 train.warmup_ratio=0.1",

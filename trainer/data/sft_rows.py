@@ -1,0 +1,227 @@
+"""Turns the rows of a data set into tokens, and which of them supervised fine-tuning learns.
+
+    plain prompt + completion    prompt | completion, end token
+    chat                         ... | assistant's message, end token | ... | ...
+
+Learned parts are tokenized apart from the text before them, as engines generate them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.text.messages import are_messages, normal_messages
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
+from umbra.trainer.config.sft_config import SftSection
+from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.data.data_rows import read_rows
+from umbra.trainer.data.prompt_content import no_column, prompt_content
+
+_COMPLETION = "sft.completion_column"
+
+
+@dataclass(frozen=True, slots=True)
+class SftRow:
+    """T: tokens of the row."""
+
+    tokens: NDArray[np.int32]  # [T]
+    mask: NDArray[np.uint8]  # [T], 1 where learned; never the first
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A plain prompt and what follows it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    messages: Sequence[dict[str, Any]]
+    learned: Sequence[int]  # indices of messages, all the assistant's; at least one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftRows:
+    """Reads rows by the settings of a run."""
+
+    data: DataSection
+    sft: SftSection
+    max_len: int
+
+    def check(self, path: Path, key: str) -> None:
+        """Checks the first row, without a tokenizer. Raises DataError."""
+        first = next(read_rows(path), None)
+        if first is None:
+            raise DataError(f"{key}: {path} is empty: it has no rows")
+        self._content(*first)
+
+    def read(self, path: Path, tokenizer: ModelTokenizer) -> Iterator[SftRow | None]:
+        """The rows of a file; None for one that `data.overlong` leaves out. Raises DataError with
+        file, line, cause and remedy."""
+        for where, row in read_rows(path):
+            yield self._fitted(where, self.tokenize(where, row, tokenizer))
+
+    def tokenize(self, where: str, row: Mapping[str, Any], tokenizer: ModelTokenizer) -> SftRow:
+        """The whole row, however long. `where` names it in errors."""
+        content = self._content(where, row)
+        if isinstance(content, _Text):
+            found = _tokenize_text(content, tokenizer)
+        else:
+            try:
+                found = _tokenize_chat(content, self.data.chat_template_kwargs, tokenizer)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
+        if not found.mask.any():
+            raise DataError(f"{where}: there is no token to learn: leave the row out")
+        return found
+
+    def _fitted(self, where: str, row: SftRow) -> SftRow | None:
+        if len(row.tokens) <= self.max_len:
+            return row
+        match self.data.overlong:
+            case "drop":
+                return None
+            case "truncate":
+                cut = SftRow(row.tokens[: self.max_len], row.mask[: self.max_len])
+                return cut if cut.mask.any() else None
+            case "error":
+                raise DataError(
+                    f"{where}: the row has {len(row.tokens)} tokens, more than sft.max_len = "
+                    f"{self.max_len}: raise it, or set data.overlong to 'drop' or 'truncate'"
+                )
+
+    def _content(self, where: str, row: Mapping[str, Any]) -> _Text | _Chat:
+        found = prompt_content(replace(self.data, continue_final_message=True), where, row)
+        column = self.sft.completion_column
+        completion = row.get(column)
+        if isinstance(found, str):
+            if completion is None:
+                raise no_column(column, where, row, _COMPLETION)
+            if not isinstance(completion, str):
+                raise DataError(
+                    f"{where}: the prompt is text, and column {column!r} holds a "
+                    f"{type(completion).__name__}: give text there, too, or a chat as the prompt"
+                )
+            return _Text(found, completion)
+        try:
+            return self._chat(found, completion)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+
+    def _chat(self, prompt: list[dict[str, Any]], completion: object) -> _Chat:
+        column, messages, first = self.sft.completion_column, prompt, 0
+        if completion is not None:
+            if prompt[-1]["role"] == "assistant":
+                raise DataError(
+                    f"the chat ends with the assistant's message, and column {column!r} holds "
+                    f"another ({_COMPLETION}): leave one of them out"
+                )
+            if isinstance(completion, str):
+                completion = [{"role": "assistant", "content": completion}]
+            if not are_messages(completion):
+                raise DataError(f"column {column!r} is neither text nor messages")
+            given = cast("list[object]", completion)
+            messages = [*prompt, *normal_messages(given, continue_final_message=True)]
+            first = len(prompt)
+        roles = [message["role"] for message in messages]
+        learned = [idx for idx in range(first, len(roles)) if roles[idx] == "assistant"]
+        if not learned:
+            raise DataError(
+                "no message of the assistant, and so nothing to learn: give one as the last "
+                f"message or in column {column!r} ({_COMPLETION}), or leave the row out"
+            )
+        return _Chat(messages, learned if self.sft.loss_on == "all" else learned[-1:])
+
+
+def _tokenize_text(text: _Text, tokenizer: ModelTokenizer) -> SftRow:
+    """The completion ends with an end token, as an engine's does."""
+    completion, end = tokenizer.encode(text.completion), tokenizer.state.eos_token_id
+    if end is not None and completion[-1:] != [end]:
+        completion.append(end)
+    return _row([(tokenizer.encode_prompt(text.prompt), False), (completion, True)])
+
+
+def _row(parts: Sequence[tuple[Sequence[int], bool]]) -> SftRow:
+    tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in parts])
+    mask = np.repeat([learned for _, learned in parts], [len(tokens) for tokens, _ in parts])
+    mask[:1] = False  # nothing predicts it
+    return SftRow(tokens, mask.astype(np.uint8))
+
+
+def _tokenize_chat(chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer) -> SftRow:
+    find = _marked_spans if tokenizer.marks_generation else _prefix_spans
+    text, spans = find(chat, variables, tokenizer)
+    parts: list[tuple[list[int], bool]] = []
+    end = 0
+    for start, stop in spans:
+        parts += [(tokenizer.encode(text[end:start]), False)]
+        turn = tokenizer.encode(text[start:stop])
+        num_learned = len(turn)
+        if not tokenizer.marks_generation:
+            num_learned = _num_until_end(turn, tokenizer.end_token_ids)
+        parts += [(turn[:num_learned], True), (turn[num_learned:], False)]
+        end = stop
+    parts += [(tokenizer.encode(text[end:]), False)]
+    row, whole = _row(parts), tokenizer.encode(text)
+    if row.tokens.tolist() != whole and (
+        tokenizer.decode_all(row.tokens.tolist()) != tokenizer.decode_all(whole)
+    ):
+        raise DataError(
+            "the tokenizer adds something to a part of the chat that it does not add within the "
+            "whole, so that the assistant's messages have no tokens of their own: use plain "
+            "prompts and completions for this model"
+        )
+    return row
+
+
+def _num_until_end(turn: Sequence[int], end_token_ids: Sequence[int]) -> int:
+    """How many tokens an engine generates of a turn: templates put a line break behind the end."""
+    ends = [idx for idx, token in enumerate(turn, 1) if token in end_token_ids]
+    return ends[-1] if ends else len(turn)
+
+
+def _marked_spans(
+    chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer
+) -> tuple[str, list[tuple[int, int]]]:
+    text, spans = tokenizer.render_marked(chat.messages, variables)
+    turns = [idx for idx, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    if len(spans) != len(turns):
+        raise DataError(
+            f"the chat template marks {len(spans)} parts as generated, and the chat has "
+            f"{len(turns)} messages of the assistant: give each its own {{% generation %}} block"
+        )
+    return text, [span for idx, span in zip(turns, spans, strict=True) if idx in chat.learned]
+
+
+def _prefix_spans(
+    chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer
+) -> tuple[str, list[tuple[int, int]]]:
+    """A message is what its rendering adds to that of the messages before it."""
+
+    def render(num_messages: int, *, asks_for_answer: bool) -> str:
+        before = chat.messages[:num_messages]
+        return tokenizer.render_whole(before, variables, asks_for_answer=asks_for_answer)
+
+    text = render(len(chat.messages), asks_for_answer=False)
+    spans: list[tuple[int, int]] = []
+    for idx in chat.learned:
+        before = render(idx, asks_for_answer=True)
+        through = render(idx + 1, asks_for_answer=False)
+        if not (text.startswith(through) and through.startswith(before)):
+            raise DataError(
+                f"message {idx + 1} (assistant): the chat template renders it, or what is before "
+                "it, differently within the whole chat than at its end, so that its tokens are "
+                "not known: set sft.loss_on = 'last' if that is enough, or mark the assistant's "
+                "messages in the template with {% generation %}"
+            )
+        spans.append((len(before), len(through)))
+    return text, spans

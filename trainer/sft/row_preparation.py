@@ -1,0 +1,121 @@
+"""Tokenizes the rows of a run, and records its settings. Rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.text.model_files import default_context_len
+from umbra.runtime.text.model_tokenizer import ModelTokenizer
+from umbra.trainer.checkpoint.run_dir import (
+    NEW_RUN,
+    RunDir,
+    changed_settings,
+    record_settings,
+    recorded_identity,
+)
+from umbra.trainer.config import setting_rules
+from umbra.trainer.config.sft_config import SftConfig
+from umbra.trainer.data.sft_rows import SftRow, SftRows
+from umbra.trainer.reporting.console import Activity, ProgressDisplay
+from umbra.trainer.sft.row_files import RowFiles
+
+
+def prepare_rows(config: SftConfig, resumed_from: Path | None, display: ProgressDisplay) -> int:
+    """Writes the rows to the run directory; returns the number of those to learn. Raises DataError
+    with file, line, cause and remedy, and ConfigError if `resumed_from` is a checkpoint of this run
+    and its next steps would have other rows."""
+    data, run_dir = config.data, RunDir(config.run.dir)
+    with display.activity("tokenizing the data", unit="rows") as progress:
+        reader = _RowReader(config, display, progress)
+        rows = {"train": reader.read("data.train", data.train_files)}
+        if data.eval is not None:
+            rows["eval"] = reader.read("data.eval", data.eval_files, data.eval_limit)
+    train = rows["train"]
+    identity = {
+        "train.seed": config.train.seed,
+        "data.shuffle": data.shuffle,
+        "sft.batch_size": config.sft.batch_size,
+        "the digest of data.train's tokens": train.digest(),
+    }
+    if resumed_from is not None and run_dir.holds(resumed_from):
+        before = recorded_identity(config.run.dir)
+        for name, now in identity.items():
+            if name in before and before[name] != now:
+                raise ConfigError(
+                    f"{name} is {now!r} and was {before[name]!r} when the run began: it decides "
+                    f"which rows a step has. Set it back, or {NEW_RUN}"
+                )
+    for name, found in rows.items():
+        found.write(run_dir.rows / name)
+    held_out = f", {len(rows['eval']):,} held out" if "eval" in rows else ""
+    num_learned = int(train.mask.sum())
+    display.note(f"{len(train):,} rows with {num_learned:,} tokens to learn{held_out}")
+    _record(config.with_steps(len(train)), len(train), identity, display)
+    return len(train)
+
+
+def _record(
+    config: SftConfig, num_rows: int, identity: Mapping[str, object], display: ProgressDisplay
+) -> None:
+    warnings = setting_rules.warnings(config)
+    if num_rows < config.sft.batch_size:
+        warnings.append(
+            f"sft.batch_size = {config.sft.batch_size} is more than the {num_rows} rows of "
+            "data.train: a step has some of them more than once"
+        )
+    if config.train.epochs is not None:
+        display.note(f"train.epochs = {config.train.epochs} are {config.train.total_steps:,} steps")
+    for text in warnings:
+        display.note(f"warning: {text}")
+    if changed := changed_settings(config):
+        display.note(f"changed since the last start: {', '.join(changed)}")
+    record_settings(config, identity)
+
+
+class _RowReader:
+    def __init__(self, config: SftConfig, display: ProgressDisplay, progress: Activity) -> None:
+        model = config.model
+        self._tokenizer = ModelTokenizer.open(model.path, trust_remote_code=model.trust_remote_code)
+        self._max_len = config.sft.max_len or default_context_len(model.path)
+        self._source = SftRows(data=config.data, sft=config.sft, max_len=self._max_len)
+        self._warn = display.note
+        self._progress = progress
+
+    def read(self, key: str, paths: Sequence[Path], limit: int = 0) -> RowFiles:
+        """The rows of the setting `key`, of which the first `limit` count (0: all)."""
+        num_dropped = num_endless = 0
+
+        def fitting() -> Generator[SftRow]:
+            nonlocal num_dropped, num_endless
+            rows = chain.from_iterable(self._source.read(path, self._tokenizer) for path in paths)
+            num_found = 0
+            for row in rows:
+                self._progress.count()
+                if row is None:
+                    num_dropped += 1
+                    continue
+                last = int(row.tokens[row.mask.nonzero()[0][-1]])
+                num_endless += last not in self._tokenizer.end_token_ids
+                yield row
+                num_found += 1
+                if num_found == limit:
+                    return
+
+        found = RowFiles.collect(fitting())
+        if not len(found):
+            why = "all of its rows are too long" if num_dropped else "it has no rows"
+            raise DataError(f"{key}: {', '.join(map(str, paths))} is empty: {why}")
+        if num_dropped:
+            self._warn(
+                f"warning: {key}: left out {num_dropped} rows of more tokens than sft.max_len = "
+                f"{self._max_len}"
+            )
+        if num_endless == len(found):
+            self._warn(
+                f"warning: {key}: the last token to learn of a row is never an end token, so that "
+                "the model does not learn to end its answers: check the chat template"
+            )
+        return found
