@@ -89,7 +89,7 @@ class EchoUpdates(WeightUpdates):
                 with memoryview(source.memory) as image:
                     self._weights.write(window.start, image[window])
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
-            source.set_loaded(idx + 1)
+            source.end_of_sync.set_loaded(idx + 1)
         return nbytes
 
     async def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:

@@ -16,7 +16,6 @@ from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.image.sync_progress import EngineEnd
 from umbra.runtime.weights.links.image_source import ImageSource
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transport import Receiver
 
 _OPEN_TIMEOUT_S: Final = 10.0
 
@@ -44,7 +43,7 @@ class WeightReceiver:
         self._memory = OpenedMemory(make_opener)
         self._layout: tuple[bytes, int] | None = None
         self._destinations: Destinations | None = None
-        self._update: Receiver | None = None
+        self._update: ImageReceiver | ExportReceiver | None = None
 
     def begin(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         """Prepares for one version; aborts an update that was open.
@@ -59,30 +58,18 @@ class WeightReceiver:
         one name, several that share memory, or copies.
         """
         self.end()
-        if "exports" not in buckets:
-            self._memory.close()
+        if "exports" in buckets:
+            destinations = self._destinations_for(manifest, buckets["bucket_nbytes"])
+            image = self._memory.image(manifest, buckets["exports"])
+            end_of_sync = EngineEnd(buckets, self._timeout_s)
+            self._update = ExportReceiver(destinations, self._memory, image, end_of_sync)
+            return
+        self._memory.close()
         destinations = self._destinations_for(manifest, buckets["bucket_nbytes"])
-        open_receiver = self._open_exports if "exports" in buckets else self._open_image
-        self._update = open_receiver(destinations, manifest, buckets)
-
-    def _open_image(
-        self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]
-    ) -> Receiver:
-        source = ImageSource(
-            self._image,
-            Manifest.from_wire(manifest).nbytes,
-            buckets,
-            self._timeout_s,
-        )
+        nbytes = Manifest.from_wire(manifest).nbytes
+        source = ImageSource(self._image, nbytes, buckets, self._timeout_s)
         device = common_device(self._parameters.values())
-        return ImageReceiver(destinations, source, device)
-
-    def _open_exports(
-        self, destinations: Destinations, manifest: bytes, buckets: Mapping[str, Any]
-    ) -> Receiver:
-        image = self._memory.image(manifest, buckets["exports"])
-        end_of_sync = EngineEnd(buckets, self._timeout_s)
-        return ExportReceiver(destinations, self._memory, image, end_of_sync)
+        self._update = ImageReceiver(destinations, source, device)
 
     def load(self) -> int:
         """Copies everything into the parameters as ranks provide it, once; returns its bytes.
@@ -93,16 +80,19 @@ class WeightReceiver:
         """Ends a `load` that waits. From any thread."""
         update = self._update
         if update is not None:
-            update.stop()
+            update.end_of_sync.stop()
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
         """Compares the parameters with regions [image offset, nbytes, checksum or None]; returns a
         text for each difference, with tensor, byte range and both checksums."""
-        return self._open_update().verify(regions)
+        self._open_update()
+        assert self._destinations is not None
+        return self._destinations.verify(regions)
 
     def end(self) -> None:
         update, self._update = self._update, None
-        if update is not None:
+        if update is not None and self._destinations is not None:
+            self._destinations.drop_staging()
             update.close()
 
     def abort(self) -> None:
@@ -129,7 +119,7 @@ class WeightReceiver:
             self._layout = layout
         return self._destinations
 
-    def _open_update(self) -> Receiver:
+    def _open_update(self) -> ImageReceiver | ExportReceiver:
         if self._update is None:
             raise WeightSyncError("no update is in progress; prepare_update comes first")
         return self._update
@@ -144,12 +134,13 @@ class ImageReceiver:
         self._device = device
         self._destinations = destinations
         self._source = source
+        self.end_of_sync = source.end_of_sync
 
     @torch.no_grad()
     def load(self) -> int:
         nbytes, source = 0, self._source
         image = buffer_bytes(source.memory)
-        copies = GpuCopies(self._device, source.set_loaded)
+        copies = GpuCopies(self._device, self.end_of_sync.set_loaded)
         for idx, window in source.buckets(for_gpu=copies.is_on_gpu):
             nbytes += self._destinations.write(idx, image[window], waits=not copies.is_on_gpu)
             copies.mark(idx + 1)
@@ -157,14 +148,7 @@ class ImageReceiver:
         self._destinations.settle()
         return nbytes
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        return self._destinations.verify(regions)
-
-    def stop(self) -> None:
-        self._source.stop()
-
     def close(self) -> None:
-        self._destinations.drop_staging()
         self._source.close()
 
 
@@ -182,28 +166,21 @@ class ExportReceiver:
         self._destinations = destinations
         self._memory = memory
         self._image = image
-        self._end_of_sync = end_of_sync
+        self.end_of_sync = end_of_sync
         self._num_entries = len(image.manifest.entries)
 
     @torch.no_grad()
     def load(self) -> int:
         nbytes = 0
         try:
-            for idx in self._end_of_sync.buckets(self._num_entries):
+            for idx in self.end_of_sync.buckets(self._num_entries):
                 for start, values in self._image.read(idx):
                     nbytes += self._destinations.write_values(idx, start, values)
-                self._end_of_sync.set_loaded(idx + 1)
+                self.end_of_sync.set_loaded(idx + 1)
         finally:
             self._memory.leave()
         self._destinations.settle()
         return nbytes
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        return self._destinations.verify(regions)
-
-    def stop(self) -> None:
-        self._end_of_sync.stop()
-
     def close(self) -> None:
-        self._destinations.drop_staging()
-        self._end_of_sync.close()
+        self.end_of_sync.close()

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
 from umbra.engines.loading.image_weights import image_tensors
@@ -78,7 +78,7 @@ class AdapterUpdates(WeightUpdates):
     async def load(self) -> int:
         update = self._open_update()
         order: dict[str, Any] = {"action": "load"}
-        with update.receiving():
+        with nullcontext() if update.source is None else update.source.receiving():
             if not self._opens_early:
                 order["weights"] = await self._core.followers.send_image(update.description)
             reports = await self._core.ask_workers(order)
@@ -109,14 +109,14 @@ class AdapterUpdates(WeightUpdates):
         return await self._in_thread(lambda: update.verify(regions))
 
     def stop(self) -> None:
-        if self._update is not None:
-            self._update.stop()
+        if self._update is not None and self._update.source is not None:
+            self._update.source.end_of_sync.stop()  # else an abort ends the workers' waits
 
     async def end(self) -> None:
         update, self._update = self._update, None
         self._is_staged = True
-        if isinstance(update, ImageUpdate):  # of another one, only workers hold anything
-            await self._in_thread(update.close)
+        if update is not None and update.source is not None:
+            await self._in_thread(update.source.close)
 
     async def abort(self) -> None:
         await self.end()
@@ -154,15 +154,14 @@ class ExportsUpdate:
                                     compares checksums ◀──regions── what it has loaded
     """
 
+    source = None  # only the workers hold anything
+
     def __init__(self, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         kept = ("exports", "fd_socket", "progress", "has_checksums", "is_staged")
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest
         self._nbytes = Manifest.from_wire(manifest).payload_nbytes
         self._read: list[dict[tuple[int, int], int]] = []  # checksums, by worker
-
-    def receiving(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def take_reports(self, per_worker: Sequence[Regions]) -> int:
         if not per_worker:
@@ -188,9 +187,6 @@ class ExportsUpdate:
             mismatches = [*mismatches[:_MAX_MISMATCHES], f"and {more} more"]
         return mismatches
 
-    def stop(self) -> None:
-        """Does nothing: an abort of the sync ends the workers' waits."""
-
 
 class ImageUpdate:
     """One update, with prepare_update's arguments, which workers read from their node's image.
@@ -202,24 +198,14 @@ class ImageUpdate:
     def __init__(self, kept: KeptImage, manifest: bytes, buckets: Mapping[str, Any]) -> None:
         self._layout = Manifest.from_wire(manifest)
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
-        self._source = ImageSource(kept, self._layout.nbytes, buckets, _OPEN_TIMEOUT_S)
+        self.source = ImageSource(kept, self._layout.nbytes, buckets, _OPEN_TIMEOUT_S)
         known = ("fd_socket", "image", "bucket_nbytes", "progress")
         self.description: dict[str, Any] = {name: buckets[name] for name in known}
         self.description["manifest"] = manifest
-
-    def receiving(self) -> AbstractContextManager[None]:
-        return self._source.receiving()
 
     def take_reports(self, per_worker: Sequence[Regions]) -> int:
         return self._layout.payload_nbytes
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        tensors = image_tensors(self._layout, self._source.memory)
+        tensors = image_tensors(self._layout, self.source.memory)
         return Destinations(self._layout, tensors, self._bucket_nbytes).verify(regions)
-
-    def stop(self) -> None:
-        """Ends the workers' waits for ranks. From any thread."""
-        self._source.stop()
-
-    def close(self) -> None:
-        self._source.close()

@@ -280,17 +280,17 @@ class EngineSync:
         The engine generates meanwhile. If it receives for its node, it must make progress.
         """
         loop, engine, num_seen = asyncio.get_running_loop(), self._engine, -1
-        while not (links.may_load(self.number) or links.is_aborted):
-            changed = links.next_change(self.number)
+        node = links.node_of(self.number)
+        while not (node.may_load(self.number) or links.is_aborted):
+            changed = node.changed
             if engine.lifecycle.state == EngineState.DEAD:
                 raise WeightSyncError(f"{engine.name}#{self.incarnation} has ended")
-            num_received = links.num_received(self.number)
             if not timeout.expired():
-                if not links.has_to_receive(self.number):
+                if not node.has_to_receive(self.number):
                     timeout.reschedule(None)
-                elif timeout.when() is None or num_received != num_seen:
+                elif timeout.when() is None or node.num_filled != num_seen:
                     timeout.reschedule(loop.time() + max(_MIN_TIMEOUT_S, self._timeout_s()))
-            num_seen = num_received
+            num_seen = node.num_filled
             with suppress(TimeoutError):  # the engine's own end is no change of the image
                 async with asyncio.timeout(_WATCH_INTERVAL_S):
                     await changed.wait()

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
@@ -11,6 +11,7 @@ from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.remote_actor import RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.cluster.run_events import EventKind
 from umbra.runtime.cluster.socket_dir import FD_SOCKET
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
     from umbra.runtime.pools.engine_pool import EnginePool
     from umbra.runtime.pools.pool_slicing import PoolSlicing
-    from umbra.runtime.weights.image.image_memory import NodeImages
+    from umbra.runtime.weights.image.image_memory import ImageOrder, NodeImages
 
 # Time for another node to end engines that no pool uses: their grace, and the reaping.
 _END_WARM_LIMIT_S: Final = 60.0
@@ -220,7 +221,6 @@ class JobPools:
                 raise ConfigError(f"a pool named {spec.name!r} already exists with other settings")
             return
         from umbra.runtime.pools.engine_pool import EnginePool
-        from umbra.runtime.pools.job_images import JobImages
 
         pool = self._pools[spec.name] = EnginePool(
             spec,
@@ -358,3 +358,27 @@ class JobPools:
                     await beginning.enter_async_context(slicing.sync_begins(message.left_s))
                 await beginning.enter_async_context(pool.sync_begins(message))
             return encode(await pool.sync.answer(message))
+
+
+class JobImages:
+    """The images of weights on all nodes of a job, as an `ImageHolder` for the lead."""
+
+    def __init__(self, own: NodeImages, own_node: str, links: JobLinks) -> None:
+        self._own = own
+        self._own_node = own_node
+        self._links = links
+
+    @asynccontextmanager
+    async def hold(
+        self, node_id: str, order: ImageOrder
+    ) -> AsyncGenerator[AsyncIterator[dict[str, Any]]]:
+        if node_id == self._own_node:
+            async with aclosing(self._own.hold(order)) as states:
+                yield states
+            return
+        # No deadline per item: while nothing changes there, nothing is reported. Its link notices
+        # the loss of the node and drops the connection.
+        there = self._links.supervisor_at(node_id)
+        arguments = self._links.epoch, to_wire(order)
+        async with there.stream("hold_image", *arguments, timeout_s=None) as states:
+            yield states

@@ -74,8 +74,7 @@ class SyncCoordinator:
         self._require_engine = require_engine
         self._memory = ImageMemory(pool, fd_server)
         self._on_abort = on_abort
-        is_staged = self._settings.staged_updates
-        parts = PlanParts(pool=pool, memory=self._memory, images=images, is_staged=is_staged)
+        parts = PlanParts(pool, self._memory, images, settings.staged_updates)
         self._transports = TransportChooser(
             pool, self._settings.transport, lambda row: resolve_name(row.plan)(parts)
         )
@@ -154,7 +153,7 @@ class SyncCoordinator:
     async def _begin(self, message: SyncBegin) -> SyncGrant:
         """Engines get ready while the ranks fill."""
         run = await self._joinable_run(message.version, message.left_s)
-        run.shorten_lease(message.left_s * _ANSWER_SHARE)
+        run.lease.shorten(message.left_s * _ANSWER_SHARE)
         await run.wait(message)
         assert run.opened is not None
         return SyncGrant(

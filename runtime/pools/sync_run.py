@@ -65,7 +65,7 @@ class SyncRun:
         self._opening: asyncio.Task[None] | None = None
         self._waiting: dict[tuple[type[RankEvent], int], asyncio.Future[None]] = {}
         self.failure: str | None = None  # why its ranks got an error
-        self._lease = Lease()
+        self.lease = Lease()
         self._entered_at: dict[Phase, float] = {}
         self._report: SyncReport | None = None
 
@@ -86,9 +86,6 @@ class SyncRun:
                     engine_sync.ask(None)
         finally:
             self._fail_ranks("the supervisor is shutting down")
-
-    def shorten_lease(self, lease_s: float) -> None:
-        self._lease.shorten(lease_s)
 
     def feed(self, event: Event) -> None:
         phase = self.state.phase
@@ -167,13 +164,13 @@ class SyncRun:
                 for engine_sync in self._engine_syncs.values():
                     engine_sync.abort()
             case Close():
-                self._lease.changed.set()
+                self.lease.changed.set()
             case _:
                 assert_never(action)
 
     async def _open(self, action: Open) -> None:
         try:
-            async with self._host.open_sync(self.version, action, self._lease) as opened:
+            async with self._host.open_sync(self.version, action, self.lease) as opened:
                 self._start_engines(opened)
                 await asyncio.get_running_loop().create_future()
         except UmbraError as error:
@@ -190,7 +187,7 @@ class SyncRun:
                 number,
                 opened=opened,
                 state=self.state,
-                lease=self._lease,
+                lease=self.lease,
                 feed=self.feed,
                 pause_mode=self._host.pause_mode,
             )
@@ -224,7 +221,7 @@ class SyncRun:
 
     async def _watch_lease(self) -> None:
         """Aborts the sync at the end of the lease; returns when the sync is over."""
-        lease, is_expired = self._lease, False
+        lease, is_expired = self.lease, False
         while self.state.phase != Phase.CLOSED:
             lease.changed.clear()
             limit_s = None if is_expired or lease.left_s == float("inf") else lease.left_s

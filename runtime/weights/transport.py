@@ -2,9 +2,8 @@
 
     plan       supervisor   find_problem, lay_out      whether it can be used, and where things are
     sender     rank         offer, send                writes the rank's shards, or exports them
-    receiver   engine       load, verify               reads them into the engine's parameters
 
-A plan and a sender belong to one row of `TRANSPORTS`. A receiver reads either an image on its node
+A plan and a sender belong to one row of `TRANSPORTS`. An engine reads either an image on its node
 or the ranks' memory, and does not know the transport. A transport also carries the progress of its
 syncs, which the supervisor sees as `TransferProgress`. Torch-free, as are all plans.
 """
@@ -151,7 +150,7 @@ class Sender(Protocol):
 
     def offer(self) -> bytes | str:
         """Gets ready for a sync; returns what the plan has to know about this rank."""
-        ...
+        return ""
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Hands over the rank's shards; returns their regions, or None if the sync was aborted.
@@ -162,30 +161,10 @@ class Sender(Protocol):
     def leave(self) -> None:
         """Called once the tensors are no longer read, before their memory is freed, and at the end
         of the sync. Idempotent."""
-        ...
+        return
 
     def close(self) -> None:
         """Frees what it keeps from one sync to the next. Idempotent."""
-        ...
-
-
-class Receiver(Protocol):
-    """An engine's part in one sync. Calls block, from one thread except `stop`."""
-
-    def load(self) -> int:
-        """Fills the engine's parameters; returns the bytes. Raises WeightSyncError if aborted."""
-        ...
-
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> list[str]:
-        """See `WeightReceiver.verify`."""
-        ...
-
-    def stop(self) -> None:
-        """Ends a `load` that waits. From any thread."""
-        ...
-
-    def close(self) -> None:
-        """Leaves the sync. Idempotent."""
         ...
 
 

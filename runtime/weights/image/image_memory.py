@@ -162,7 +162,7 @@ class ImageHolder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PlanParts:
     """A pool, as each transport's plan needs it. The pool's coordinator owns `memory`, of which it
     frees the image when a sync takes another transport than the last one. With `is_staged`, engines

@@ -21,18 +21,16 @@ from umbra.runtime.weights.image.mapped_image import KeptImage, MappedImage
 from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.shards import SenderParts, ShardBuckets, ShardReader
 from umbra.runtime.weights.sync_messages import Region, SyncGrant, remaining_s
+from umbra.runtime.weights.transport import Sender
 
 
-class ImageSender:
+class ImageSender(Sender):
     network_nbytes = 0
 
     def __init__(self, parts: SenderParts) -> None:
         self._shards = parts.shards
         self._image = KeptImage()
         self._buckets = ShardBuckets(parts.shards)
-
-    def offer(self) -> str:
-        return ""
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         plan, rank = self._buckets.cut(grant), self._shards.rank
@@ -44,9 +42,6 @@ class ImageSender:
             return self._fill_buckets(plan, filler, grant.has_checksums)
         finally:
             filler.close()
-
-    def leave(self) -> None:
-        pass
 
     def close(self) -> None:
         self._image.close()

@@ -34,7 +34,7 @@ class ImageSource:
     ) -> None:
         self.image = kept.receive(wire, timeout_s)
         self._grid = BucketGrid(image_nbytes, wire["bucket_nbytes"])
-        self._end_of_sync = EngineEnd(wire, timeout_s)
+        self.end_of_sync = EngineEnd(wire, timeout_s)
         self._receiver: NodeReceiver | None = None
         if "receives" not in wire:
             return
@@ -43,10 +43,10 @@ class ImageSource:
 
         try:
             self._receiver = weight_links.NodeReceiver(
-                self.image, self._grid, wire, timeout_s, self._end_of_sync.stop
+                self.image, self._grid, wire, timeout_s, self.end_of_sync.stop
             )
         except BaseException:
-            self._end_of_sync.close()
+            self.end_of_sync.close()
             raise
 
     @property
@@ -56,15 +56,12 @@ class ImageSource:
     def buckets(self, *, for_gpu: bool = False) -> Iterator[tuple[int, slice]]:
         """Yields every bucket's index and bytes in the image, `for_gpu` to copy from, once all
         ranks have filled it. Raises WeightSyncError if the sync was aborted, its time is over, or
-        `stop` was called."""
+        `end_of_sync` was stopped."""
         with self.receiving():
-            for idx in self._end_of_sync.buckets(self._grid.num_buckets):
+            for idx in self.end_of_sync.buckets(self._grid.num_buckets):
                 window = self._grid.window(idx)
                 self.image.make_present(window, for_gpu=for_gpu and self._grid.fits_pieces)
                 yield idx, window
-
-    def set_loaded(self, num_buckets: int) -> None:
-        self._end_of_sync.set_loaded(num_buckets)
 
     @contextmanager
     def receiving(self) -> Generator[None]:
@@ -77,12 +74,8 @@ class ImageSource:
                 raise WeightSyncError(self._receiver.error) from error
             raise
 
-    def stop(self) -> None:
-        """Ends waits for ranks within 50 ms, in every process of the engine. From any thread."""
-        self._end_of_sync.stop()
-
     def close(self) -> None:
         """Leaves the sync, and writes nothing more to the image. Idempotent."""
         if self._receiver is not None:
             self._receiver.close()
-        self._end_of_sync.close()
+        self.end_of_sync.close()

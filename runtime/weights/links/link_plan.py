@@ -210,6 +210,7 @@ class ImageFollower:
         self._order = order
         self._num_buckets = order.grid.num_buckets
         self.num_filled = 0
+        self._num_read = 0  # by all ranks
         self._loaded = [0] * len(engines)
         self._following: asyncio.Task[None] | None = None
 
@@ -240,14 +241,13 @@ class ImageFollower:
         is_filled = self.num_filled == self._num_buckets
         return is_filled or self.is_gone or self._stopped[self.engines.index(engine)]
 
-    def has_to_receive(self, engine: int, num_read: int) -> bool:
-        """Whether an engine has buckets to receive: of `num_read`, which all ranks have read."""
-        return self._receives(engine) and self.num_filled < num_read
+    def has_to_receive(self, engine: int) -> bool:
+        """Whether an engine receives for the node, and not all that ranks have read is there."""
+        return self._receives(engine) and self.num_filled < self._num_read
 
-    def has_work(self, engine: int, num_read: int) -> bool:
+    def has_work(self, engine: int) -> bool:
         """Whether an engine has buckets to load, or to receive."""
-        has_to_load = self.num_loaded(engine) < self.num_filled
-        return has_to_load or self.has_to_receive(engine, num_read)
+        return self.num_loaded(engine) < self.num_filled or self.has_to_receive(engine)
 
     def _receives(self, engine: int) -> bool:
         return self.has_receiver and engine == self.engines[0]
@@ -268,6 +268,11 @@ class ImageFollower:
             self._gone.append(self.idx)
             self.note_change()
         self.settled.set()
+
+    def note_read(self, num_buckets: int) -> None:
+        """Called when all ranks have read more buckets."""
+        self._num_read = num_buckets
+        self.note_change()
 
     def note_change(self) -> None:
         self.changed.set()
@@ -322,7 +327,7 @@ class LinkProgress:
         if self._num_read != (num_read := min(at)):
             self._num_read = num_read
             for node in self._nodes:
-                node.note_change()
+                node.note_read(num_read)
 
     def num_filled(self) -> list[int]:
         return self._filled
@@ -331,23 +336,10 @@ class LinkProgress:
         return self._by_engine[engine].num_loaded(engine)
 
     def has_work(self, engine: int) -> bool:
-        return self._by_engine[engine].has_work(engine, self._num_read)
+        return self._by_engine[engine].has_work(engine)
 
-    def may_load(self, engine: int) -> bool:
-        """Whether everything is in the image of its node, or it is known that not all will be."""
-        return self._by_engine[engine].may_load(engine)
-
-    def num_received(self, engine: int) -> int:
-        """Buckets in the image of its node."""
-        return self._by_engine[engine].num_filled
-
-    def next_change(self, engine: int) -> asyncio.Event:
-        """Set by the next change of what the methods about this engine return."""
-        return self._by_engine[engine].changed
-
-    def has_to_receive(self, engine: int) -> bool:
-        """Whether it receives for its node, and not everything that ranks have read is there."""
-        return self._by_engine[engine].has_to_receive(engine, self._num_read)
+    def node_of(self, engine: int) -> ImageFollower:
+        return self._by_engine[engine]
 
     def is_cut_off(self, engine: int) -> bool:
         return self._by_engine[engine].is_gone
