@@ -122,15 +122,17 @@ class TrainModel:
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
         if weights is not None:
             weights.fill(self.tensors)
-        if self.adapters is not None and train is not None:
-            self.adapters.start(train.seed)
-        if train is None:
-            model.requires_grad_(False)
-        self.optimizer = None
-        if train is not None:
-            self.optimizer = ModelOptimizer(self.parameters, hidden_matrices(model), train)
+        self.optimizer = self._begin_training(train)
         self.is_saved = train is not None
         self._is_compared = False
+
+    def _begin_training(self, train: TrainSection | None) -> ModelOptimizer | None:
+        if train is None:
+            self.model.requires_grad_(False)
+            return None
+        if self.adapters is not None:
+            self.adapters.start(train.seed)
+        return ModelOptimizer(self.parameters, hidden_matrices(self.model), train)
 
     @property
     def model(self) -> nn.Module:
