@@ -63,3 +63,26 @@ def test_the_quickstart_learns_in_time_and_says_so(folder: Path) -> None:
     for name in ("report", "plot"):
         assert summary["files"][name] in output
         assert (folder / summary["files"][name]).stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_fine_tuning_on_right_answers_raises_the_held_out_accuracy(folder: Path) -> None:
+    assets = "runs/quickstart-assets"
+    (folder / "sft.toml").write_text(
+        f'run.dir = "runs/sft"\nmodel.path = "{assets}/model"\n'
+        f'data.train = "{assets}/train.jsonl"\ndata.eval = "{assets}/eval.jsonl"\n'
+        'sft = {completion_column = "answer", batch_size = 64}\n'
+        "train = {steps = 30, learning_rate = 3e-3}\n"
+    )
+
+    run_python("-m", "umbra.trainer.sft", "sft.toml", folder=folder, timeout_s=LIMIT_S)
+
+    accuracies: list[float] = []
+    for model in (f"{assets}/model", "runs/sft/export"):
+        settings = (f"model.path={model}", "run.dir=runs/evaluated", "pool.count=1")
+        command = ("-c", "from umbra.runtime.cli.umbra_command import main; main()", "eval")
+        run_python(*command, str(CONFIG), *settings, folder=folder, timeout_s=LIMIT_S)
+        results = json.loads((folder / "runs/evaluated/eval/results.json").read_text())
+        accuracies.append(results["sets"]["eval"]["accuracy"])
+    assert accuracies[0] <= 0.4
+    assert accuracies[1] >= 0.8

@@ -97,6 +97,19 @@ def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
 
 
 _OPTIMIZATION: Final = (
+    Rule(
+        "warning",
+        "train.ema > 0 and train.steps is not None "
+        "and (1 - train.ema) * train.steps * train.mini_batches * train.updates_per_batch < 1",
+        "the average is over more optimizer steps than the run has, and most of it stays with the "
+        "starting weights: use a smaller train.ema",
+    ),
+    Rule(
+        "warning",
+        "train.skip_nonfinite > 0 and train.steps is not None "
+        "and train.skip_nonfinite >= train.steps",
+        "a run whose gradients are never finite skips all steps: use fewer than the run has",
+    ),
     *_unused(
         "model.lora.rank == 0",
         "set model.lora.rank above 0",
@@ -336,19 +349,6 @@ RULES: Final = (
         "a request has one adapter, which is the trained one: leave pool.lora_adapters out",
     ),
     # the optimizer
-    Rule(
-        "warning",
-        "train.ema > 0 and train.steps is not None "
-        "and (1 - train.ema) * train.steps * train.mini_batches * train.updates_per_batch < 1",
-        "the average is over more optimizer steps than the run has, and most of it stays with the "
-        "starting weights: use a smaller train.ema",
-    ),
-    Rule(
-        "warning",
-        "train.skip_nonfinite > 0 and train.steps is not None "
-        "and train.skip_nonfinite >= train.steps",
-        "a run whose gradients are never finite skips all steps: use fewer than the run has",
-    ),
     Rule(
         "error",
         "rollout.groups_per_step % train.mini_batches != 0",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from minimal_config import MINIMAL
@@ -13,6 +16,7 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.sft_config import RL_ONLY, SftConfig
 from umbra.trainer.config.trainer_config import TrainerConfig
 
+DOCUMENT: Final = Path(__file__).resolve().parents[3] / "docs" / "sft.md"
 VALUES: dict[str, Any] = {name: MINIMAL[name] for name in ("model", "data", "train")}
 
 
@@ -62,6 +66,14 @@ def test_settings_that_only_rl_uses_exist() -> None:
 def test_an_empty_value_unsets_an_optional_setting() -> None:
     assert config("sft.max_len=8").sft.max_len == 8
     assert config("sft.max_len=", sft={"max_len": 8}).sft.max_len is None
+
+
+def test_the_example_of_the_page_is_a_config() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+    found = check_config(SftConfig, tomllib.loads(example), "example")
+
+    assert found.with_steps(1000).train.total_steps == 32  # 2 passes, 64 rows a step
 
 
 def test_epochs_become_steps() -> None:
