@@ -171,7 +171,7 @@ def test_a_run_of_epochs_keeps_its_best_checkpoint_and_resumes_from_it(folder: P
 
 def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
     config = write_config(folder)
-    run(config, 0, "train.steps=2")
+    run(config, 0, "train.steps=2", "train.ema=0.5")
     metrics = read_metrics(folder / "run/metrics.jsonl")
     first, last = (row["eval/reward_mean"] for row in metrics if "eval/reward_mean" in row)
     assert first != last
@@ -195,10 +195,15 @@ def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
         f"model.path={folder}/run/export",
     )
 
+    averaged = scores("--checkpoint", folder / "run/checkpoints/step-000002", "--ema")
     refused = evaluate("--checkpoint", folder / "run")
+    without_checkpoint = evaluate("--ema")
 
     assert refused.returncode == 2
     assert "is not a complete checkpoint: name one of the folders in" in refused.stderr
+    assert without_checkpoint.returncode == 2
+    assert "--ema evaluates a checkpoint's moving average: name a" in without_checkpoint.stderr
+    assert averaged["model"].endswith("/step-000002, moving average")
     assert before["sets"]["eval"]["mean_reward"] == first
     assert before["num_prompts"] == 16 + before["sets"]["train"]["num_prompts"] == 80
     assert after["mean_reward"] == last

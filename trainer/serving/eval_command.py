@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
             for line in _table(outcome, config.eval.samples):
                 print(line)
             source = checkpoint or config.model.path
-            results = _results(config, tokenizer, str(source), outcome)
+            average = ", moving average" if arguments.ema else ""
+            results = _results(config, tokenizer, f"{source}{average}", outcome)
             results["prompts"] = prompt_results(prompts, outcome["num_right"])
             write_json(folder / "results.json", results)
             print(f"with samples as text: {folder / 'results.json'}")
