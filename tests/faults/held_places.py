@@ -87,7 +87,7 @@ def _hold_ranks() -> None:
 
 
 if __name__ == "__main__":
-    from umbra.trainer.command_line import run_program
+    from umbra.trainer.command_line import main, run_program
 
     _hold_ranks()
-    run_program()
+    run_program(main)

@@ -21,7 +21,7 @@ from typing import Any
 from umbra.runtime.session import rollouts
 from umbra.runtime.session.session import Session
 from umbra.trainer import policy_engines
-from umbra.trainer.command_line import run_program
+from umbra.trainer.command_line import main, run_program
 
 
 class RecordedRollouts(rollouts.Rollouts):
@@ -69,4 +69,4 @@ def _sample(columns: Mapping[str, Any], idx: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     policy_engines.__dict__["Rollouts"] = RecordedRollouts
-    run_program()
+    run_program(main)
