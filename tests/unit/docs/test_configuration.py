@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.setting_rules import RULES
-from umbra.trainer.config.sft_config import RL_ONLY, SftConfig, SftSection
+from umbra.trainer.config.sft_config import SftConfig, SftSection
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
@@ -68,9 +68,9 @@ def document() -> str:
     for rule in RULES:
         verdict = "refused" if rule.severity == "error" else "warning"
         parts.append(f"| `{rule.condition}` | {verdict} | {rule.text} |\n")
-    unused = [f"`{section}.{name}`" for section, names in RL_ONLY.items() for name in names]
     parts.append(
-        f"\n[SFT](sft.md) has the sections {_SFT_SECTIONS}. It refuses {', '.join(unused)}.\n"
+        f"\n[SFT](sft.md) has the sections {_SFT_SECTIONS}, and refuses settings of them that only "
+        "RL uses.\n"
     )
     return "".join(parts)
 
