@@ -2,8 +2,9 @@
 
 `python tests/bench/soak_manager.py RUN_DIR SAMPLES TOKENS RUN_TOKENS CHECKPOINT_STEPS LAST_STEP
 LEDGER_GB RESTORED PARENT_PID`. It kills itself in the middle of the step after LAST_STEP, when half
-of its tokens are durable. RESTORED is the checkpoint to resume from, as this program printed it; ""
-restarts a killed manager. One line of JSON when the state is recovered, and one after each step.
+of its tokens are durable; with -1 it only recovers, and waits for its end. RESTORED is the
+checkpoint to resume from, as this program printed it; "" restarts a killed manager. One line of
+JSON when the state is recovered, and one after each step.
 
 The recorder, the snapshots' processes, the recovery and the groups are the manager's own. Engines,
 rewards and ranks are simulated, and tokens come from a table. Steps follow each other without
@@ -49,6 +50,7 @@ class SoakManager:
         self._samples, self._tokens, self._run_tokens, self._checkpoint_steps, self._last_step = (
             sizes
         )
+        self.writes = self._last_step >= 0
         self._step = 0
         self._next_idx = 0
         self._kept: list[int] = []
@@ -170,7 +172,7 @@ async def main() -> None:
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
         write_line(groups=num_groups, peak_mb=peak_mb, cpu_s=time.process_time())
         tasks.create_task(recorder.run())
-        while True:
+        while manager.writes:
             await manager.write_step()
 
 
