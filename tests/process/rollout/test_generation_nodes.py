@@ -53,11 +53,15 @@ class OpenJob:
         return JoinedNode(self._folder, ["--join", str(self.run_dir), *more])
 
     def wait_for_serving(self, name: str) -> None:
-        """Returns once an engine serves; sends it the weights if nothing else has done so."""
-        ready = ("PENDING_WEIGHTS", "SERVING")
-        self._wait(lambda: self.states().get(name) in ready, self.states)
-        self.live.publish(self.live.version)
-        assert self.states()[name] == "SERVING"
+        """Returns once an engine serves; sends it the weights, again if a sync leaves it out."""
+
+        def serves() -> bool:
+            state = self.states().get(name)
+            if state == "PENDING_WEIGHTS":
+                self.live.publish(self.live.version)
+            return state == "SERVING"
+
+        self._wait(serves, lambda: (self.states(), self.notes()))
 
     def wait_for_note(self, text: str) -> None:
         self._wait(lambda: any(text in note for note in self._factory.notes), self.notes)
