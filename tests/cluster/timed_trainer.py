@@ -17,7 +17,7 @@ from recorded_trainer import RecordedRollouts
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.trainer import policy_engines, run_parts
-from umbra.trainer.command_line import run_program
+from umbra.trainer.command_line import main, run_program
 from umbra.trainer.world.mesh import Mesh
 
 
@@ -48,4 +48,4 @@ class TimedMesh(Mesh):
 if __name__ == "__main__":
     policy_engines.__dict__["Rollouts"] = RecordedRollouts
     run_parts.__dict__["Mesh"] = TimedMesh
-    run_program()
+    run_program(main)
