@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
+
 from umbra.runtime.errors import DataError
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _MAX_HEADER_NBYTES: Final = 100 << 20  # safetensors' own limit
 _COMPARED_NBYTES: Final = 1 << 20
+_DIGESTED_NBYTES: Final = 1 << 12
+"""Of each tensor. Any training changes nearly all; more bytes take more time."""
 _HEAD: Final = "lm_head.weight"
 _MEND: Final = "download it again, or save the model again with save_pretrained"
 
@@ -72,6 +76,21 @@ class WeightFiles:
             return []
         found = {path.name for path in self._folder.glob("*.safetensors")}
         return sorted(found - {file.name for file in self.files})
+
+    def digest(self) -> str:
+        """Of all names, dtypes and shapes, and of the first bytes of each tensor. Another model has
+        another one; how tensors are split into files does not count. Raises DataError if a file
+        cannot be read."""
+        found = xxhash.xxh3_128()
+        for name, each in sorted(self.tensors.items()):
+            found.update(repr((name, each.dtype, each.shape)).encode())
+            try:
+                with each.file.open("rb") as file:
+                    file.seek(each.start)
+                    found.update(file.read(min(_DIGESTED_NBYTES, each.nbytes)))
+            except OSError as error:
+                raise DataError(f"{each.file} cannot be read: {error}") from error
+        return found.hexdigest()
 
     def are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
         """Whether two tensors have the same bytes. Stops reading at the first difference."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,6 +45,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     STATE_FILE,
     TrainerState,
     best_checkpoint,
+    check_origin,
     checkpoint_step,
     complete_checkpoints,
     describe_cause,
@@ -90,6 +91,7 @@ class CheckpointStore:
         except the best. Raises RunDirectoryError on every rank if the disk is full or the directory
         was removed; earlier checkpoints stay unchanged."""
         self.folder = from_lead(self._mesh, self._locate)
+        state = replace(state, lora=models[POLICY].origin)
         target = self.path(state.step)
         tensors = _tensors({name: model for name, model in models.items() if model.is_saved})
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -121,8 +123,11 @@ class CheckpointStore:
                     model.optimizer is not None or own.keys() <= saved.keys()
                 ):  # else the starting model
                     _check_fit(path, own, saved)
+                    _check_used(path, own, saved, _prefix(name))
                     tensors |= own
                     model.is_saved = True
+            own_origin = models[POLICY].origin  # every rank may read it from its node's disk
+            from_lead(self._mesh, lambda: check_origin(path, state.lora, own_origin))
             if random_state.keys() <= saved.keys():  # fewer ranks may have written it
                 tensors |= random_state
             _dcp.load(tensors, storage_reader=reader)
@@ -190,6 +195,7 @@ class StoredParameters:
         """Raises ConfigError if the checkpoint is of another model than these parameters."""
         tensors = {self._key.format(name): p for name, p in parameters.items()}
         _check_fit(self._path, tensors, self._saved)
+        _check_used(self._path, {f"{_MODEL}{name}" for name in parameters}, self._saved)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter, whole, cast to `dtype`."""
@@ -251,7 +257,7 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     than the policy begin with the model's."""
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
-        prefix = "" if model_name == POLICY else f"{model_name}/"
+        prefix = _prefix(model_name)
         for name, parameter in model.stored.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
         if model.optimizer is not None:
@@ -259,6 +265,10 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
             for name, value in model.optimizer.states.items():
                 tensors[f"{prefix}{_OPTIMIZER}{name}"] = value
     return tensors
+
+
+def _prefix(model_name: str) -> str:
+    return "" if model_name == POLICY else f"{model_name}/"
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:
@@ -274,6 +284,17 @@ def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, An
                 f"checkpoint {path} is of another model: {name} is {list(size)} there and "
                 f"{list(tensor.shape)} here"
             )
+
+
+def _check_used(
+    path: Path, names: Collection[str], saved: Mapping[str, Any], prefix: str = ""
+) -> None:
+    """Raises ConfigError if the checkpoint has parameters of a model besides those in `names`."""
+    if others := sorted(n for n in saved if n.startswith(f"{prefix}{_MODEL}") and n not in names):
+        raise ConfigError(
+            f"checkpoint {path} is of another model: it has {others[0]}, which this one lacks; set "
+            "model.path and model.lora as they were"
+        )
 
 
 def _misfit(missing: str) -> str:

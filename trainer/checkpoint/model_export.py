@@ -26,9 +26,16 @@ from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.run_dir import recorded_model
-from umbra.trainer.checkpoint.trainer_state import is_complete
+from umbra.trainer.checkpoint.trainer_state import check_origin, is_complete, read_trainer_state
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
-from umbra.trainer.model.lora_layers import FIRST, SECOND, adapted_layers, delta, peft_names
+from umbra.trainer.model.lora_layers import (
+    FIRST,
+    SECOND,
+    adapted_layers,
+    delta,
+    origin,
+    peft_names,
+)
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.stored_weights import StoredWeights, distinct_tensors
 from umbra.trainer.model.train_model import TrainModel
@@ -101,6 +108,8 @@ def export_checkpoint(
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
     saved = StoredParameters(checkpoint, is_average=is_average)
     trained = _Trained(prepared.model, saved, section.lora, dtype)
+    if section.lora.rank:
+        check_origin(checkpoint, read_trainer_state(checkpoint).lora, origin(section))
     if prepared.weights is None:
         model = prepared.model
         for name, parameter in model.named_parameters():
@@ -131,11 +140,12 @@ class _Trained:
             saved.check_fit(dict(model.named_parameters()))
             return
         self._scale = lora.scale
+        shapes: dict[str, Tensor] = {}
         for name, layer in adapted_layers(model, lora).items():
-            shapes = (lora.rank, layer.in_features), (layer.out_features, lora.rank)
-            for end, shape in zip((FIRST, SECOND), shapes, strict=True):
-                saved.check_fit({name + end: torch.empty(shape, device="meta")})
-                self.adapters[name + end] = saved.read(name + end, dtype)
+            shapes[name + FIRST] = torch.empty(lora.rank, layer.in_features, device="meta")
+            shapes[name + SECOND] = torch.empty(layer.out_features, lora.rank, device="meta")
+        saved.check_fit(shapes)
+        self.adapters = {name: saved.read(name, dtype) for name in shapes}
 
     def read(self, name: str, start: Tensor) -> Tensor:
         """A parameter in the dtype of `start`, its value in the model's directory, which may be

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.runtime.engine_api.lora import PEFT_PREFIX, LoraSpec
+from umbra.runtime.engine_api.weight_files import WeightFiles
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.weights.shards import local_part, rows_held
-from umbra.trainer.config.trainer_config import LoraSection
+from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 
 FIRST: Final = ".lora_A.weight"
 SECOND: Final = ".lora_B.weight"
@@ -94,16 +96,27 @@ class LoraAdapters:
 
 def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
     """The linear layers that get an adapter, by name: those of the targets, or all but the head.
-    Raises ConfigError if a target matches none."""
+    Layers of other classes, such as quantised ones, multiply in ways of their own and get none.
+    Raises ConfigError if a target matches none, or there are none."""
     any_model: Any = model
     head: nn.Module | None = any_model.get_output_embeddings()
     modules: Iterable[tuple[str, nn.Module]] = any_model.named_modules()
     layers = {
-        name: module
-        for name, module in modules
-        if isinstance(module, nn.Linear) and module is not head
+        name: module for name, module in modules if type(module) is nn.Linear and module is not head
     }
+    if not layers:
+        raise ConfigError(
+            f"model.lora.rank = {section.rank}: {type(model).__name__} has no layer of the class "
+            "nn.Linear below its head: leave model.lora out, or train a model that has"
+        )
     return {name: layers[name] for name in section.chosen(layers, type(model).__name__)}
+
+
+def origin(section: ModelSection) -> dict[str, Any]:
+    """What adapters are worth nothing without: their scale, and the model that they change."""
+    if not section.lora.rank:
+        return {}
+    return {"scale": section.lora.scale, "model": WeightFiles(section.path).digest()}
 
 
 def delta(first: Tensor, second: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
-from umbra.trainer.model.lora_layers import LoraAdapters
+from umbra.trainer.model.lora_layers import LoraAdapters, origin
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
@@ -37,7 +37,7 @@ def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> Trai
     prepared = prepare_causal_lm(config.model, compute_dtype if lora.rank else master_dtype)
     if lora.rank:
         adapters = LoraAdapters(prepared.model, lora, master_dtype)
-        prepared = replace(prepared, adapters=adapters)
+        prepared = replace(prepared, adapters=adapters, origin=origin(config.model))
     context_len = config.pool.max_context_len or default_context_len(config.model.path)
     fix_rotary_frequencies(prepared.model, context_len)
     passes = PassSettings(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, cast
 
@@ -66,12 +66,13 @@ class TokenScores:
 class PreparedModel:
     """A model whose parameters may still have to be read. It has the same parameters in their
     master dtype on every rank, or has them on the meta device for `weights` to fill. The values of
-    `adapters` are given later."""
+    `adapters` are given later; `origin` is what they belong to."""
 
     model: nn.Module
     is_packed: bool  # by `packed_attention`
     weights: StoredWeights | None = None
     adapters: LoraAdapters | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class TrainModel:
             compile_blocks(model)
         if passes.recomputes:
             recompute_blocks(model)
-        self.is_packed = prepared.is_packed
+        self.is_packed, self.origin = prepared.is_packed, prepared.origin
         self._passes = passes
         self._scorer = _Scorer(model, passes)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())

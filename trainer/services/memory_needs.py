@@ -136,7 +136,7 @@ def trained_size(config: TrainerConfig, sizes: ModelSizes) -> int:
     lora = config.model.lora
     if not lora.rank:
         return sizes.num_parameters
-    names = lora.chosen(sizes.linears, str(config.model.path))
+    names = lora.chosen(sizes.linears, str(config.model.path)) if sizes.linears else []
     return lora.rank * sum(sum(sizes.linears[name]) for name in names)
 
 

@@ -75,6 +75,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
         "damaged": ["load_damaged", f"{place}/saved/step-000002", f"{place}/damaged-copies"],
         "flipped": ["find_flipped_bits", f"{place}/saved/step-000002", f"{place}/flipped"],
         "many": ["save_many", f"{place}/many", [999_990, 1_000_000, 1_000_010], 2],
+        "adapters": ["load_other_adapters", f"{place}/adapters"],
         "blocked": ["fail_to_save", f"{place}/file/checkpoints"],
         "qwen3": ["export_model", f"{place}/qwen3", f"{place}/qwen3-export", "float32"],
         "llama": ["export_model", f"{place}/llama", f"{place}/llama-export", "float32"],
@@ -105,7 +106,8 @@ def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     before = ran.two[0]["save"]
     state, after = ran.one["load"]
 
-    assert state == {"step": 2, "version": 7, "world_size": 2, "seed": 0, "ledger": "1-0-512"}
+    numbers = {"step": 2, "version": 7, "world_size": 2, "seed": 0}
+    assert state == {**numbers, "ledger": "1-0-512", "lora": {}}
     assert before.keys() == after.keys()
     assert any(name.endswith("exp_avg_sq") for name in before)
     for name, array in before.items():
@@ -120,6 +122,22 @@ def test_a_parameter_that_the_model_does_not_use_is_no_obstacle(ran: Ran) -> Non
 def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
     assert ran.one["misfit"].startswith("ConfigError: checkpoint")
     assert "of another model: it has no tensor model.lm_head.weight" in ran.one["misfit"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("fewer", "it has model.model.layers.0.self_attn.v_proj.lora_A.weight, which this one lac"),
+        ("more", "of another model: it has no tensor model.model.layers.0.self_attn.k_proj.lora_A"),
+        ("scale", "with a scale of 16.0, and here it is 8.0: set model.lora.alpha"),
+        ("base", "were trained on other weights than those in model.path"),
+        ("none", "of another model: it has no tensor model.model.embed_tokens.weight"),
+    ],
+)
+def test_adapters_are_loaded_where_they_belong(ran: Ran, other: str, words: str) -> None:
+    for of_rank in ran.two:
+        assert words in of_rank["adapters"][other]
+        assert of_rank["adapters"]["same"] == ""
 
 
 def test_a_damaged_checkpoint_is_reported_with_its_remedy(ran: Ran) -> None:

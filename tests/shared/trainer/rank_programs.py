@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -368,6 +369,34 @@ def load_into_another_model(world: Mesh, path: str) -> str:
     policy = make_policy(world, packed=False, kind="llama")
     store = CheckpointStore(Path(path).parent, world, keep=2)
     return said_by(lambda: store.load(Path(path), {POLICY: policy}))
+
+
+def load_other_adapters(world: Mesh, folder: str) -> dict[str, str]:
+    """The errors when the adapters of a checkpoint are not those of a model."""
+
+    def policy(scale: float, digest: str, *targets: str) -> TrainModel:
+        model = make_model()
+        adapters = LoraAdapters(model, LoraSection(rank=2, targets=targets), torch.float32)
+        origin = {"scale": scale, "model": digest}
+        prepared = PreparedModel(model, False, None, adapters, origin)
+        return TrainModel(prepared, world.fsdp, PassSettings(compute_dtype=torch.float32), TRAIN)
+
+    state = TrainerState(step=1, version=1, world_size=world.world_size, seed=0)
+    store = CheckpointStore(Path(folder), world, keep=1)
+    path = store.save(state, {POLICY: policy(16.0, "a", "q_proj", "v_proj")})
+    others = {
+        "same": policy(16.0, "a", "v_proj", "q_proj"),
+        "fewer": policy(16.0, "a", "q_proj"),
+        "more": policy(16.0, "a"),
+        "scale": policy(8.0, "a", "q_proj", "v_proj"),
+        "base": policy(16.0, "b", "q_proj", "v_proj"),
+        "none": make_policy(world, packed=False),
+    }
+
+    def load(model: TrainModel) -> None:
+        store.load(path, {POLICY: model})
+
+    return {name: said_by(partial(load, other)) for name, other in others.items()}
 
 
 def load_half_a_file(world: Mesh, folder: str) -> str:

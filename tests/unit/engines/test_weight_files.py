@@ -42,6 +42,23 @@ def test_files_beside_the_weights_are_none(tmp_path: Path, stray: str, has_index
     assert stored.strays == ([] if has_index else [f"{stray}.safetensors"])
 
 
+def test_the_digest_is_of_names_and_contents_and_not_of_files(tmp_path: Path) -> None:
+    for name in ("shards", "whole", "other", "renamed"):
+        (tmp_path / name).mkdir()
+    write_shards(tmp_path / "shards")
+    contents = {"c": b"5678", "a": b"1234", "b": b"12"}
+    write_weight_file(tmp_path / "whole" / "model.safetensors", contents)
+    write_weight_file(tmp_path / "other" / "model.safetensors", {**contents, "b": b"13"})
+    renamed = {"d" if name == "a" else name: each for name, each in contents.items()}
+    write_weight_file(tmp_path / "renamed" / "model.safetensors", renamed)
+
+    digest = WeightFiles(tmp_path / "shards").digest()
+
+    assert WeightFiles(tmp_path / "whole").digest() == digest
+    assert WeightFiles(tmp_path / "other").digest() != digest
+    assert WeightFiles(tmp_path / "renamed").digest() != digest
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path)
     (tmp_path / "two.safetensors").unlink()

@@ -143,6 +143,25 @@ def test_a_target_that_matches_nothing_is_refused_before_a_start(
         check_lora(model)
 
 
+def test_layers_that_multiply_in_their_own_way_get_no_adapter() -> None:
+    class Quantised(nn.Linear):
+        pass
+
+    model = make_model()
+    for name, layer in list(model.named_modules()):
+        if name.endswith("k_proj"):
+            parent, _, child = name.rpartition(".")
+            replacement = Quantised(layer.in_features, layer.out_features)
+            setattr(model.get_submodule(parent), child, replacement)
+
+    assert len(adapted_layers(model, LoraSection(rank=1))) == 12
+    with pytest.raises(ConfigError, match="'k_proj' matches none of the 12 linear layers"):
+        adapted_layers(model, LoraSection(rank=1, targets=("k_proj",)))
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(ConfigError, match=r"no layer of the class nn\.Linear"):
+        adapted_layers(model, LoraSection(rank=1))
+
+
 def test_a_rank_that_no_weight_has_is_refused_before_a_start(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
 
