@@ -59,7 +59,8 @@ def make_train_step(
         device=mesh.device,
         aggregation=train.loss_aggregation,
         max_new_tokens=config.rollout.max_new_tokens,
-        skips_neutral=train.kl_coef == train.entropy_coef == 0.0 and train.loss in LOSSES,
+        skips_neutral=train.kl_coef == train.entropy_coef == train.teacher_kl_coef == 0.0
+        and train.loss in LOSSES,
     )
     return TrainStep(models, builder, train, PolicyObjective(train, loss), warn, check)
 

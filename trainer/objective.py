@@ -12,6 +12,7 @@ from umbra.trainer.data.train_batch import (
     PROXIMAL_LOGPROBS,
     REFERENCE_LOGPROBS,
     ROLLOUT_LOGPROBS,
+    TEACHER_LOGPROBS,
 )
 from umbra.trainer.model.micro_batches import MicroBatch
 from umbra.trainer.model.token_scoring import EntropyUse
@@ -31,7 +32,8 @@ class Objective(Protocol):
 
 class PolicyObjective:
     """The loss of `train.loss` with its KL term and entropy bonus, and the metrics of all. With
-    `kl_in_reward`, the advantages have the KL instead."""
+    `kl_in_reward`, the advantages have the KL instead. They always have the one to a teacher: its
+    gradient, weighted with the ratio, is that of the reverse KL divergence of each token."""
 
     def __init__(self, train: TrainSection, loss: PolicyLoss) -> None:
         self._train = train
@@ -50,6 +52,9 @@ class PolicyObjective:
         if reference is not None and train.kl_in_reward:
             penalties = kl_to_go(proximal, reference, micro_batch.sample_lens)
             advantages = advantages - train.kl_coef * penalties
+        teacher = columns.get(TEACHER_LOGPROBS)
+        if teacher is not None:
+            advantages = advantages - train.teacher_kl_coef * (proximal - teacher)
         inputs = LossInputs(
             rollout_logprobs=columns[ROLLOUT_LOGPROBS],
             proximal_logprobs=proximal,
@@ -66,6 +71,8 @@ class PolicyObjective:
             metrics["entropy"] = LossMetric(scores.entropy.detach())
             if train.entropy_coef:
                 loss = loss - train.entropy_coef * (micro_batch.weights * scores.entropy).sum()
+        if teacher is not None:
+            metrics["teacher_kl"] = LossMetric(proximal - teacher)
         if reference is not None:
             terms = kl_terms(scores.logprobs, reference, train.kl_estimator)
             metrics["reference_kl"] = LossMetric(terms)

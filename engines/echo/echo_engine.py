@@ -67,6 +67,7 @@ class EchoCore(PolledCore):
     level 2 sleep loses `weights`; with `weights_in_logprobs`, logprobs depend on them."""
 
     name = "echo"
+    takes_forced = True
     keeps_requests_asleep = True
 
     def __init__(self, settings: EchoSettings, weights: EchoWeights | None) -> None:
@@ -192,11 +193,14 @@ class _EchoOutput:
         if self.is_aborted:
             return NewOutput(tokens=[], logprobs=[], finish_reason="abort")
         request = self._request
-        left = request.max_new_tokens - (self._tokens.position - request.position)
+        done = self._tokens.position - request.position
+        left = request.max_new_tokens - done
         count = min(self._core.allowance(self), left)
         if count == 0:
             return None
-        drawn = self._tokens.draw(count, request.stop_token_ids)
+        drawn = self._tokens.draw(
+            count, request.stop_token_ids, request.forced[done : done + count].tolist()
+        )
         tokens: list[int] = drawn.tokens.tolist()
         reason = None
         if tokens[-1] in request.stop_token_ids:
@@ -237,12 +241,17 @@ class EchoTokens:
         self._vocab_size = vocab_size
         self.position = position
 
-    def draw(self, count: int, stop_token_ids: Collection[int] = ()) -> Drawn:
+    def draw(
+        self, count: int, stop_token_ids: Collection[int] = (), forced: Sequence[int] = ()
+    ) -> Drawn:
+        """The next `count` tokens, or as many `forced` ones."""
         tokens: list[int] = []
         keys: list[int] = []
         state = self._digest.intdigest()
         for position in range(self.position, self.position + count):
             token = (state + position * _GOLDEN & _MASK) * self._vocab_size >> 64
+            if forced:
+                token = forced[len(tokens)]
             self._digest.update(token.to_bytes(4, "little"))
             state = self._digest.intdigest()
             tokens.append(token)

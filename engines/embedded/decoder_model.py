@@ -10,6 +10,8 @@ H: query heads, K: key/value heads, G: query heads per key/value head, D: head d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,12 @@ from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.parameters import LayerParameters, LowRank, Parameters
 from umbra.runtime.engine_api.decoder_config import ModelConfig, RopeConfig
 
+_MAX_LOGITS: Final = 1 << 25
+"""Logits computed at once by `score`. More raise peak memory, fewer make more steps."""
+
 
 class DecoderModel:
-    """Parameters and two passes, both under `torch.inference_mode()`."""
+    """Parameters and three passes, both under `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -37,6 +42,24 @@ class DecoderModel:
             config.rope, head_dim=config.head_dim, num_positions=max_context_len, dtype=dtype
         )
         self._cosines, self._sines = cosines.to(device), sines.to(device)  # [P, 1, D]
+
+    def score(self, token_ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+        """Logprobs [M] float32 of given tokens, at temperature 1, without a cache.
+
+        Args:
+            token_ids: [B, T] int64, padded on the right with any token.
+            places: [M] int64, positions in the flattened [B * T] that predict the M tokens.
+            targets: [M] int64, these tokens.
+        """
+        hidden = self._run(token_ids, lambda idx, key, value: None).index_select(0, places)
+        step = max(1, _MAX_LOGITS // self.config.vocab_size)
+        found: list[Tensor] = []
+        for start in range(0, len(targets), step):
+            part = slice(start, start + step)
+            logits = self._logits(hidden[part])
+            logprobs = torch.log_softmax(logits, -1, torch.promote_types(logits.dtype, torch.float))
+            found.append(logprobs.gather(1, targets[part, None])[:, 0].float())
+        return torch.cat(found)
 
     def prefill(
         self,
@@ -57,27 +80,38 @@ class DecoderModel:
                 row per prompt in order.
         """
         num_seqs, num_tokens = token_ids.shape
+        num_rows = num_seqs if copies is None else len(copies)
+        rows = slice(first_row, first_row + num_rows)
+
+        def store(idx: int, key: Tensor, value: Tensor) -> None:
+            for cached, fresh in ((cache.keys[idx], key), (cache.values[idx], value)):
+                cached[rows, :, :num_tokens] = (
+                    fresh if copies is None else fresh.index_select(0, copies)
+                )
+
+        hidden = self._run(token_ids, store)
+        ends = torch.arange(num_seqs, device=last.device) * num_tokens + last
+        return self._logits(hidden.index_select(0, ends))
+
+    def _run(self, token_ids: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> Tensor:
+        """Hidden states [B * T, E] of whole sequences, [B, T]. `store` takes the keys and values
+        [B, K, T, D] of each layer."""
+        num_seqs, num_tokens = token_ids.shape
         positions = torch.arange(num_tokens, device=token_ids.device).repeat(num_seqs)
         rope = self._cosines.index_select(0, positions), self._sines.index_select(0, positions)
         hidden = self.parameters.embedding.index_select(0, token_ids.flatten())
-        num_rows = num_seqs if copies is None else len(copies)
-        rows = slice(first_row, first_row + num_rows)
         for idx, layer in enumerate(self.parameters.layers):
             query, key, value = (
                 heads.view(num_seqs, num_tokens, -1, self.config.head_dim).transpose(1, 2)
                 for heads in self._project(layer, hidden, rope)
             )
-            for cached, fresh in ((cache.keys[idx], key), (cache.values[idx], value)):
-                cached[rows, :, :num_tokens] = (
-                    fresh if copies is None else fresh.index_select(0, copies)
-                )
+            store(idx, key, value)
             attended = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )
             flat = attended.transpose(1, 2).reshape(num_seqs * num_tokens, -1)
             hidden = self._finish_layer(layer, hidden, flat)
-        ends = torch.arange(num_seqs, device=last.device) * num_tokens + last
-        return self._logits(hidden.index_select(0, ends))
+        return hidden
 
     def decode(self, token_ids: Tensor, positions: Tensor, cache: KvCache, *, span: int) -> Tensor:
         """Runs one token per sequence, sequence i being cache row i; returns logits [B, V].

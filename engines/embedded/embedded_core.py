@@ -44,6 +44,7 @@ class EngineCore:
         self._limits = limits
         self._device = model.parameters.device
         self._waiting: deque[GenerationRequest] = deque()
+        self._forced: deque[GenerationRequest] = deque()  # need neither row nor cache
         self._arrivals: dict[int, int] = {}  # request id -> index in the order of arrival
         self._num_arrived = 0
         self._rows = RowTable(max_rows=limits.max_num_seqs, max_context_len=limits.max_context_len)
@@ -61,11 +62,11 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._forced)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or self._rows.count > 0
+        return self.num_waiting > 0 or self._rows.count > 0
 
     @property
     def has_finishes(self) -> bool:
@@ -85,19 +86,19 @@ class EngineCore:
         for request in requests:
             self._arrivals[request.id] = self._num_arrived
             self._num_arrived += 1
-            self._waiting.append(request)
+            (self._forced if request.forced.size else self._waiting).append(request)
 
     def abort(self, ids: Iterable[int] | None = None) -> int:
         """Ends requests (None: all) with reason "abort"; tokens already sampled are delivered."""
         chosen = self._arrivals.keys() if ids is None else self._arrivals.keys() & set(ids)
         chosen = set(chosen)
-        kept: deque[GenerationRequest] = deque()
-        for request in self._waiting:
-            if request.id in chosen:
-                self._finish_id(request.id, "abort")
-            else:
-                kept.append(request)
-        self._waiting = kept
+        for queue in (self._waiting, self._forced):
+            kept = [request for request in queue if request.id not in chosen]
+            for request in queue:
+                if request.id in chosen:
+                    self._finish_id(request.id, "abort")
+            queue.clear()
+            queue.extend(kept)
         rows = self._rows
         self._remove([(row, "abort") for row in range(rows.count) if int(rows.ids[row]) in chosen])
         return len(chosen)
@@ -121,11 +122,63 @@ class EngineCore:
 
     def step(self) -> None:
         with torch.inference_mode():
+            if self._forced:
+                self._score()
             if self._waiting:
                 self._admit()
             if self._rows.count:
                 self._evict_to_fit()
                 self._decode()
+
+    def _score(self) -> None:
+        """Ends the first requests with forced tokens, as many as make one prefill."""
+        requests, longest = list[GenerationRequest](), 0
+        while self._forced:
+            longest = max(longest, len(self._forced[0].tokens) + len(self._forced[0].forced))
+            if requests and longest * (len(requests) + 1) > self._limits.prefill_num_tokens:
+                break
+            requests.append(self._forced.popleft())
+        wholes = [np.concatenate([each.tokens, each.forced]) for each in requests]
+        longest = max(map(len, wholes))
+        padded = np.zeros((len(wholes), longest), np.int64)
+        for row, whole in zip(padded, wholes, strict=True):
+            row[: len(whole)] = whole
+        counts = np.array([len(each.forced) for each in requests])
+        places: list[Int64Array] = [
+            row * longest + np.arange(len(whole) - count, len(whole)) - 1
+            for row, (whole, count) in enumerate(zip(wholes, counts.tolist(), strict=True))
+        ]
+        tokens = np.concatenate([each.forced for each in requests])
+        scored = self._model.score(
+            self._to_device(padded),
+            self._to_device(np.concatenate(places)),
+            self._to_device(tokens.astype(np.int64)),
+        )
+        self._end_scored(requests, counts, tokens, scored.cpu().numpy())
+
+    def _end_scored(
+        self,
+        requests: Sequence[GenerationRequest],
+        counts: Int64Array,
+        tokens: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+    ) -> None:
+        is_broken = ~np.isfinite(logprobs)
+        for request, stop, count in zip(requests, counts.cumsum(), counts, strict=True):
+            own = slice(stop - count, stop)
+            if is_broken[own].any():
+                self._finish_id(request.id, NOT_FINITE)
+                continue
+            self._deltas.add_runs(
+                ids=np.array([request.id]),
+                positions=np.array([request.position]),
+                counts=np.array([count]),
+                tokens=tokens[own],
+                logprobs=logprobs[own],
+                version=self.version,
+            )
+            self.num_tokens_total += int(count)
+            self._finish_id(request.id, "length")
 
     def _admit(self) -> None:
         rows, limits = self._rows, self._limits

@@ -46,6 +46,7 @@ class EmbeddedEngine(EngineShell["EmbeddedCore"]):
 class EmbeddedCore(Core):
     name = "the embedded engine"
     truncates = True
+    takes_forced = True
     keeps_requests_asleep = True
 
     def __init__(self, thread: ComputeThread, lora_base: LoraBase | None) -> None:

@@ -67,6 +67,7 @@ class SglangCore(AdapterCore):
 
     name = "SGLang"
     truncates = True
+    takes_forced = True
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__(settings.lora_base, settings.followers)
@@ -234,7 +235,7 @@ class SglangCore(AdapterCore):
         interval = stream_interval(num_running) if self.library.has_stream_interval else 1
         fields = generate_fields(request, key, cache_salt, interval, self._adapter_id)
         asked = self.library.GenerateReqInput(**fields)
-        output = SglangOutput(interval)
+        output = SglangOutput(interval, request.forced.tolist())
         task = asyncio.get_running_loop().create_task(self._follow(key, asked, output))
         self._live[key] = output, task
         self._is_idle.clear()

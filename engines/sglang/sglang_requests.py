@@ -40,11 +40,12 @@ def generate_fields(
     """Arguments for GenerateReqInput, with logprobs of sampled tokens. With `top_p` or `top_k`,
     SGLang reports the whole distribution's logprobs. An `interval` above 1 needs a version with
     `stream_interval`."""
+    num_forced = len(request.forced)
     return {
         "rid": key,
-        "input_ids": request.tokens.tolist(),
+        "input_ids": [*request.tokens.tolist(), *request.forced.tolist()],
         "sampling_params": {
-            "max_new_tokens": request.max_new_tokens,
+            "max_new_tokens": 0 if num_forced else request.max_new_tokens,
             "temperature": request.temperature,  # 0 becomes top_k = 1 at temperature 1
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
@@ -58,7 +59,8 @@ def generate_fields(
             **({"stream_interval": interval} if interval > 1 else {}),
         },
         "return_logprob": True,
-        "logprob_start_len": -1,  # none of the prompt
+        # -1: none of the prompt. A position's logprob is that of the token behind it.
+        "logprob_start_len": len(request.tokens) - 1 if num_forced else -1,
         "stream": True,
         "extra_key": cache_salt,
         **({"lora_id": adapter_id} if adapter_id else {}),
@@ -70,8 +72,9 @@ class SglangOutput:
     carries the list to which the frontend appends all later tokens, so no task has to wake for each
     token. SGLang's scheduler sends a message every `interval` tokens."""
 
-    def __init__(self, interval: int = 1) -> None:
+    def __init__(self, interval: int = 1, forced: Sequence[int] = ()) -> None:
         self._interval = interval
+        self._forced = forced  # the last tokens of SGLang's prompt, whose logprobs are wanted
         self._entries: Sequence[Sequence[Any]] = ()  # (logprob, token, text or None)
         self._num_taken = 0
         self._num_older = 0  # among all tokens
@@ -84,6 +87,9 @@ class SglangOutput:
         if self._limit is not None:
             return
         meta = chunk["meta_info"]
+        if self._forced:
+            self._feed_forced(meta)
+            return
         if not self._entries:
             self._entries = meta.get("output_token_logprobs") or ()
             self.changed.set()
@@ -96,6 +102,14 @@ class SglangOutput:
             self._entries = ()
             reason = {"type": "abort"}
         self.end(_word(reason))
+
+    def _feed_forced(self, meta: Mapping[str, Any]) -> None:
+        """SGLang gives the largest token id as 0, so that the ids are not taken from its answer."""
+        if (reason := meta.get("finish_reason")) is not None:
+            entries: Sequence[Sequence[Any]] = meta.get("input_token_logprobs") or ()
+            pairs = zip(entries[-len(self._forced) :], self._forced, strict=False)
+            self._entries = [(entry[0], token) for entry, token in pairs]
+            self.end(_word(reason))
 
     def end(self, reason: str) -> None:
         if self._limit is None:

@@ -68,6 +68,8 @@ class Core(ABC):
         memory: bytes, "weights_nbytes" and "kv_nbytes". With `frees_memory_asleep` they
             describe the engine awake, else they are current.
         truncates: whether it samples with top-p and top-k; else such requests are refused.
+        takes_forced: whether it returns the logprobs of a request's forced tokens; else such
+            requests are refused.
         keeps_requests_asleep: whether frozen requests survive a sleep; else they are
             aborted before.
     """
@@ -75,6 +77,7 @@ class Core(ABC):
     name: str
     lora_names: Collection[str] = ()
     truncates: bool = False
+    takes_forced: bool = False
     keeps_requests_asleep: bool = False
 
     def __init__(self, lora_base: LoraBase | None = None) -> None:

@@ -127,6 +127,10 @@ class EngineShell(Generic[_Core]):
                 f"request {request.id}: top_p {request.top_p} and top_k {request.top_k}, but "
                 f"{self._core.name} samples from the whole distribution; use 1 and 0"
             )
+        if request.forced.size and not self._core.takes_forced:
+            raise ValueError(
+                f"request {request.id}: {self._core.name} gives no logprobs of forced tokens"
+            )
         self._core.check_request(request)
         return request
 

@@ -55,6 +55,7 @@ class VllmCore(AdapterCore):
 
     name = "vLLM"
     truncates = True
+    takes_forced = True
     obeys_while_generating = True
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -165,11 +166,13 @@ class VllmCore(AdapterCore):
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
-        prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
+        whole = [*request.tokens.tolist(), *request.forced.tolist()]
+        prompt = self.library.tokens_input(whole, cache_salt=cache_salt)
         params = sampling_params(self.library, request, self.vocab_size)
         adapter = self._adapters.get(request.lora)
         adding = self._llm.add_request(key, prompt, params, lora_request=adapter)
-        return VllmOutput(await self.call(adding))
+        collector = await self.call(adding)
+        return ForcedOutput(collector, request) if request.forced.size else VllmOutput(collector)
 
     async def abort(self, keys: Iterable[str]) -> None:
         """The last tokens, which are on their way from EngineCore, are lost."""
@@ -260,6 +263,27 @@ class VllmOutput:
         )
 
 
+class ForcedOutput(VllmOutput):
+    """The logprobs of forced tokens, which vLLM has as the end of its prompt. It generates one more
+    token, which is dropped."""
+
+    def __init__(self, collector: Any, request: GenerationRequest) -> None:
+        super().__init__(collector)
+        self._tokens: list[int] = request.forced.tolist()
+
+    def take(self) -> NewOutput | None:
+        output = self._collector.get_nowait()
+        if output is None or not output.finished:
+            return None
+        reason = str(output.outputs[0].finish_reason)
+        if reason == "abort":
+            return NewOutput(tokens=[], logprobs=[], finish_reason=reason)
+        flat, tokens = output.prompt_logprobs, self._tokens
+        starts = flat.start_indices[-len(tokens) :]
+        logprobs = [flat.logprobs[start] for start in starts]
+        return NewOutput(tokens=tokens, logprobs=logprobs, finish_reason="length")
+
+
 def _sampled_logprobs(completion: Any) -> list[float]:
     """The sampled tokens' logprobs, the only ones that vLLM returns with `logprobs=0`. In vLLM
     0.26.0 the final output of an abort has no tokens of its own, but appends all logprobs so far to
@@ -287,11 +311,12 @@ def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size
         top_p=request.top_p,
         top_k=request.top_k,
         seed=draw_seed(request.seed, request.position),
-        max_tokens=request.max_new_tokens,
+        max_tokens=1 if request.forced.size else request.max_new_tokens,
         # vLLM refuses stop tokens outside the vocabulary.
         stop_token_ids=[token for token in request.stop_token_ids if token < vocab_size],
         ignore_eos=True,
         logprobs=0,
+        prompt_logprobs=0 if request.forced.size else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=library.RequestOutputKind.DELTA,

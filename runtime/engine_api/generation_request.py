@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -26,12 +26,13 @@ REQUEST_KEYS: Final = frozenset(
         "stop_token_ids",
     }
 )
-OPTIONAL_KEYS: Final = frozenset({"lora", "top_p", "top_k"})
+OPTIONAL_KEYS: Final = frozenset({"lora", "top_p", "top_k", "forced"})
 
 MIN_TEMPERATURE: Final = 1e-4
 # Below this, logits divided by the temperature can exceed the range of float32.
 
 _NUM_IDS: Final = 1 << 31  # what int32 holds
+_NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class GenerationRequest:
     Attributes:
         lora: name of the engine's adapter to generate with; "" for the model as it is.
         top_p, top_k: see `Truncation`. Greedy requests ignore them.
+        forced: [`max_new_tokens`] or empty. The engine appends these tokens in place of sampled
+            ones and reports their logprobs, at temperature 1. They cost a prefill, not a decode.
     """
 
     id: int
@@ -56,6 +59,7 @@ class GenerationRequest:
     lora: str = ""
     top_p: float = 1.0
     top_k: int = 0
+    forced: Int32Array = field(default_factory=_NO_TOKENS.copy)
 
     def resumed(self, tokens: Int32Array) -> GenerationRequest:
         """The request that continues this one after `tokens` (prompt and all tokens so far)."""
@@ -65,6 +69,7 @@ class GenerationRequest:
             tokens=tokens,
             position=self.position + num_new,
             max_new_tokens=self.max_new_tokens - num_new,
+            forced=self.forced[num_new:],
         )
 
 
@@ -98,7 +103,7 @@ def _parse(
         raise ValueError(f"unsupported keys {unknown}; allowed: {sorted(known)}")
     if missing := sorted(REQUEST_KEYS - set(raw)):
         raise ValueError(f"missing keys {missing}")
-    values = {"lora": "", "top_p": 1.0, "top_k": 0, **raw}
+    values: dict[str, Any] = {"lora": "", "top_p": 1.0, "top_k": 0, "forced": _NO_TOKENS, **raw}
     temperature, top_p, lora = (
         _number(values, "temperature"),
         _number(values, "top_p"),
@@ -119,6 +124,14 @@ def _parse(
     tokens = token_ids(raw["tokens"], vocab_size or 0)
     if not tokens.size:
         raise ValueError("tokens is empty")
+    forced = token_ids(values["forced"], vocab_size or 0, "forced")
+    is_whole = len(forced) == values["max_new_tokens"] and not len(values["stop_token_ids"])
+    is_plain = temperature == top_p == 1 and not values["top_k"]
+    if forced.size and not (is_whole and is_plain):
+        raise ValueError(
+            f"{len(forced)} forced tokens need max_new_tokens = {len(forced)}, temperature 1, and "
+            "neither top_p, top_k nor stop_token_ids"
+        )
     return GenerationRequest(
         id=_integer(values, "id", low=-(1 << 63), high=(1 << 63) - 1),
         tokens=tokens,
@@ -130,6 +143,7 @@ def _parse(
         lora=lora,
         top_p=top_p,
         top_k=_integer(values, "top_k", low=0, high=(1 << 31) - 1),
+        forced=forced,
     )
 
 

@@ -17,6 +17,9 @@ def _check_stop(stop: Sequence[str]) -> None:
 OVERLONG: Final = "overlong"
 """Name of the part of a reward that punishes length; the others have those of their functions."""
 
+NO_REWARD: Final = "umbra.runtime.rollout.agents.reward_function:no_reward"
+"""Stands in for the reward function where a teacher alone teaches."""
+
 TopK = Annotated[int, Bounds(ge=0, zero="all tokens")]
 StopTextsSetting = Annotated[tuple[str, ...], Checked(_check_stop)]
 
@@ -182,6 +185,8 @@ class RolloutConfig(Settings):
         shuffle: False keeps the prompt file's order in every epoch.
         layout: of batches.
         overlong_buffer, overlong_penalty: see `[reward]`.
+        teacher: name of the teacher's `GeneratorService`; "" without a teacher.
+        teacher_timeout_s: deadline of one of its answers.
         reward_parts: names of the parts of rewards that advantages compare apart, in order; none
             for the rewards.
         ledger_path: folder of this manager's ledger; "" records nothing.
@@ -212,6 +217,8 @@ class RolloutConfig(Settings):
     layout: BatchLayout = BatchLayout()
     overlong_buffer: Count = 0
     overlong_penalty: Annotated[float, Bounds(gt=0, le=1e6)] = 1.0
+    teacher: str = ""
+    teacher_timeout_s: Seconds = 1800.0
     reward_parts: tuple[str, ...] = ()
     ledger_path: str = ""
     pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0

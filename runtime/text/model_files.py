@@ -38,6 +38,18 @@ def vocab_size(model_path: Path) -> int:
     return next((size for size in known if isinstance(size, int) and size > 0), 0)
 
 
+def vocabulary(model_path: Path) -> dict[str, int]:
+    """The id of each token in tokenizer.json. Raises DataError if there is no such file."""
+    advice = "save the tokenizer with a version of transformers that writes it"
+    tokenizer = _read_json(model_path / "tokenizer.json", advice)
+    model: dict[str, Any] = tokenizer.get("model") or {}
+    tokens: Any = model.get("vocab") or {}
+    if isinstance(tokens, list):  # of Unigram: pairs of a token and its score
+        tokens = {pair[0]: idx for idx, pair in enumerate(cast("list[Any]", tokens))}
+    added: list[dict[str, Any]] = tokenizer.get("added_tokens") or []
+    return {**tokens, **{token["content"]: token["id"] for token in added}}
+
+
 def default_context_len(model_path: Path) -> int:
     limit = read_model_config(model_path).get("max_position_embeddings")
     return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN

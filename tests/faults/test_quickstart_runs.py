@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 
 import pytest
+from whole_runs import start_run
+
+from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
@@ -43,16 +48,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_the_quickstart_learns_in_time_and_says_so(folder: Path) -> None:
-    started = time.monotonic()
-
-    output = run_python(
+def run_quickstart(folder: Path) -> str:
+    return run_python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "umbra.trainer", str(CONFIG)),
         folder=folder,
         timeout_s=2 * LIMIT_S,
     )
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_in_time_and_says_so(folder: Path) -> None:
+    started = time.monotonic()
+
+    output = run_quickstart(folder)
 
     summary = json.loads((folder / "runs/quickstart/summary.json").read_text())
     assert time.monotonic() - started <= LIMIT_S
@@ -77,12 +86,67 @@ def test_fine_tuning_on_right_answers_raises_the_held_out_accuracy(folder: Path)
 
     run_python("-m", "umbra.trainer.sft", "sft.toml", folder=folder, timeout_s=LIMIT_S)
 
-    accuracies: list[float] = []
-    for model in (f"{assets}/model", "runs/sft/export"):
-        settings = (f"model.path={model}", "run.dir=runs/evaluated", "pool.count=1")
-        command = ("-c", "from umbra.runtime.cli.umbra_command import main; main()", "eval")
-        run_python(*command, str(CONFIG), *settings, folder=folder, timeout_s=LIMIT_S)
-        results = json.loads((folder / "runs/evaluated/eval/results.json").read_text())
-        accuracies.append(results["sets"]["eval"]["accuracy"])
-    assert accuracies[0] <= 0.4
-    assert accuracies[1] >= 0.8
+    assert accuracy_of(f"{assets}/model", folder) <= 0.4
+    assert accuracy_of("runs/sft/export", folder) >= 0.8
+
+
+WITHOUT_REWARDS = """
+[run]
+dir = "run"
+[model]
+path = "runs/quickstart-assets/model"
+dtype = "float32"
+[data]
+train = "runs/quickstart-assets/train.jsonl"
+[rollout]
+groups_per_step = 64
+group_size = 1
+max_new_tokens = 10
+[pool]
+engine = "embedded"
+max_context_len = 32
+tick_ms = 20.0
+[pools.teacher]
+engine = "embedded"
+model_path = "runs/quickstart/export"
+tick_ms = 5.0
+[train]
+device = "cpu"
+steps = 30
+learning_rate = 5e-4
+betas = [0.9, 0.95]
+advantage = "none"
+teacher_kl_coef = 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_student_without_rewards_learns_from_the_trained_model_though_its_engine_is_killed(
+    folder: Path,
+) -> None:
+    if not (folder / "runs/quickstart/export").exists():
+        run_quickstart(folder)
+    (folder / "config.toml").write_text(WITHOUT_REWARDS)
+
+    with start_run(folder, num_ranks=1, is_forked=False) as run:
+        run.wait_for_step(5)
+        os.kill(run.pid_of("teacher-0"), signal.SIGKILL)
+        ended = run.wait(LIMIT_S)
+
+    assert ended.status == 0, ended.output
+    steps = [row for row in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert json.loads((folder / "run/summary.json").read_text())["engine_restarts"] == 1
+    assert all(row["rollout/reward_max"] == 0 for row in steps)
+    divergences = [float(row["train/teacher_kl"]) for row in steps]
+    assert mean(divergences[-5:]) < mean(divergences[:3]) / 4
+    assert accuracy_of("runs/quickstart-assets/model", folder) <= 0.4
+    assert accuracy_of("run/export", folder) >= 0.8
+
+
+def accuracy_of(model: str, folder: Path) -> float:
+    settings = (f"model.path={model}", "run.dir=runs/evaluated", "pool.count=1")
+    command = ("-c", "from umbra.runtime.cli.umbra_command import main; main()", "eval")
+    run_python(*command, str(CONFIG), *settings, folder=folder, timeout_s=LIMIT_S)
+    results = json.loads((folder / "runs/evaluated/eval/results.json").read_text())
+    return float(results["sets"]["eval"]["accuracy"])

@@ -6,6 +6,7 @@
 | "dr_grpo" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by the standard deviation |
 | "rloo" | Ahmadian et al. 2024, arXiv:2402.14740 |
 | "maxrl" | Tajwar et al. 2026, arXiv:2602.02710 |
+| "none" | Thinking Machines 2025, "On-Policy Distillation": the teacher alone teaches |
 | "reinforce" | Williams 1992, doi:10.1007/BF00992696 |
 | "gdpo" | Liu et al. 2026, arXiv:2601.05242: "grpo" of each of several rewards |
 
@@ -62,6 +63,11 @@ def maxrl_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
 def reinforce_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
     """r: no baseline."""
     return rewards
+
+
+def no_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    """0: rewards are only logged."""
+    return np.zeros_like(rewards)
 
 
 def normalize_over_batch(advantages: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -43,7 +43,8 @@ class LossInputs:
     # [M] float32, under the policy at the beginning of the step. The current policy differs from
     # the second of `train.mini_batches` or `train.updates_per_batch` on.
     proximal_logprobs: Tensor
-    # [M] float32, the same for all tokens of a sample without `train.kl_in_reward`.
+    # [M] float32, the same for all tokens of a sample unless they have a KL: `train.kl_in_reward`,
+    # `train.teacher_kl_coef`.
     advantages: Tensor
     weights: Tensor  # [M] float32, share of each token in the global loss; 0 in padding
     sample_lens: Tensor  # [N] int64, generated tokens of each sample; sums to M

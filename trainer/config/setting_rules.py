@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Final, Literal
 
 from umbra.runtime.engine_api.engine_names import engine_kind
@@ -65,8 +66,12 @@ class Rule:
 
     def message(self, config: TrainerConfig | SftConfig) -> str:
         """The values of the settings, and `text`."""
-        given = [f"{name} = {attrgetter(name)(config)!r}" for name in self.settings]
+        given = [f"{name} = {_shown(attrgetter(name)(config))}" for name in self.settings]
         return f"{' and '.join(given)}: {self.text}"
+
+
+def _shown(value: object) -> str:
+    return repr(str(value) if isinstance(value, Path) else value)
 
 
 def refusals(config: TrainerConfig | SftConfig) -> list[Rule]:
@@ -187,7 +192,7 @@ RULES: Final = (
     Rule(
         "error",
         "rollout.group_size < 2 and train.advantage in ADVANTAGE_ESTIMATORS "
-        "and train.advantage != 'reinforce'",
+        "and train.advantage not in ('reinforce', 'none')",
         "advantages compare the completions of one prompt; that of a single one is always 0, and "
         "nothing would be learned: set rollout.group_size to 2 or more, or use train.advantage = "
         "'reinforce' with train.advantage_norm = 'batch'",
@@ -212,8 +217,21 @@ RULES: Final = (
     ),
     Rule(
         "error",
-        "bool(reward.function) == bool(reward.functions)",
+        "reward.function is not None and bool(reward.functions)",
         "set reward.function, or reward.functions for several",
+    ),
+    Rule(
+        "error",
+        "reward.function is None and not reward.functions and train.advantage != 'none'",
+        "set reward.function, or reward.functions for several; training by a teacher alone needs "
+        "none, with train.advantage = 'none'",
+    ),
+    Rule(
+        "error",
+        "reward.function is None and not reward.functions "
+        "and (data.eval is not None or bool(eval.sets))",
+        "held-out completions would all get a reward of 0: set reward.function, or leave data.eval "
+        "out",
     ),
     Rule(
         "error",
@@ -347,6 +365,44 @@ RULES: Final = (
         "error",
         "model.lora.rank > 0 and bool(pool.lora_adapters)",
         "a request has one adapter, which is the trained one: leave pool.lora_adapters out",
+    ),
+    # the teacher
+    Rule(
+        "error",
+        "train.teacher_kl_coef > 0 and 'teacher' not in pools",
+        "there is no teacher: add a section [pools.teacher] with its model_path",
+    ),
+    Rule(
+        "warning",
+        "train.teacher_kl_coef == 0 and 'teacher' in pools",
+        "the pool named teacher is called by your own code alone: set train.teacher_kl_coef above "
+        "0, such as 1, to learn from it",
+    ),
+    Rule(
+        "error",
+        "train.advantage == 'none' and train.teacher_kl_coef == 0",
+        "nothing would be learned: set train.teacher_kl_coef above 0, or use another "
+        "train.advantage",
+    ),
+    Rule(
+        "error",
+        "train.advantage == 'none' and rollout.drop_zero_variance_groups",
+        "rewards teach nothing here, so that equal ones are no reason to drop a group: leave "
+        "rollout.drop_zero_variance_groups out",
+    ),
+    Rule(
+        "error",
+        "train.teacher_kl_coef > 0 "
+        "and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0)",
+        "a teacher's logprobs are of its whole distribution at temperature 1, and the policy's are "
+        "of the one that it samples from: use rollout.temperature = 1, and leave rollout.top_p and "
+        "rollout.top_k out",
+    ),
+    Rule(
+        "error",
+        "train.loss == 'gspo' and train.teacher_kl_coef > 0",
+        "GSPO gives all tokens of a completion one advantage, and the teacher's is a token's: use "
+        "another train.loss",
     ),
     # the optimizer
     Rule(

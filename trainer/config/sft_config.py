@@ -45,6 +45,7 @@ RL_ONLY: Final[Mapping[str, tuple[str, ...]]] = {
         "kl_in_reward",
         "reference_every",
         "kl_estimator",
+        "teacher_kl_coef",
         "max_logprob_difference",
         "entropy_coef",
         "log_entropy",

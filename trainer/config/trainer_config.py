@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.errors import ConfigError, SettingError
-from umbra.runtime.rollout.rollout_config import OVERLONG, RolloutSettings, TopK
+from umbra.runtime.rollout.rollout_config import NO_REWARD, OVERLONG, RolloutSettings, TopK
 from umbra.runtime.settings import (
     Address,
     Bounds,
@@ -302,7 +302,8 @@ class RewardSection(Settings):
         function: "module:function", called as function(prompts, completions, **columns) with
             lists of equal length. Columns are those of the data, `num_tokens` and `finish_reason`.
             It returns one finite number per completion. It may be async, and then take an argument
-            `ctx`, by which it calls auxiliary pools: ctx.pool("judge").
+            `ctx`, by which it calls auxiliary pools: ctx.pool("judge"). With `train.advantage`
+            "none" it may be left out.
         functions: Several such functions by name, instead of `function`. The reward is the sum of
             what they return, each times its weight, and each is logged as `reward/NAME_mean`. One
             may return None for a completion that it does not apply to.
@@ -344,8 +345,9 @@ class RewardSection(Settings):
 
     @property
     def targets(self) -> dict[str, str]:
-        """All functions by name; the name of a single `function` is empty."""
-        return dict(self.functions) or {"": self.function or ""}
+        """All functions by name; the name of a single `function` is empty. Without any, rewards
+        are 0."""
+        return dict(self.functions) or {"": self.function or NO_REWARD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +421,8 @@ class TrainSection(Settings):
             of the group as a sample, which divides by one less than its size; "dr_grpo" does not
             divide. "rloo" subtracts the mean of the group's other rewards. "maxrl" divides by the
             mean, for rewards of at least 0. "reinforce" is the reward itself. "gdpo" is "grpo" of
-            each of `reward.functions` apart, and the sum of these by `reward.weights`.
+            each of `reward.functions` apart, and the sum of these by `reward.weights`. "none" is 0,
+            for training by a teacher alone: rewards are only logged, and may be left out.
             "module:function" is an `AdvantageEstimator` of your own, found like `loss`.
         advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
             standard deviation; "none" leaves them as they are.
@@ -437,6 +440,9 @@ class TrainSection(Settings):
             term. 0 keeps the starting model.
         kl_estimator: Estimator of the KL term in the loss, see `umbra.trainer.algorithms.losses`.
             The estimator k1 is not among them: as a loss, its expected gradient is 0.
+        teacher_kl_coef: Weight of on-policy distillation from `[pools.teacher]`: of a token's
+            advantage, as many times the log-ratio of policy and teacher are subtracted, after
+            `advantage_norm`. Larger values let rewards count less; 1 is usual. 0: no teacher.
         max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
             the trainer's, of the same tokens under the same weights. A single token may differ by
             30 times as much. Beyond it, the first step that can be compared ends the run before
@@ -508,6 +514,7 @@ class TrainSection(Settings):
     kl_in_reward: bool = False
     reference_every: Count = 0
     kl_estimator: Literal["k2", "k3"] = "k3"
+    teacher_kl_coef: Annotated[float, Bounds(ge=0)] = 0.0
     max_logprob_difference: Annotated[float, Bounds(ge=0)] = 0.0
     entropy_coef: Annotated[float, Bounds(ge=0)] = 0.0
     log_entropy: bool = True
@@ -549,7 +556,7 @@ class TrainerConfig:
     model: ModelSection
     data: DataSection
     eval: EvalSection = field(default_factory=EvalSection)
-    reward: RewardSection
+    reward: RewardSection = field(default_factory=RewardSection)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)
     pools: Mapping[str, AuxiliaryPoolSettings] = field(

@@ -19,6 +19,7 @@ ADVANTAGES: Final = "advantages"
 ROLLOUT_LOGPROBS: Final = "rollout_logprobs"
 PROXIMAL_LOGPROBS: Final = "proximal_logprobs"
 REFERENCE_LOGPROBS: Final = "reference_logprobs"
+TEACHER_LOGPROBS: Final = "teacher_logprobs"
 """Columns: a number for each token. `LossInputs` explains them."""
 
 
@@ -62,9 +63,12 @@ class TrainBatch:
         same = ("tokens", "offsets", "prompt_lens", "mask", "versions", "sample_ids", "metrics")
         groups = ("group_rewards", "group_offsets", "reward_indices")
         try:
+            columns = {ROLLOUT_LOGPROBS: answer["logprobs"]}
+            if TEACHER_LOGPROBS in answer:
+                columns[TEACHER_LOGPROBS] = answer[TEACHER_LOGPROBS]
             return cls(
                 **{name: answer[name] for name in same},
-                columns={ROLLOUT_LOGPROBS: answer["logprobs"]},
+                columns=columns,
                 groups=RewardGroups(*(answer[name] for name in groups)),
                 mini_batches=[MiniBatch(*each) for each in answer["mini_batches"]],
             )

@@ -21,15 +21,23 @@ class LedgerBatches:
 
     Args:
         parts: names of the parts of rewards that advantages compare apart; none for the rewards.
+        has_teacher: whether samples need its logprobs.
         layout: may differ from the run's, and so may `world_size`.
     """
 
     def __init__(
-        self, run_dir: Path, parts: Sequence[str], layout: BatchLayout, world_size: int
+        self,
+        run_dir: Path,
+        parts: Sequence[str],
+        layout: BatchLayout,
+        world_size: int,
+        *,
+        has_teacher: bool,
     ) -> None:
         self._index = open_ledger(run_dir)
         self._prompts = PromptSet.open(run_dir / PROMPTS)
         self._parts = parts
+        self._has_teacher = has_teacher
         self._layout = layout
         self._world_size = world_size
 
@@ -43,7 +51,7 @@ class LedgerBatches:
         """A rank's part of the batch of step `step` (from 0). Raises ConfigError if the ledger does
         not have all of it."""
         rows = sorted(self._index.of_step(step), key=lambda row: (row.group.order_idx, row.uid))
-        contents = self._index.contents(rows)
+        contents = self._index.contents(rows, with_teacher=self._has_teacher)
         groups = [
             Group(
                 group.group_id,
@@ -69,6 +77,11 @@ class LedgerBatches:
                 f"the ledger has the reward of {row.sample_id} without the part {missing[0]!r}: "
                 "train.advantage = 'gdpo' needs a run with several rewards"
             )
+        if self._has_teacher and content.teacher_logprobs is None:
+            raise ConfigError(
+                f"the ledger has no teacher's logprobs of {row.sample_id}: train.teacher_kl_coef "
+                "needs a run that had one"
+            )
         prompt_len = len(prompt.tokens if content.prompt is None else content.prompt)
         sample = Trajectory(
             row.sample_id,
@@ -83,4 +96,6 @@ class LedgerBatches:
         sample.finish(row.finish_reason)
         sample.reward, sample.reward_parts = row.reward, row.reward_parts
         sample.num_interruptions = row.interruptions
+        if self._has_teacher:
+            sample.teacher_logprobs = content.teacher_logprobs
         return sample

@@ -43,6 +43,7 @@ def replay(plan: ReplayPlan, environment: TorchrunEnvironment, display: Progress
             tuple(config.compared_parts),
             batch_layout(config.train, mesh.device.type),
             mesh.world_size,
+            has_teacher=config.train.teacher_kl_coef > 0,
         )
         train_step = make_train_step(config, mesh, models, loss, display.note, check)
         report = ReplayReport(plan, display) if mesh.is_lead else None

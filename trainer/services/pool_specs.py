@@ -17,12 +17,19 @@ from umbra.runtime.errors import DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.cpu_affinity import core_shares, cores_near, cpu_quota
 from umbra.runtime.rollout.rollout_config import AuxiliaryPoolConfig, DispatchConfig
-from umbra.runtime.text.model_files import default_context_len, read_model_config, vocab_size
+from umbra.runtime.text.model_files import (
+    default_context_len,
+    read_model_config,
+    vocab_size,
+    vocabulary,
+)
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.services.pool_placement import engine_device
 
 T = TypeVar("T")
+TEACHER: Final = "teacher"
+"""The name of the pool that on-policy distillation asks."""
 _BUSY_WAIT_S: Final = 10.0
 """Default of `max_wait_s` if the policy always has work, so that the judge gets its time."""
 
@@ -117,7 +124,7 @@ def auxiliary_pool_spec(
 def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
     """The actor that handles user code's requests to a pool."""
     return ActorSpec(
-        name=_generator_name(name),
+        name=generator_name(name),
         target="umbra.runtime.rollout.dispatch.generator:GeneratorService",
         kwargs={"config": auxiliary_dispatch(name, config.pools[name])},
         role="rollout",
@@ -140,7 +147,7 @@ def worker_pool_configs(config: TrainerConfig, folder: Path) -> dict[str, Auxili
     """The pools' settings for rollout workers, by name; `folder` will have their tokenizers."""
     return {
         name: AuxiliaryPoolConfig(
-            generator=_generator_name(name),
+            generator=generator_name(name),
             tokenizer_path=str(tokenizer_path(folder, name)),
             chat_template_kwargs=pool.chat_template_kwargs,
             skip_special_tokens=config.rollout.skip_special_tokens,
@@ -155,7 +162,7 @@ def open_auxiliary_tokenizer(name: str, pool: AuxiliaryPoolSettings) -> ModelTok
     return _read(ModelTokenizer.open, name, pool)
 
 
-def _generator_name(pool: str) -> str:
+def generator_name(pool: str) -> str:
     return f"{pool}-generator"
 
 
@@ -167,6 +174,11 @@ def auxiliary_context_len(name: str, pool: AuxiliaryPoolSettings) -> int:
 def auxiliary_model_config(name: str, pool: AuxiliaryPoolSettings) -> dict[str, Any]:
     """config.json of the pool's model. Raises DataError if there is none."""
     return _read(read_model_config, name, pool)
+
+
+def auxiliary_vocabulary(name: str, pool: AuxiliaryPoolSettings) -> dict[str, int]:
+    """The id of each token of the pool's tokenizer."""
+    return _read(vocabulary, name, pool)
 
 
 def _read(read: Callable[[Path], T], name: str, pool: AuxiliaryPoolSettings) -> T:

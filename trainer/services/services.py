@@ -31,7 +31,9 @@ from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig, Trai
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
 from umbra.trainer.reporting.console import Count, ProgressDisplay
 from umbra.trainer.services.pool_specs import (
+    TEACHER,
     auxiliary_pool_spec,
+    generator_name,
     generator_spec,
     open_auxiliary_tokenizer,
     pool_spec,
@@ -278,6 +280,10 @@ def manager_spec(
     """The rollout manager. `stop_token_ids` are the model's and the config's; rollout workers are
     on `num_nodes` nodes; `folder` is that of `save_tokenizers`."""
     train = config.train
+    teacher: dict[str, Any] = {}
+    if train.teacher_kl_coef:
+        teacher["teacher"] = generator_name(TEACHER)
+        teacher["teacher_timeout_s"] = config.pools[TEACHER].request_timeout_s
     manager = RolloutConfig(
         settings=replace(config.rollout, stop_token_ids=tuple(stop_token_ids)),
         dispatch=DispatchConfig(
@@ -305,6 +311,7 @@ def manager_spec(
         overlong_buffer=config.reward.overlong_buffer,
         overlong_penalty=config.reward.overlong_penalty,
         reward_parts=tuple(config.compared_parts),
+        **teacher,
         ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,

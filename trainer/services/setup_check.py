@@ -15,7 +15,7 @@ from umbra.runtime.engine_api.lora import linear_shapes
 from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
-from umbra.runtime.text.model_files import read_model_config, vocab_size
+from umbra.runtime.text.model_files import read_model_config, vocab_size, vocabulary
 from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.config.trainer_config import (
     ModelSection,
@@ -25,7 +25,12 @@ from umbra.trainer.config.trainer_config import (
 )
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.reporting.metrics_loggers import check_loggers
-from umbra.trainer.services.pool_specs import auxiliary_model_config
+from umbra.trainer.services.pool_specs import (
+    TEACHER,
+    auxiliary_context_len,
+    auxiliary_model_config,
+    auxiliary_vocabulary,
+)
 from umbra.trainer.services.services import max_context_len, prompt_budget
 
 
@@ -34,6 +39,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     or RunDirectoryError."""
     check_models(config)
     check_lora(config.model)
+    check_teacher(config)
     check_rotary_frequencies(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
@@ -112,6 +118,36 @@ def _check_embedded(section: str, pool: EnginePoolSettings, model: Mapping[str, 
         raise ConfigError(
             f"{section}.max_context_len = {length} exceeds the model's "
             f"max_position_embeddings = {limit}: lower it to that or less"
+        )
+
+
+def check_teacher(config: TrainerConfig) -> None:
+    """Raises ConfigError if the teacher has no logprob for something that the policy may generate:
+    a token that means another text to it, or a completion longer than its context."""
+    if not config.train.teacher_kl_coef:
+        return
+    pool, section = config.pools[TEACHER], f"pools.{TEACHER}"
+    own, other = vocabulary(config.model.path), auxiliary_vocabulary(TEACHER, pool)
+    differing = next((token for token, idx in own.items() if other.get(token) != idx), None)
+    if differing is not None:
+        theirs = other.get(differing, "not a token")
+        raise ConfigError(
+            f"{section}.model_path: the token {differing!r} is {own[differing]} in the vocabulary "
+            f"of {config.model.path} ({len(own)} tokens), and {theirs} in that of "
+            f"{pool.model_path} ({len(other)}): use a teacher with the policy's tokenizer"
+        )
+    sizes = vocab_size(config.model.path), vocab_size(pool.model_path)
+    if min(sizes) and sizes[0] > sizes[1]:
+        raise ConfigError(
+            f"{section}.model_path: the policy may generate {sizes[0]} tokens, and the teacher "
+            f"knows {sizes[1]}: use a teacher with at least as many"
+        )
+    # vLLM and SGLang generate a token beyond the completion.
+    needed = max_context_len(config) + int(_kind(pool).wraps_library)
+    if (length := auxiliary_context_len(TEACHER, pool)) < needed:
+        raise ConfigError(
+            f"{section}.max_context_len is {length}, and the policy's prompts and completions need "
+            f"{needed}: set it to that or more, or lower pool.max_context_len"
         )
 
 

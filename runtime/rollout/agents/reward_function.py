@@ -48,6 +48,10 @@ _ONLY: Final = ""
 _GIVEN: Final = frozenset({"prompts", "completions"})
 
 
+def no_reward(completions: Sequence[str], **_columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
 class _Parameters(NamedTuple):
     """The names that a function takes as keywords."""
 

@@ -159,9 +159,34 @@ class Generator:
             RequestRefused: a token is outside the vocabulary, or the pool lacks the adapter.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
+        generation = self._generation(_checked_prompt(tokens, self._config), options)
+        async with aclosing(self._pieces(generation)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def score(
+        self, tokens: NDArray[np.int32], completion: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """Logprobs [C] of the tokens of a `completion` of `tokens`, at temperature 1. Raises the
+        errors of `stream`."""
+        config = self._config
+        if len(tokens) + len(completion) > config.max_context_len:
+            raise ValueError(
+                f"{len(tokens)} tokens and {len(completion)} of a completion exceed the context of "
+                f"{config.max_context_len}"
+            )
+        forced = token_ids(completion, config.vocab_size, "completion")
+        if not len(forced):
+            return _NO_LOGPROBS
+        options = GenerationOptions(max_new_tokens=len(forced), seed=0)
+        generation = self._generation(_checked_prompt(tokens, config), options)
+        generation.turn.forced = forced
+        async with aclosing(self._pieces(generation)) as pieces:
+            return _joined([piece async for piece in pieces]).logprobs
+
+    async def _pieces(self, generation: _Generation) -> AsyncGenerator[GeneratedPiece, None]:
         if self._failure is not None:
             raise self._failure
-        generation = self._generation(_checked_prompt(tokens, self._config), options)
         uid = generation.turn.trajectory.uid
         self._open[uid] = generation
         try:
@@ -240,6 +265,12 @@ class GeneratorService:
         of `GenerationOptions`, in their order or by name."""
         piece = await self._generator.generate(tokens, GenerationOptions(*options, **named))
         return piece._asdict()
+
+    @idempotent
+    async def score(
+        self, tokens: NDArray[np.int32], completion: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        return await self._generator.score(tokens, completion)
 
     async def stream(
         self, tokens: NDArray[np.int32], *options: Any, **named: Any

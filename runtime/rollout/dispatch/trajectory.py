@@ -73,6 +73,7 @@ class Trajectory:
         "sample_id",
         "seed",
         "state",
+        "teacher_logprobs",
         "uid",
     )
 
@@ -88,6 +89,7 @@ class Trajectory:
         self.is_recorded_running = False  # the state that was recorded last
         self.reward: float | None = None
         self.reward_parts: Mapping[str, float] = _NO_PARTS  # NaN where one does not apply
+        self.teacher_logprobs: NDArray[np.float32] | None = None  # [C], once the teacher has them
         self.last_engine: EngineId | None = None
         self.num_interruptions = 0
         self.num_refilled_tokens = 0  # prefilled again because of interruptions
@@ -276,6 +278,7 @@ class Turn:
         is_stopped: its tokens contain one of the dispatcher's stop texts.
         on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
         lora: name of the pool's adapter to generate with; "" for the model as it is.
+        forced: the tokens from `start` on, if they are given and their logprobs wanted; else None.
         on_error: called instead of `on_end`, with an error that no other engine would heal. With
             None, the owner of the dispatcher gets the error.
         request_id: of the attempt in progress; a new one for each tells late deltas apart.
@@ -294,6 +297,7 @@ class Turn:
     on_end: Callable[[Turn, str], None]
     on_error: Callable[[UmbraError], None] | None = None
     lora: str = ""
+    forced: NDArray[np.int32] | None = None
     is_stopped: bool = False
     request_id: int = 0
     charged: int = 0
@@ -341,6 +345,8 @@ class Turn:
             "max_new_tokens": self.num_tokens_left(),
             **self.sampling.request_fields(),
         }
+        if self.forced is not None:
+            request["forced"] = self.forced[self.trajectory.completion_len - self.start :]
         return request | {"lora": self.lora} if self.lora else request
 
 

@@ -184,6 +184,17 @@ class RewardParts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TeacherLogprobs:
+    """The teacher's logprobs [C] of a finished sample's whole completion."""
+
+    uid: int
+    logprobs: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        _require(bool(np.isfinite(self.logprobs).all()), "some teacher logprobs are not finite")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leased:
     """The samples, whole groups, were delivered to the ranks for optimizer step `step`, from 0.
     Must be durable before the ranks have them. Otherwise a checkpoint may have been trained on
@@ -246,6 +257,7 @@ Event: TypeAlias = (
     | Finished
     | Scored
     | RewardParts
+    | TeacherLogprobs
     | Leased
     | Dropped
     | Checkpoint
@@ -416,6 +428,7 @@ _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     14: (Restored, (_INT, _INT, _BOOL)),
     15: (Evaluated, (_INT, _FLOAT, _Anything())),
     16: (RewardParts, (_I64, _Texts(), _F64)),
+    17: (TeacherLogprobs, (_INT, _F32)),
 }
 _FORMS: Final = {
     kind: (tag, tuple((field.name, form) for field, form in zip(fields(kind), forms, strict=True)))

@@ -214,8 +214,11 @@ class LedgerIndex:
         """Whether the log still has everything about a sample."""
         return not self._has_left(row.begin)
 
-    def contents(self, rows: Sequence[SampleRow]) -> dict[int, SampleContent]:
-        """Tokens and recorded values by uid, where they are kept."""
+    def contents(
+        self, rows: Sequence[SampleRow], *, with_teacher: bool = False
+    ) -> dict[int, SampleContent]:
+        """Tokens and recorded values by uid, where they are kept; with the teacher's logprobs only
+        if they are asked for, because they come after the last token."""
         found: dict[int, SampleContent] = {}
         wanted = sorted(rows, key=lambda row: row.begin)
         while wanted and self._has_left(wanted[0].begin):
@@ -225,7 +228,8 @@ class LedgerIndex:
             begin, end, together = wanted[0].begin, 0, dict[int, int]()
             while wanted and (not end or wanted[0].begin < end):
                 row = wanted.pop(0)
-                end = max(end, self._begins[-1] if row.finished is None else row.finished)
+                last = row.end if with_teacher else row.finished
+                end = max(end, self._begins[-1] if last is None else last)
                 together[row.uid] = row.num_tokens
             events = (event for batch in self._batches(begin, end) for event in batch.events)
             found |= read_contents(events, together)

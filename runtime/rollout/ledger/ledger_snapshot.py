@@ -32,7 +32,7 @@ from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 _NAME: Final = re.compile(r"(\d{6,})-(\d{4,})-(\d+)-(\d+)\.snapshot")
 _READ_NBYTES: Final = 1024 * 1024
 _NUM_SPARE: Final = 2  # the newest snapshots, of which one may be damaged

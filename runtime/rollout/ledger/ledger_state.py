@@ -26,6 +26,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     RewardParts,
     Scored,
     Started,
+    TeacherLogprobs,
     Tokens,
     Uids,
     Version,
@@ -111,6 +112,8 @@ class LedgerState:
                 self._finish(event)
             case RewardParts():
                 self._keep_parts(event)
+            case TeacherLogprobs():
+                self._keep_teacher_logprobs(event)
             case Scored():
                 self._score(event)
             case Leased():
@@ -347,6 +350,10 @@ class LedgerState:
         for sample, values in zip(samples, rows, strict=True):
             sample.reward_parts = dict(zip(event.names, values, strict=True))
 
+    def _keep_teacher_logprobs(self, event: TeacherLogprobs) -> None:
+        sample = self._find_one(event, event.uid, _FINISHED | _SCORED)
+        sample.teacher_logprobs = event.logprobs
+
     def _score(self, event: Scored) -> None:
         samples = self._find(event, event.uids, _FINISHED)
         self._move_all(samples, SampleState.SCORED)
@@ -430,6 +437,7 @@ class LedgerState:
         self._truncate(sample, num_tokens)
         sample.reward = None
         sample.reward_parts = {}
+        sample.teacher_logprobs = None
         sample.finish_reason = ""
         self._move(sample, SampleState.PARTIAL if num_tokens else SampleState.PENDING)
 

@@ -38,6 +38,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     RewardParts,
     Scored,
     Started,
+    TeacherLogprobs,
     Tokens,
     Version,
     encode_event,
@@ -183,6 +184,10 @@ class Recorder:
             if sample.uid not in self._scored:
                 self._scored.add(sample.uid)
                 self._add("scored", sample, (sample.reward, sample.reward_parts))
+
+    def teacher_scored(self, sample: Trajectory) -> None:
+        if sample.uid != NOT_RECORDED and sample.teacher_logprobs is not None:
+            self._write(TeacherLogprobs(sample.uid, sample.teacher_logprobs))
 
     def leased(self, step: int, groups: Sequence[Group]) -> None:
         uids = _uids(groups)

@@ -25,6 +25,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     PromptGiven,
     Recorded,
     Reset,
+    TeacherLogprobs,
     Tokens,
 )
 
@@ -104,6 +105,7 @@ class SampleAccount:
         "reward_parts",
         "state",
         "step",
+        "teacher_logprobs",
         "uid",
     )
 
@@ -115,6 +117,7 @@ class SampleAccount:
         self.drop_reason = ""
         self.reward: float | None = None
         self.reward_parts: dict[str, float] = {}  # NaN where one does not apply
+        self.teacher_logprobs: NDArray[np.float32] | None = None  # [num_tokens]
         self.step: int | None = None  # from 0, that it was leased for or trained in
         self.prompt: NDArray[np.int32] | None = None  # the agent loop's, if it has one
         self.recorded: dict[str, Any] = {}  # values of `ctx.once`; they survive resets
@@ -208,15 +211,19 @@ class SampleAccount:
     def to_wire(self) -> list[Any]:
         """Plain data; uid and group are known from the order."""
         values = [getattr(self, name) for name in _STORED]
-        prompt = None if self.prompt is None else self.prompt.tobytes()
-        return [*values, str(self.state), prompt, self.tokens.tobytes(), self.logprobs.tobytes()]
+        arrays = [
+            None if array is None else array.tobytes()
+            for array in (self.prompt, self.teacher_logprobs, self.tokens, self.logprobs)
+        ]
+        return [*values, str(self.state), *arrays]
 
     def fill(self, stored: Sequence[Any]) -> None:
-        *values, state, prompt, tokens, logprobs = stored
+        *values, state, prompt, teacher, tokens, logprobs = stored
         for name, value in zip(_STORED, values, strict=True):
             setattr(self, name, value)
         self.state = SampleState(state)
         self.prompt = None if prompt is None else np.frombuffer(prompt, np.int32)
+        self.teacher_logprobs = None if teacher is None else np.frombuffer(teacher, np.float32)
         self._tokens = np.frombuffer(tokens, np.int32).copy()  # later tokens may replace some
         self._logprobs = np.frombuffer(logprobs, np.float32).copy()
 
@@ -226,6 +233,7 @@ class SampleAccount:
         self._tokens = _NO_TOKENS
         self._logprobs = _NO_LOGPROBS
         self.prompt = None
+        self.teacher_logprobs = None
         self.recorded = {}
 
 
@@ -306,6 +314,7 @@ class SampleContent:
         self.recorded: dict[str, Any] = {}
         self.tokens: NDArray[np.int32] = _NO_TOKENS
         self.logprobs: NDArray[np.float32] | None = None
+        self.teacher_logprobs: NDArray[np.float32] | None = None  # None without a teacher, too
 
 
 def read_contents(
@@ -326,6 +335,8 @@ def read_contents(
                 contents[uid].prompt = None
             case Recorded(uid=uid) if uid in contents:
                 contents[uid].recorded[event.key] = event.value
+            case TeacherLogprobs(uid=uid) if uid in contents:
+                contents[uid].teacher_logprobs = event.logprobs.copy()
             case _:
                 pass
     for uid, tokens, logprobs in completions.items():

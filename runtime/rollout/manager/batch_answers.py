@@ -96,6 +96,8 @@ def rank_columns(
             sample of.
         group_offsets: [groups + 1] int32, the start of each of these groups in a row.
         reward_indices: [N] int32, the index of each of the rank's samples in a row.
+
+    With a teacher, "teacher_logprobs" [T] are the teacher's of completion tokens.
     """
     starts = [0, *itertools.accumulate(len(group.trajectories) for group in groups)]
     owners = [bisect.bisect(starts, sample) - 1 for sample in members]
@@ -107,6 +109,8 @@ def rank_columns(
     logprobs = np.zeros(offsets[-1], np.float32)
     versions = np.full(offsets[-1], NOT_GENERATED, np.int64)
     mask = np.zeros(offsets[-1], np.uint8)
+    has_teacher = groups[0].trajectories[0].teacher_logprobs is not None
+    teacher = np.zeros(offsets[-1], np.float32) if has_teacher else None
     for start, sample in zip(offsets.tolist(), samples, strict=False):
         middle = start + len(sample.prompt_tokens)
         stop = start + len(sample)
@@ -114,6 +118,8 @@ def rank_columns(
         tokens[middle:stop] = sample.tokens
         logprobs[middle:stop] = sample.logprobs
         versions[middle:stop] = sample.versions
+        if teacher is not None:
+            teacher[middle:stop] = sample.teacher_logprobs
         if not (mask_truncated and sample.finish_reason == "length"):
             mask[middle:stop] = sample.versions != NOT_GENERATED
     return {
@@ -123,6 +129,7 @@ def rank_columns(
         "mask": mask,
         "logprobs": logprobs,
         "versions": versions,
+        **({} if teacher is None else {"teacher_logprobs": teacher}),
         "rewards": np.asarray([_reward(s) for s in samples], np.float32),
         **_group_columns(groups, owners, indices),
         "group_ids": [groups[owner].group_id for owner in owners],

@@ -36,10 +36,13 @@ class Recovered:
         return sum(sample.num_generated for group in held for sample in group.trajectories)
 
 
-def recover_groups(state: LedgerState, make_group: Callable[[int], Group]) -> Recovered:
+def recover_groups(
+    state: LedgerState, make_group: Callable[[int], Group], *, has_teacher: bool = False
+) -> Recovered:
     """Restores groups from the ledger's accounts at the end of the history. `make_group` returns a
-    fresh group for an index of the prompt order. Raises LedgerError if the data set, or a setting
-    that decides its order, has changed."""
+    fresh group for an index of the prompt order; with `has_teacher`, groups that the teacher has
+    not scored are open. Raises LedgerError if the data set, or a setting that decides its order,
+    has changed."""
     group_size = max(1, state.next_uid // max(1, state.num_groups))
     recovered = Recovered(
         next_idx=state.next_order_idx if state.num_groups else None,
@@ -64,11 +67,15 @@ def recover_groups(state: LedgerState, make_group: Callable[[int], Group]) -> Re
             step = account.samples[0].step
             assert step is not None
             recovered.leases.setdefault(step, []).append(group)
-        elif states == {SampleState.SCORED}:
+        elif states == {SampleState.SCORED} and not (has_teacher and _lacks_teacher(group)):
             recovered.ready[account.order_idx] = group
         else:
             recovered.open[account.order_idx] = group
     return recovered
+
+
+def _lacks_teacher(group: Group) -> bool:
+    return any(sample.teacher_logprobs is None for sample in group.trajectories)
 
 
 def _check(group: Group, account: GroupAccount) -> None:
@@ -105,5 +112,6 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
         sample.reward, sample.reward_parts = held.reward, held.reward_parts
+        sample.teacher_logprobs = held.teacher_logprobs
     elif sample.completion_len:
         sample.state = TrajectoryState.PARTIAL

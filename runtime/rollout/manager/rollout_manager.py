@@ -33,6 +33,7 @@ from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
 from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
+from umbra.runtime.rollout.manager.teacher import Teacher
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.settings import from_wire
@@ -66,9 +67,13 @@ class RolloutManager:
         self._sessions = AgentSessions(dispatcher, recorder, dispatch.vocab_size)
         self._workers = WorkerPool(rollout, context, self._fail)
         self._fleet = Fleet(dispatch, context, dispatcher, self._messages.put)
+        self._teacher = None
+        if rollout.teacher:
+            self._teacher = Teacher(rollout.teacher, rollout.teacher_timeout_s, context, self._fail)
         self._runner = GroupRunner(
-            rollout, dispatcher, self._sessions, self._workers, recorder, context.name
-        )
+            rollout, dispatcher, self._sessions, self._workers, recorder, context.name,
+            self._teacher,
+        )  # fmt: skip
         self._flow = TrainingFlow(
             settings, self._admission, self._runner, recorder, dispatcher, self._fail,
             self._messages.put,
@@ -99,6 +104,8 @@ class RolloutManager:
                 tasks.create_task(self._resume())
             await self._called.wait()  # the pool and the workers may be created after the manager
             tasks.create_task(self._workers.run())
+            if self._teacher is not None:
+                tasks.create_task(self._teacher.run())
             tasks.create_task(self._follow_pool())
             tasks.create_task(self._rendezvous.run())
             if self._config.dispatch.shares_memory:
@@ -220,7 +227,9 @@ class RolloutManager:
         if state is not None:
             for version, step in state.versions.items():
                 self._flow.versions.learn(version, step)
-            recovered = recover_groups(state, self._admission.training_group)
+            recovered = recover_groups(
+                state, self._admission.training_group, has_teacher=self._teacher is not None
+            )
             for sample, records in recovered.records.items():
                 self._sessions.remember(sample, records)
             self._rendezvous.restore(state.evaluation)

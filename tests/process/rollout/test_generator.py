@@ -114,6 +114,23 @@ def test_the_context_bounds_a_generation_without_a_budget(umbra_session: Session
     assert answer["finish_reason"] == "length"
 
 
+def test_given_completions_are_scored_whatever_becomes_of_the_engines(
+    umbra_session: Session,
+) -> None:
+    kill = {"kind": "kill", "after_tokens": 50, "incarnations": [1]}
+    judge = start(umbra_session, num_engines=2, tokens_per_s=200.0, faults=[kill])
+    completion = np.arange(120, dtype=np.int32) % VOCAB_SIZE
+
+    found = judge.call("score", PROMPT, completion)
+
+    assert (found.dtype, found.shape) == (np.float32, (120,))
+    assert judge.call("score", PROMPT, completion[:0]).shape == (0,)
+    with pytest.raises(RemoteError, match="3 tokens and 1022 of a completion exceed the context"):
+        judge.call("score", PROMPT, np.ones(1022, np.int32))
+    with pytest.raises(RequestRefused, match="forced: token 64 at index 1 is outside"):
+        judge.call("score", PROMPT, np.asarray([1, 64], np.int32))
+
+
 def test_a_stream_that_loses_its_engine_continues_elsewhere(umbra_session: Session) -> None:
     kill = {"kind": "kill", "after_tokens": 50, "incarnations": [1]}
     judge = start(umbra_session, num_engines=2, tokens_per_s=200.0, faults=[kill])

@@ -110,6 +110,60 @@ def test_a_request_for_the_most_probable_token_alone_is_greedy_or_refused(
     run_async(body)
 
 
+def test_forced_tokens_have_the_logprobs_that_they_are_sampled_with_or_are_refused(
+    make_engine: MakeEngine,
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            sampled = await results_of(engine, requests(5, max_new_tokens=30, position=3))
+            asked = [
+                request | {"forced": np.array(sampled[request["id"]].tokens, np.int32)}
+                for request in requests(5, max_new_tokens=30, position=3)
+            ]
+            try:
+                forced = await results_of(engine, asked)
+            except ValueError as error:
+                if "gives no logprobs of forced tokens" not in str(error):
+                    raise
+                return
+            rest = asked[0] | {
+                "tokens": np.append(asked[0]["tokens"], asked[0]["forced"][:12]),
+                "forced": asked[0]["forced"][12:],
+                "position": 15,
+                "max_new_tokens": 18,
+            }
+            cut = await results_of(engine, [rest])
+
+        for number, completion in forced.completions.items():
+            assert completion.reason == "length"
+            assert completion.tokens == sampled[number].tokens
+            assert completion.next_position == 33
+            np.testing.assert_allclose(
+                completion.logprobs, sampled[number].logprobs, rtol=0, atol=1e-3
+            )
+        assert cut[0].tokens == forced[0].tokens[12:]
+        np.testing.assert_allclose(cut[0].logprobs, forced[0].logprobs[12:], rtol=0, atol=1e-3)
+
+    run_async(body)
+
+
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.5}, {"top_p": 0.5}, {"stop_token_ids": [1]}, {"max_new_tokens": 9}]
+)
+def test_forced_tokens_that_could_be_sampled_otherwise_are_refused(
+    make_engine: MakeEngine, change: dict[str, Any]
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            (request,) = requests(1, max_new_tokens=3, forced=np.array([1, 2, 3], np.int32))
+            with pytest.raises(ValueError, match="request 0: 3 forced tokens need max_new_tokens"):
+                await engine.submit([request | change])
+
+    run_async(body)
+
+
 def test_a_cut_request_goes_on_from_its_tokens_and_position(
     make_engine: MakeEngine, resumes_draws: bool
 ) -> None:

@@ -158,7 +158,12 @@ class Frontend:
     def _step(self) -> None:
         done, self._in_flight = self._in_flight, []
         for request in list(self.rid_to_state.values())[: self.args.max_running_requests]:
-            if request.num_sampled < request.asked.sampling_params["max_new_tokens"]:
+            max_new_tokens = request.asked.sampling_params["max_new_tokens"]
+            if max_new_tokens == 0:
+                request.reason = {"type": "length", "length": 0}
+                del self.rid_to_state[request.asked.rid]
+                request.event.set()
+            elif request.num_sampled < max_new_tokens:
                 self._in_flight.append((request, self._sample(request)))
                 request.num_sampled += 1
         for request, token in done:
@@ -207,11 +212,18 @@ class Frontend:
                 raise
             request.event.clear()
             self.num_wakes += 1
+            start = request.asked.logprob_start_len
+            prompt: list[int] = request.asked.input_ids[start:] if start >= 0 else []
             yield {
                 "output_ids": [token for _, token, _ in request.entries],
                 "meta_info": {
                     "completion_tokens": len(request.entries),
                     "output_token_logprobs": request.entries,
+                    # Each is of the token before, and the last id of the vocabulary is lost.
+                    "input_token_logprobs": [
+                        (None if idx == 0 else -1.0, token % (self.model_config.vocab_size - 1), "")
+                        for idx, token in enumerate(prompt)
+                    ],
                     "finish_reason": request.reason,
                 },
             }

@@ -64,6 +64,39 @@ def test_bfloat16_follows_transformers_within_its_precision(
     assert (found - expected[:, 29:]).abs().mean() < 2e-3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_forced_tokens_have_the_logprobs_of_a_plain_forward_pass(
+    model_folder: Callable[[str], Path], kind: str
+) -> None:
+    """Of many lengths, in several prefills, beside requests that sample."""
+    rng = np.random.default_rng(2)
+
+    def some_tokens(limit: int) -> list[int]:
+        return rng.integers(0, VOCAB_SIZE, rng.integers(1, limit)).tolist()
+
+    wholes = [(some_tokens(50), some_tokens(70)) for _ in range(24)]
+    asked = [
+        make_request(
+            i, prompt, forced=np.array(forced, np.int32), max_new_tokens=len(forced), position=4
+        )
+        for i, (prompt, forced) in enumerate(wholes)
+    ]
+    core = make_core(load_model(model_folder(kind), "float64"), prefill_num_tokens=300)
+
+    results = run_to_end(core, [*asked, make_request(99, [1, 2], max_new_tokens=5)])
+
+    reference = make_model(kind).double()
+    for request, (prompt, forced) in zip(asked, wholes, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *forced]])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(forced)[:, None])[:, 0]
+        completion = results[request.id]
+        assert (completion.tokens, completion.reason) == (forced, "length")
+        found = torch.tensor(completion.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # float32 on the wire
+    assert len(results[99].tokens) == 5
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_returned_logprobs_are_those_of_the_distribution_sampled_from(

@@ -30,6 +30,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     RewardParts,
     Scored,
     Started,
+    TeacherLogprobs,
     Tokens,
     Version,
     decode_batches,
@@ -88,6 +89,13 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Started, UIDS),
     st.builds(Cut, UIDS, TEXTS),
     RUNS,
+    st.builds(
+        TeacherLogprobs,
+        NUMBERS,
+        st.lists(st.floats(-99, 0, width=32), max_size=5).map(
+            lambda found: np.asarray(found, np.float32)
+        ),
+    ),
     st.builds(PromptGiven, NUMBERS, TOKENS),
     st.builds(Reset, NUMBERS, TEXTS),
     st.builds(Recorded, NUMBERS, TEXTS, VALUES),
@@ -232,6 +240,8 @@ def test_inconsistent_columns_are_refused() -> None:
         Scored(uids, np.asarray([np.inf]))
     with pytest.raises(ValueError, match="expected one value per uid and name"):
         RewardParts(uids, ["a", "b"], np.zeros(1))
+    with pytest.raises(ValueError, match="some teacher logprobs are not finite"):
+        TeacherLogprobs(0, np.asarray([np.nan], np.float32))
     with pytest.raises(ValueError, match="expected one reason per uid"):
         Finished(uids, [])
 

@@ -30,6 +30,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     RewardParts,
     Scored,
     Started,
+    TeacherLogprobs,
     Version,
     decode_batches,
     uids_of,
@@ -92,6 +93,22 @@ def test_a_restored_checkpoint_reverts_later_leases_and_cuts_newer_tokens() -> N
     assert state.totals.rolled_back_tokens == 3 + 2 + 3
     assert state.sample(7).state is SampleState.RUNNING
     assert state.counts[SampleState.TRAINED] == 2
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_teacher_logprobs_last_until_tokens_are_cut_off(is_scored: bool) -> None:
+    *life, scored, _leased = life_of_a_group(0, "a", 1, 1)
+    found = np.asarray([-0.5, -1.5, -2.5], np.float32)
+    events: list[Event] = [Version(0, 0), Version(1, 1), *life, *([scored] if is_scored else [])]
+    state = state_of(*events, TeacherLogprobs(0, found))
+
+    again = LedgerState.from_wire(iter(list(state.to_wire())))
+
+    for held in (state, again):
+        assert str(held.sample(0).teacher_logprobs) == str(found)
+        assert held.sample(1).teacher_logprobs is None
+    state.apply(Restored(0, 0, False))
+    assert state.sample(0).teacher_logprobs is None
 
 
 def test_keep_newer_keeps_tokens_and_rewards() -> None:
@@ -204,6 +221,7 @@ SCORED = life_of_a_group(0, "a", 0, 0)[:-1]
         ([*BEGUN[1:], Recorded(0, "k", 1)], Recorded(0, "k", 1), "'k' is recorded twice"),
         (BEGUN[1:], Scored(uids_of(0), np.zeros(1)), "is running, not finished"),
         (BEGUN[1:], RewardParts(uids_of(0), ["a"], np.zeros(1)), "is running, not finished"),
+        (BEGUN[1:], TeacherLogprobs(0, np.zeros(3, np.float32)), "is running, not finished"),
         (SCORED, Finished(uids_of(0), ["x"]), "is scored, not"),
         (SCORED, Leased(0, uids_of(0)), "1 samples were leased from groups that have 2"),
         ([*SCORED, Version(1, 1)], Leased(0, uids_of(0, 1)), "1 steps are done"),

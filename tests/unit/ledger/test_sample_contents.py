@@ -15,11 +15,12 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     PromptGiven,
     Recorded,
     Reset,
+    TeacherLogprobs,
 )
 from umbra.runtime.rollout.ledger.sample_accounts import read_contents
 
 UIDS = range(4)
-MOVES = st.sampled_from(["run", "run", "runs", "roll_back", "reset", "prompt", "record"])
+MOVES = st.sampled_from(["run", "run", "runs", "roll_back", "reset", "prompt", "record", "teacher"])
 
 
 @given(moves=st.lists(st.tuples(MOVES, st.sampled_from(UIDS), st.integers(0, 5))), data=st.data())
@@ -30,6 +31,7 @@ def test_what_survives_rollbacks_and_resets_is_found(
     completions: dict[int, list[int]] = {uid: [] for uid in UIDS}
     prompts: dict[int, list[int] | None] = dict.fromkeys(UIDS)
     recorded: dict[int, dict[str, Any]] = {uid: {} for uid in UIDS}
+    answers: dict[int, list[float] | None] = dict.fromkeys(UIDS)  # of the teacher
     new_token = itertools.count()
     for move, uid, number in moves:
         match move:
@@ -49,6 +51,9 @@ def test_what_survives_rollbacks_and_resets_is_found(
             case "prompt":
                 prompts[uid] = [number]
                 events.append(PromptGiven(uid, np.asarray([number], np.int32)))
+            case "teacher":
+                answers[uid] = [-number]
+                events.append(TeacherLogprobs(uid, np.asarray([-number], np.float32)))
             case _:
                 recorded[uid][str(number)] = len(events)
                 events.append(Recorded(uid, str(number), len(events)))
@@ -65,3 +70,5 @@ def test_what_survives_rollbacks_and_resets_is_found(
         assert logprobs.tolist() == [-token for token in completions[uid]]  # of `runs_of`
         assert (None if prompt is None else prompt.tolist()) == prompts[uid]
         assert found[uid].recorded == recorded[uid]
+        answer = found[uid].teacher_logprobs
+        assert (None if answer is None else answer.tolist()) == answers[uid]

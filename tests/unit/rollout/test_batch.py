@@ -56,6 +56,18 @@ def test_columns_hold_every_token_with_its_origin() -> None:
     }
 
 
+def test_teacher_logprobs_are_a_column_on_every_rank() -> None:
+    groups = two_groups()
+    groups[0].trajectories[0].teacher_logprobs = np.asarray([-1, -2, -9, -3], np.float32)
+    groups[1].trajectories[0].teacher_logprobs = np.asarray([-4], np.float32)
+
+    columns = rank_columns(groups, [0, 1])
+
+    assert columns["teacher_logprobs"].tolist() == [0, 0, -1, -2, -9, -3, 0, 0, 0, -4]
+    assert rank_columns(groups, [])["teacher_logprobs"].tolist() == []
+    assert "teacher_logprobs" not in rank_columns(two_groups(), [0])
+
+
 def test_a_rank_without_samples_gets_empty_columns() -> None:
     columns = rank_columns(two_groups(), [])
 

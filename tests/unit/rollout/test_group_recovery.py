@@ -18,17 +18,22 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     RewardParts,
     Scored,
     Started,
+    TeacherLogprobs,
     Version,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
-from umbra.runtime.rollout.manager.group_recovery import recover_groups
+from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 
 BOTH = uids_of(0, 1)
 
 
 def recovered(*parts: Event, names: tuple[str, ...] = ("exact", "short")) -> Group:
     """The group of two scored samples, as a manager that compares `names` has it again."""
+    return recover(*parts, names=names).ready[0]
+
+
+def recover(*parts: Event, names: tuple[str, ...] = (), has_teacher: bool = False) -> Recovered:
     state = LedgerState()
     for event in (
         Version(0, 0),
@@ -41,7 +46,19 @@ def recovered(*parts: Event, names: tuple[str, ...] = ("exact", "short")) -> Gro
     ):
         state.apply(event)
     samples = [make_trajectory(sample_id=f"g/{k}") for k in range(2)]
-    return recover_groups(state, lambda idx: Group("g", samples, idx, names)).ready[0]
+    return recover_groups(
+        state, lambda idx: Group("g", samples, idx, names), has_teacher=has_teacher
+    )
+
+
+def test_a_group_waits_for_its_teacher_again_unless_the_ledger_has_all_answers() -> None:
+    answers = [TeacherLogprobs(uid, np.asarray([-uid - 0.5], np.float32)) for uid in (0, 1)]
+
+    whole, half = recover(*answers, has_teacher=True), recover(answers[0], has_teacher=True)
+
+    assert [sample.teacher_logprobs for sample in whole.ready[0].trajectories] == [[-0.5], [-1.5]]
+    assert [sample.teacher_logprobs for sample in half.open[0].trajectories] == [[-0.5], None]
+    assert recover(answers[0]).ready
 
 
 def test_parts_of_rewards_are_compared_again_after_a_recovery() -> None:

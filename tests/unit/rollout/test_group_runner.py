@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,17 @@ class Neighbours(Workers):
         super().__init__()
         self.errors: list[UmbraError] = []
         self.turns: list[Turn] = []
+        self.scored: list[Group] = []
+        self.questions: dict[str, Callable[[Any], None]] = {}  # of the teacher, by sample
 
     def submit(self, turn: Turn) -> None:
         self.turns.append(turn)
 
-    def on_scored(self, group: Group) -> None: ...
+    def on_scored(self, group: Group) -> None:
+        self.scored.append(group)
+
+    def ask(self, sample: Trajectory, on_answer: Callable[[Any], None]) -> None:
+        self.questions[sample.sample_id] = on_answer
 
     def on_failed(self, group: Group, error: UmbraError) -> None:
         self.errors.append(error)
@@ -57,7 +64,9 @@ def finished(prompt: Prompt, idx: int, num_tokens: int = 1) -> Trajectory:
     return sample
 
 
-def start(group: Group, neighbours: Neighbours, **settings: Any) -> GroupRunner:
+def start(
+    group: Group, neighbours: Neighbours, *, has_teacher: bool = False, **settings: Any
+) -> GroupRunner:
     config = RolloutConfig(
         dispatch=DispatchConfig(pool="p", max_context_len=99),
         prompts_path="",
@@ -68,7 +77,9 @@ def start(group: Group, neighbours: Neighbours, **settings: Any) -> GroupRunner:
     )
     unused: Any = None
     other: Any = neighbours
-    runner = GroupRunner(config, other, other, other, Recorder(None, unused), "manager")
+    teacher = other if has_teacher else None
+    recorder = Recorder(None, unused)
+    runner = GroupRunner(config, other, other, other, recorder, "manager", teacher)
     runner.start(group, config.settings.sampling, other)
     return runner
 
@@ -180,3 +191,36 @@ def test_a_reward_of_an_agent_loop_has_no_parts_to_compare() -> None:
     assert sample.reward is None
     (error,) = neighbours.errors
     assert str(error).startswith("the agent loop of p/0 returned a reward, and train.advantage")
+
+
+def test_a_group_is_delivered_with_its_rewards_and_all_of_its_teacher_s_answers() -> None:
+    samples = [finished(PROMPT, k) for k in range(3)]
+    samples[1].teacher_logprobs = np.asarray([-3.0], np.float32)  # from the ledger
+    group, neighbours = Group("g", samples, 0), Neighbours()
+    start(group, neighbours, has_teacher=True)
+    assert sorted(neighbours.questions) == ["p/0", "p/2"]
+
+    neighbours.questions["p/2"](np.asarray([-2.0], np.float32))
+    neighbours.queue[0].on_result({"rewards": [0.0, 0.0, 0.0], "parts": {}})
+    assert not neighbours.scored
+    neighbours.questions["p/0"](np.asarray([-1.0], np.float32))
+
+    assert neighbours.scored == [group]
+    assert [sample.teacher_logprobs for sample in samples] == [[-1.0], [-3.0], [-2.0]]
+
+
+def test_a_late_answer_of_the_teacher_changes_nothing_in_a_group_that_was_given_up() -> None:
+    group, neighbours = Group("g", [finished(PROMPT, 0)], 0), Neighbours()
+    start(group, neighbours, has_teacher=True).abandon(group)
+
+    neighbours.questions["p/0"](np.asarray([-1.0], np.float32))
+
+    assert group.trajectories[0].teacher_logprobs is None
+
+
+def test_evaluations_have_no_teacher() -> None:
+    neighbours = Neighbours()
+
+    start(Group("eval/0", [finished(PROMPT, 0)]), neighbours, has_teacher=True)
+
+    assert not neighbours.questions

@@ -52,6 +52,11 @@ REFUSED = [
         "train.loss = 'gspo' and train.kl_in_reward = True: ",
     ),
     ("train.dual_clip=0.9", "train.dual_clip = 0.9: "),
+    ("train.teacher_kl_coef=1", "train.teacher_kl_coef = 1.0: there is no teacher: add a section "),
+    (
+        "train.advantage=none",
+        "train.advantage = 'none' and train.teacher_kl_coef = 0.0: nothing would be learned",
+    ),
     (
         "model.lora.rank=513 pool.engine=vllm",
         "model.lora.rank = 513 and pool.engine = 'vllm': ",
@@ -163,6 +168,10 @@ QUESTIONABLE = [
     ("model.lora.rslora=true", "model.lora.rslora = True and model.lora.rank = 0: "),
     ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),
     ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),
+    (
+        "pools.teacher.model_path=models/large",
+        "train.teacher_kl_coef = 0.0: the pool named teacher is called by your own code alone",
+    ),
     ("train.kl_in_reward=true", "train.kl_in_reward = True and train.kl_coef = 0.0: "),
     (
         "train.kl_coef=0.1 train.kl_in_reward=true train.kl_estimator=k2",
@@ -230,6 +239,9 @@ MEANT = [
     "data.eval=eval.jsonl train.eval_every=5 train.keep_best_by=reward eval.max_new_tokens=9",
     "eval.samples=4 eval.temperature=1.0 eval.sets.easy=easy.jsonl",
     "data.eval=eval.jsonl data.eval_limit=9 train.eval_every=5",
+    "train.teacher_kl_coef=0.1 pools.teacher.model_path=models/large",
+    "train.advantage=none train.teacher_kl_coef=1 pools.teacher.model_path=models/large "
+    "reward.function= rollout.group_size=1",
 ]
 
 
@@ -239,6 +251,38 @@ def test_a_combination_without_a_sensible_meaning_is_refused(overrides: str, sai
         config_with(overrides)
 
     assert str(raised.value).startswith(f"{overrides} (command line): {said}")
+
+
+TEACHER = "train.teacher_kl_coef=1 pools.teacher.model_path=models/large"
+REFUSED_WITH_A_TEACHER = [
+    (
+        "reward.function=",
+        "reward.function = None and reward.functions = {} and train.advantage = 'grpo': ",
+    ),
+    (
+        "train.advantage=none rollout.drop_zero_variance_groups=true",
+        "train.advantage = 'none' and rollout.drop_zero_variance_groups = True: ",
+    ),
+    (
+        "rollout.temperature=0.8",
+        "train.teacher_kl_coef = 1.0 and rollout.temperature = 0.8 and rollout.top_p = 1.0 and "
+        "rollout.top_k = 0: ",
+    ),
+    ("train.loss=gspo", "train.loss = 'gspo' and train.teacher_kl_coef = 1.0: "),
+    (
+        "train.advantage=none reward.function= data.eval=eval.jsonl",
+        "reward.function = None and reward.functions = {} and data.eval = 'eval.jsonl' and "
+        "eval.sets = {}: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED_WITH_A_TEACHER)
+def test_a_combination_that_no_teacher_makes_sense_of_is_refused(overrides: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_with(f"{TEACHER} {overrides}")
+
+    assert said in str(raised.value)
 
 
 @pytest.mark.parametrize(("overrides", "said"), QUESTIONABLE)
@@ -256,7 +300,7 @@ def test_sensible_combinations_pass_in_silence(overrides: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    said = [text for _, text in (*REFUSED, *QUESTIONABLE)]
+    said = [text for _, text in (*REFUSED, *REFUSED_WITH_A_TEACHER, *QUESTIONABLE)]
 
     unproved = [
         rule.settings

@@ -229,3 +229,63 @@ def test_a_job_whose_nodes_may_change_has_to_resume(values: dict[str, Any], resu
         return
     with pytest.raises(ConfigError, match=r"run\.resume = 'never'.*set run\.resume = 'auto'"):
         check_setup(config, elastic)
+
+
+TOKENS = {"a": 0, "b": 1, "c": 2}
+
+
+def write_teacher(folder: str, model: dict[str, Any], tokenizer: dict[str, Any]) -> None:
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, "config.json").write_text(json.dumps(MODEL | model))
+    Path(folder, "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_weight_file(Path(folder, "model.safetensors"), {"a": b"1234"})
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "model", "pool", "said"),
+    [
+        (TOKENS, {}, {}, ""),
+        (TOKENS | {"<think>": 4}, {"vocab_size": 60}, {}, ""),
+        ({"a": 0, "c": 1, "b": 2}, {}, {}, r"token 'b' is 1 in .* model \(4 tokens\), and 2 in"),
+        ({"a": 0, "b": 1}, {}, {}, r"token 'c' is 2 .*, and not a token in that of teacher \(3\)"),
+        (TOKENS, {"vocab_size": 49}, {}, "may generate 50 tokens, and the teacher knows 49"),
+        (TOKENS, {}, {"max_context_len": 511}, "max_context_len is 511, and .* need 512: set"),
+        (TOKENS, {"max_position_embeddings": 600}, {"engine": "vllm"}, ""),
+        (TOKENS, {}, {"engine": "vllm"}, "max_context_len is 512, and .* need 513: set it"),
+    ],
+)
+def test_a_teacher_that_could_not_score_every_completion_is_refused_by_name(
+    values: dict[str, Any],
+    vocabulary: dict[str, int],
+    model: dict[str, Any],
+    pool: dict[str, Any],
+    said: str,
+) -> None:
+    added = [{"content": "<eos>", "id": 3}]
+    own = {"model": {"vocab": TOKENS}, "added_tokens": added}
+    Path("model/tokenizer.json").write_text(json.dumps(own))
+    write_teacher("teacher", model, {"model": {"vocab": vocabulary}, "added_tokens": added})
+    values["pools"] = {"teacher": {"model_path": "teacher", **pool}}
+    config = config_of(values, "train", teacher_kl_coef=1.0)
+
+    if not said:
+        check_setup(config, environment())
+        return
+    with pytest.raises(ConfigError, match=rf"^pools\.teacher\..*{said}"):
+        check_setup(config, environment())
+
+
+def test_vocabularies_of_unigram_tokenizers_are_compared_and_missing_ones_refused(
+    values: dict[str, Any],
+) -> None:
+    pairs = [[token, -1.0] for token in TOKENS]
+    Path("model/tokenizer.json").write_text(json.dumps({"model": {"vocab": TOKENS}}))
+    write_teacher("teacher", {}, {"model": {"vocab": pairs}})
+    values["pools"] = {"teacher": {"model_path": "teacher"}}
+    config = config_of(values, "train", teacher_kl_coef=1.0)
+
+    check_setup(config, environment())
+
+    Path("teacher/tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"^pools.teacher.model_path: .*tokenizer.json cannot be "):
+        check_setup(config, environment())

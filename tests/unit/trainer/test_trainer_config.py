@@ -374,7 +374,10 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
         ("rollout.top_k=-1", ["(command line): use 1 or more, or 0 for all tokens, got -1"]),
         (
             "reward.function=",
-            ["reward.function = None and reward.functions = {}: set reward.function, or"],
+            [
+                "reward.function = None and reward.functions = {} and train.advantage = 'grpo': ",
+                "set reward.function, or",
+            ],
         ),
         (
             "reward.functions.exact=rewards:exact",
