@@ -170,7 +170,7 @@ class RunReporter:
         self._display.step_done(step, row)
 
     def look_at_rollouts(self, config: TrainerConfig, step: int, row: Mapping[str, float]) -> None:
-        """Warns where the completions of a step can hardly be meant, of each kind once."""
+        """Warns of a step that teaches nothing or whose completions never end, once of each."""
         if row["rollout/tokens"] == 0:
             self._note_once("tokens", f"step {step} trained on nothing: {_why_no_tokens(config)}")
         if row["rollout/truncated_share"] == 1.0:

@@ -150,6 +150,14 @@ def test_a_step_whose_speed_is_not_known_has_none_on_its_line() -> None:
     assert "reward 0.431  - tok/s  gen 0.35s" in format_step(12, 100, row)
 
 
+def test_the_line_of_a_step_without_rollouts_has_its_loss() -> None:
+    row = {"train/loss": 1.4312, "sft/tokens_per_s": 17204.0, "time/train_s": 0.18}
+
+    line = format_step(12, 100, row | {"time/left_s": 52.4})
+
+    assert line == "step  12/100  loss 1.431  17.2k tok/s  train 0.18s  eta 0:52"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (12_300, "3:25:00")]
 )
