@@ -18,6 +18,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     RewardParts,
     Scored,
     Started,
+    TeacherLogprobs,
     Version,
     encode_batches,
     uids_of,
@@ -46,22 +47,27 @@ EVENTS: list[Event] = [
 ]
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def write_run(folder: Path, events: list[Event]) -> Path:
     prompts: list[dict[str, Any]] = [
         {"id": name, "prompt": name, "tokens": np.asarray(tokens, "<i4").tobytes(), "row": {}}
         for name, tokens in (("late", [1, 2]), ("early", [3]))
     ]
-    write_prompts(tmp_path / "prompts.msgpack", prompts)
-    with LedgerLog.open(ledger_folder(tmp_path, "rollouts"), "job") as log:
-        for event in EVENTS:
+    folder.mkdir(exist_ok=True)
+    write_prompts(folder / "prompts.msgpack", prompts)
+    with LedgerLog.open(ledger_folder(folder, "rollouts"), "job") as log:
+        for event in events:
             log.write(encode_batches(0.0, [event]))
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path, EVENTS)
 
 
 def test_a_batch_has_what_the_ranks_were_given_in_the_order_of_the_data(run_dir: Path) -> None:
     layout = BatchLayout(mini_batches=2, mask_truncated=True)
-    batches = LedgerBatches(run_dir, (), layout, world_size=1)
+    batches = LedgerBatches(run_dir, (), layout, world_size=1, has_teacher=False)
 
     batch = batches.batch(0, rank=0)
 
@@ -84,7 +90,7 @@ def test_a_batch_has_what_the_ranks_were_given_in_the_order_of_the_data(run_dir:
 
 
 def test_ranks_share_a_batch_and_parts_of_rewards_are_compared_apart(run_dir: Path) -> None:
-    batches = LedgerBatches(run_dir, ("exact",), BatchLayout(), world_size=2)
+    batches = LedgerBatches(run_dir, ("exact",), BatchLayout(), world_size=2, has_teacher=False)
 
     parts = [batches.batch(0, rank) for rank in range(2)]
 
@@ -99,7 +105,30 @@ def test_ranks_share_a_batch_and_parts_of_rewards_are_compared_apart(run_dir: Pa
 
 
 def test_a_part_of_rewards_that_the_ledger_lacks_is_named(run_dir: Path) -> None:
-    batches = LedgerBatches(run_dir, ("exact", "short"), BatchLayout(), world_size=1)
+    batches = LedgerBatches(
+        run_dir, ("exact", "short"), BatchLayout(), world_size=1, has_teacher=False
+    )
 
     with pytest.raises(ConfigError, match=r"the reward of e0/early/0 without the part 'short'"):
         batches.batch(0, rank=0)
+
+
+def test_a_teachers_logprobs_come_with_the_samples_and_are_missed_without_one(
+    tmp_path: Path,
+) -> None:
+    teacher = [
+        TeacherLogprobs(uid, -np.arange(1, length + 1, dtype=np.float32))
+        for uid, length in enumerate((2, 3, 2, 1))
+    ]
+    place = next(idx for idx, event in enumerate(EVENTS) if isinstance(event, RewardParts))
+    distilled = write_run(tmp_path / "distilled", [*EVENTS[:place], *teacher, *EVENTS[place:]])
+    plain = write_run(tmp_path / "plain", EVENTS)
+
+    batches = LedgerBatches(distilled, (), BatchLayout(), world_size=1, has_teacher=True)
+    batch = batches.batch(0, rank=0)
+    without = LedgerBatches(plain, (), BatchLayout(), world_size=1, has_teacher=True)
+
+    logprobs = batch.columns["teacher_logprobs"]
+    assert logprobs[batch.span(3)].tolist() == [0, 0, 0, -1, -2, -3]  # of e0/late/1
+    with pytest.raises(ConfigError, match=r"the ledger has no teacher's logprobs of e0/early/0"):
+        without.batch(0, rank=0)
