@@ -17,7 +17,6 @@ class Transport:
     Attributes:
         plan: `module:Class` of the supervisor's part, see `TransportPlan`.
         sender: `module:Class` of a rank's part, see `Sender`.
-        is_opt_in: only its name chooses it; "auto" leaves it out.
         reads_ranks: engines read the memory of the ranks, instead of an image on their node.
         crosses_nodes: it reaches engines on other nodes, and may send changes alone.
     """
@@ -25,7 +24,6 @@ class Transport:
     name: TransportName
     plan: str
     sender: str
-    is_opt_in: bool = False
     reads_ranks: bool = False
     crosses_nodes: bool = False
 
@@ -61,4 +59,4 @@ def allowed_transports(setting: TransportSetting) -> list[Transport]:
     """The transports that a pool with this setting may use."""
     if setting != "auto":
         return [TRANSPORTS[setting]]
-    return [transport for transport in TRANSPORTS.values() if not transport.is_opt_in]
+    return list(TRANSPORTS.values())
