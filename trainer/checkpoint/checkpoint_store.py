@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from torch.futures import Future
 
 from umbra.runtime.disk import check_free_space, sync
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
@@ -45,7 +46,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     STATE_FILE,
     TrainerState,
     best_checkpoint,
-    check_origin,
+    check_base,
     checkpoint_step,
     complete_checkpoints,
     describe_cause,
@@ -53,6 +54,7 @@ from umbra.trainer.checkpoint.trainer_state import (
     read_trainer_state,
     reading_checkpoint,
 )
+from umbra.trainer.config.trainer_config import LoraSection
 from umbra.trainer.model.optimizer import EMA
 from umbra.trainer.model.train_model import POLICY, TrainModel
 from umbra.trainer.world.mesh import Mesh, any_rank, barrier, first_text, from_each_rank, from_lead
@@ -91,7 +93,7 @@ class CheckpointStore:
         except the best. Raises RunDirectoryError on every rank if the disk is full or the directory
         was removed; earlier checkpoints stay unchanged."""
         self.folder = from_lead(self._mesh, self._locate)
-        state = replace(state, lora=models[POLICY].origin)
+        state = replace(state, **models[POLICY].origin)
         target = self.path(state.step)
         tensors = _tensors({name: model for name, model in models.items() if model.is_saved})
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -123,11 +125,10 @@ class CheckpointStore:
                     model.optimizer is not None or own.keys() <= saved.keys()
                 ):  # else the starting model
                     _check_fit(path, own, saved)
-                    _check_used(path, own, saved, _prefix(name))
                     tensors |= own
                     model.is_saved = True
             own_origin = models[POLICY].origin  # every rank may read it from its node's disk
-            from_lead(self._mesh, lambda: check_origin(path, state.lora, own_origin))
+            from_lead(self._mesh, lambda: _check_origin(path, state, own_origin))
             if random_state.keys() <= saved.keys():  # fewer ranks may have written it
                 tensors |= random_state
             _dcp.load(tensors, storage_reader=reader)
@@ -195,7 +196,6 @@ class StoredParameters:
         """Raises ConfigError if the checkpoint is of another model than these parameters."""
         tensors = {self._key.format(name): p for name, p in parameters.items()}
         _check_fit(self._path, tensors, self._saved)
-        _check_used(self._path, {f"{_MODEL}{name}" for name in parameters}, self._saved)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter, whole, cast to `dtype`."""
@@ -257,7 +257,7 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
     than the policy begin with the model's."""
     tensors: dict[str, Tensor] = {}
     for model_name, model in models.items():
-        prefix = _prefix(model_name)
+        prefix = "" if model_name == POLICY else f"{model_name}/"
         for name, parameter in model.stored.items():
             tensors[f"{prefix}{_MODEL}{name}"] = parameter.data
         if model.optimizer is not None:
@@ -265,10 +265,6 @@ def _tensors(models: Mapping[str, TrainModel]) -> dict[str, Tensor]:
             for name, value in model.optimizer.states.items():
                 tensors[f"{prefix}{_OPTIMIZER}{name}"] = value
     return tensors
-
-
-def _prefix(model_name: str) -> str:
-    return "" if model_name == POLICY else f"{model_name}/"
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:
@@ -286,15 +282,16 @@ def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, An
             )
 
 
-def _check_used(
-    path: Path, names: Collection[str], saved: Mapping[str, Any], prefix: str = ""
-) -> None:
-    """Raises ConfigError if the checkpoint has parameters of a model besides those in `names`."""
-    if others := sorted(n for n in saved if n.startswith(f"{prefix}{_MODEL}") and n not in names):
+def _check_origin(path: Path, state: TrainerState, own: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a checkpoint's adapters have other settings or change other weights
+    than those whose `origin` is `own`."""
+    saved, here = (from_wire(LoraSection, each) for each in (state.lora, own.get("lora", {})))
+    if saved != here:
         raise ConfigError(
-            f"checkpoint {path} is of another model: it has {others[0]}, which this one lacks; set "
-            "model.path and model.lora as they were"
+            f"the adapters in checkpoint {path} were trained with other settings: set model.lora "
+            f"to {to_wire(saved)} again, or export the checkpoint and start from that"
         )
+    check_base(path, state, own.get("base", ""))
 
 
 def _misfit(missing: str) -> str:

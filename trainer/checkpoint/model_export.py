@@ -22,11 +22,12 @@ from umbra.runtime.disk import check_free_space
 from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.engine_api.weight_files import has_own_head, untied
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_files import read_model_config
 from umbra.trainer.checkpoint.checkpoint_store import StoredParameters
 from umbra.trainer.checkpoint.file_digests import find_damage
 from umbra.trainer.checkpoint.run_dir import recorded_model
-from umbra.trainer.checkpoint.trainer_state import check_origin, is_complete, read_trainer_state
+from umbra.trainer.checkpoint.trainer_state import check_base, is_complete, read_trainer_state
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 from umbra.trainer.model.lora_layers import (
     FIRST,
@@ -104,12 +105,13 @@ def export_checkpoint(
             f"the checkpoint {checkpoint} is damaged: {damage}; name another one, or restore it "
             "from a backup"
         )
+    state = read_trainer_state(checkpoint)
+    section = replace(section, lora=from_wire(LoraSection, state.lora))
     dtype: torch.dtype = getattr(torch, section.compute_dtype)
     prepared = prepare_causal_lm(replace(section, attention="padded"), dtype)
     saved = StoredParameters(checkpoint, is_average=is_average)
     trained = _Trained(prepared.model, saved, section.lora, dtype)
-    if section.lora.rank:
-        check_origin(checkpoint, read_trainer_state(checkpoint).lora, origin(section))
+    check_base(checkpoint, state, origin(section).get("base", ""))
     if prepared.weights is None:
         model = prepared.model
         for name, parameter in model.named_parameters():

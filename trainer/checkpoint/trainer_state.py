@@ -31,8 +31,8 @@ class TrainerState:
     world_size: int  # ranks that wrote it; for information
     seed: int  # `train.seed` of the run, which decides the order of prompts
     ledger: str = ""  # position in the rollouts' ledger, behind all samples trained on
-    lora: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The `origin` of adapters; empty without."""
+    lora: Mapping[str, Any] = field(default_factory=dict[str, Any])  # `model.lora`, if adapters
+    base: str = ""  # and the digest of the weights that they change
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -61,18 +61,13 @@ def read_trainer_state(path: Path) -> TrainerState:
         return TrainerState(**json.loads((path / STATE_FILE).read_text()))
 
 
-def check_origin(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a checkpoint's adapters have another `origin` than those here."""
-    if saved.get("model") != here.get("model"):
+def check_base(path: Path, state: TrainerState, base: str) -> None:
+    """Raises ConfigError if a checkpoint's adapters are of other weights than those with the digest
+    `base`."""
+    if state.base != base:
         raise ConfigError(
             f"the adapters in checkpoint {path} were trained on other weights than those in "
             "model.path: name the model that their run started from"
-        )
-    if saved.get("scale") != here.get("scale"):
-        raise ConfigError(
-            f"the adapters in checkpoint {path} were trained with a scale of {saved.get('scale')}, "
-            f"and here it is {here.get('scale')}: set model.lora.alpha and model.lora.rslora as "
-            "they were"
         )
 
 

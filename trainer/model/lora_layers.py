@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from umbra.runtime.engine_api.lora import PEFT_PREFIX, LoraSpec
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.shards import local_part, rows_held
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 
@@ -113,10 +114,11 @@ def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Linea
 
 
 def origin(section: ModelSection) -> dict[str, Any]:
-    """What adapters are worth nothing without: their scale, and the model that they change."""
+    """What adapters are worth nothing without, as `TrainerState` has it: their settings, and the
+    model that they change."""
     if not section.lora.rank:
         return {}
-    return {"scale": section.lora.scale, "model": WeightFiles(section.path).digest()}
+    return {"lora": to_wire(section.lora), "base": WeightFiles(section.path).digest()}
 
 
 def delta(first: Tensor, second: Tensor, scale: float) -> Tensor:

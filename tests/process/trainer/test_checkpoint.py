@@ -107,7 +107,7 @@ def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     state, after = ran.one["load"]
 
     numbers = {"step": 2, "version": 7, "world_size": 2, "seed": 0}
-    assert state == {**numbers, "ledger": "1-0-512", "lora": {}}
+    assert state == {**numbers, "ledger": "1-0-512", "lora": {}, "base": ""}
     assert before.keys() == after.keys()
     assert any(name.endswith("exp_avg_sq") for name in before)
     for name, array in before.items():
@@ -127,9 +127,9 @@ def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ("fewer", "it has model.model.layers.0.self_attn.v_proj.lora_A.weight, which this one lac"),
+        ("fewer", "set model.lora to {'rank': 2, 'alpha': 32.0, 'targets': ['q_proj', 'v_proj'],"),
         ("more", "of another model: it has no tensor model.model.layers.0.self_attn.k_proj.lora_A"),
-        ("scale", "with a scale of 16.0, and here it is 8.0: set model.lora.alpha"),
+        ("scale", "set model.lora to {'rank': 2, 'alpha': 32.0, 'targets': ['q_proj', 'v_proj'],"),
         ("base", "were trained on other weights than those in model.path"),
         ("none", "of another model: it has no tensor model.model.embed_tokens.weight"),
     ],
@@ -370,6 +370,7 @@ def save_parameters(model: Any, folder: Path) -> None:
     tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     with pytest.warns(UserWarning, match="intent is to save in a single process"):
         distributed_checkpoint.save(tensors, checkpoint_id=str(folder))
+    (folder / "trainer.json").write_text('{"step": 1, "version": 1, "world_size": 1, "seed": 0}')
     complete(folder, {})
 
 

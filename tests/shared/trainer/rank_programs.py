@@ -27,6 +27,7 @@ from whole_model import load_whole_model
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
+from umbra.runtime.settings import to_wire
 from umbra.trainer.algorithms.advantages import normalize_over_batch
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
@@ -374,22 +375,22 @@ def load_into_another_model(world: Mesh, path: str) -> str:
 def load_other_adapters(world: Mesh, folder: str) -> dict[str, str]:
     """The errors when the adapters of a checkpoint are not those of a model."""
 
-    def policy(scale: float, digest: str, *targets: str) -> TrainModel:
-        model = make_model()
-        adapters = LoraAdapters(model, LoraSection(rank=2, targets=targets), torch.float32)
-        origin = {"scale": scale, "model": digest}
+    def policy(base: str, *targets: str, alpha: float = 32.0) -> TrainModel:
+        model, section = make_model(), LoraSection(rank=2, alpha=alpha, targets=targets)
+        adapters = LoraAdapters(model, section, torch.float32)
+        origin = {"lora": to_wire(section), "base": base}
         prepared = PreparedModel(model, False, None, adapters, origin)
         return TrainModel(prepared, world.fsdp, PassSettings(compute_dtype=torch.float32), TRAIN)
 
     state = TrainerState(step=1, version=1, world_size=world.world_size, seed=0)
     store = CheckpointStore(Path(folder), world, keep=1)
-    path = store.save(state, {POLICY: policy(16.0, "a", "q_proj", "v_proj")})
+    path = store.save(state, {POLICY: policy("a", "q_proj", "v_proj")})
     others = {
-        "same": policy(16.0, "a", "v_proj", "q_proj"),
-        "fewer": policy(16.0, "a", "q_proj"),
-        "more": policy(16.0, "a"),
-        "scale": policy(8.0, "a", "q_proj", "v_proj"),
-        "base": policy(16.0, "b", "q_proj", "v_proj"),
+        "same": policy("a", "q_proj", "v_proj"),
+        "fewer": policy("a", "q_proj"),
+        "more": policy("a"),
+        "scale": policy("a", "q_proj", "v_proj", alpha=16.0),
+        "base": policy("b", "q_proj", "v_proj"),
         "none": make_policy(world, packed=False),
     }
 
