@@ -366,6 +366,11 @@ RULES: Final = (
         "model.lora.rank > 0 and bool(pool.lora_adapters)",
         "a request has one adapter, which is the trained one: leave pool.lora_adapters out",
     ),
+    Rule(
+        "warning",
+        "model.lora.rank > 0 and pool.staged_updates",
+        "adapters are small, and are loaded at once: leave pool.staged_updates out",
+    ),
     # the teacher
     Rule(
         "error",

@@ -251,10 +251,12 @@ def _engine_need(
     sizes, itemsize = ModelSizes.read(path), ITEMSIZES[dtype]
     num_gpus = engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
     weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
+    update = weights
     if is_updated and config.model.lora.rank:
-        weights += trained_size(config, sizes) * itemsize
+        update = trained_size(config, sizes) * itemsize
+        weights += update
     if isinstance(pool, PoolSettings) and pool.staged_updates:
-        weights *= 2  # an update is in spare memory before it is in the parameters
+        weights += update  # it is in spare memory before it is in the parameters
     context_len = _context_len(pool, path)
     return EngineNeed(
         mode=pool.mode,

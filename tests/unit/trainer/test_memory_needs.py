@@ -570,18 +570,24 @@ def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(umbra_tiny_model_dir
     assert (whole.least_kv_num_tokens, whole.most_kv_num_tokens) == (1024, 128 * 1024)
 
 
-def test_staged_updates_take_the_weights_once_more(umbra_tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4])
+def test_staged_updates_take_what_is_sent_once_more(umbra_tiny_model_dir: Path, rank: int) -> None:
     pool = {"engine": "vllm", "mode": "standalone"}
-    plain, staged = (
-        engine_needs(
-            config_of(umbra_tiny_model_dir, pool=pool | {"staged_updates": is_staged}),
-            "policy",
-            "cuda",
-        )["policy"]
+    sizes = ModelSizes.read(umbra_tiny_model_dir)
+    configs = [
+        config_of(
+            umbra_tiny_model_dir,
+            model={"lora": {"rank": rank}},
+            pool=pool | {"staged_updates": is_staged},
+        )
         for is_staged in (False, True)
-    )
+    ]
+    plain, staged = (engine_needs(each, "policy", "cuda")["policy"] for each in configs)
 
-    assert staged.weights_nbytes == 2 * plain.weights_nbytes
+    sent_nbytes = 2 * trained_size(configs[0], sizes)
+    adapters_nbytes = sent_nbytes if rank else 0
+    assert plain.weights_nbytes == 2 * sizes.num_parameters + adapters_nbytes
+    assert staged.weights_nbytes == plain.weights_nbytes + sent_nbytes
 
 
 def test_quantised_weights_count_as_they_are_stored(

@@ -165,6 +165,11 @@ QUESTIONABLE = [
         'model.lora.targets=["q_proj"]',
         "model.lora.targets = ('q_proj',) and model.lora.rank = 0: ",
     ),
+    (
+        "model.lora.rank=8 pool.mode=standalone pool.engine=vllm pool.staged_updates=true "
+        "pool.transport=cuda_ipc",
+        "model.lora.rank = 8 and pool.staged_updates = True: ",
+    ),
     ("model.lora.rslora=true", "model.lora.rslora = True and model.lora.rank = 0: "),
     ("train.reference_every=9", "train.reference_every = 9 and train.kl_coef = 0.0: "),
     ("train.kl_estimator=k2", "train.kl_estimator = 'k2' and train.kl_coef = 0.0: "),
