@@ -65,11 +65,10 @@ class EnginePoolSettings(Settings):
     """Settings of both `[pool]` and `[pools.NAME]`.
 
     Attributes:
-        engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
-            give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
-            makes it fail on purpose, see docs/troubleshoot.md), or the "module:Class" of another.
-            "auto" is, on a GPU, the first of "vllm" and "sglang" that is installed, else
-            "embedded".
+        engine: "embedded", "vllm" or "sglang" (docs/engines.md), "echo" (no model, for tests: give
+            it the model's vocab_size in `engine_args`), "faulty" (docs/troubleshoot.md), or the
+            "module:Class" of another. "auto" is, on a GPU, the first of "vllm" and "sglang" that is
+            installed, else "embedded".
         count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
             is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
             several pools. `[pool]` may have 0: its engines are then on machines that only generate
@@ -95,14 +94,11 @@ class EnginePoolSettings(Settings):
         engine_args: Options passed to the engine unchanged: for "vllm" those of its
             AsyncEngineArgs, such as tensor_parallel_size, for "sglang" those of its ServerArgs,
             such as tp_size.
-        lora_adapters: LoRA adapters by name, as folders that PEFT saved. A request chooses one:
-            `ctx.generate(tokens, lora="NAME")` for the policy, whose current weights it is applied
-            to, and `ctx.pool("judge").generate(tokens, lora="NAME")` for an auxiliary pool. For
-            engine "vllm".
-        allow_engine_pickle: Whether engines may be on several nodes each, which those are that need
-            more GPUs than a node has. The library's own connections between these nodes unpickle
-            what arrives, and check no key: whoever reaches their ports can run code as you. See
-            docs/cluster.md.
+        lora_adapters: LoRA adapters by name, as folders that PEFT saved, which a request may choose
+            (docs/engines.md). For engine "vllm".
+        allow_engine_pickle: Whether an engine may be on several nodes, if it needs more GPUs than a
+            node has. The library's own connections between them unpickle what arrives, and check no
+            key: whoever reaches their ports can run code as you. See docs/cluster.md.
         max_restarts: How often one engine may be restarted within ten minutes. More fail the run.
         memory_limit_mib: Host memory of an engine's processes, above which it is killed and
             restarted. 0 is no limit.
@@ -151,9 +147,8 @@ class PoolSettings(EnginePoolSettings):
             alone. It takes the memory of the weights once more on each of their GPUs. For engine
             "vllm"; without effect where weights do not travel by "cuda_ipc".
         transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
-            trainer's GPUs, "memfd" sends them through host memory, "tcp" sends them over the
-            network to each node, and there through host memory. "auto" is the first of these that
-            every rank and engine can use.
+            trainer's GPUs, "memfd" sends them through host memory, "tcp" over the network to each
+            node. "auto" is the first of these that every rank and engine can use.
         sync_bucket_mib: Part of the weights that a rank writes before engines load it, unless the
             transport is "cuda_ipc". With larger parts, engines begin later and read what has left
             the cache. With smaller ones, they wake each other more often.
@@ -192,9 +187,8 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
     functions call them by `ctx.pool("NAME")`; the name has letters, digits and `_`.
 
     Attributes:
-        model_path: A Hugging Face model directory with config, safetensors and tokenizer, or the
-            name of a model on the hub, as in `model.path`. The engines load it themselves, and
-            training does not change it.
+        model_path: Model directory or name on the hub, as in `model.path`. The engines load it
+            themselves, and training does not change it.
         mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
             pools have GPUs of their own, and are always awake.
         dtype: Data type of computation. Default: `model.dtype`.

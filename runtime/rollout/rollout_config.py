@@ -32,24 +32,23 @@ class RolloutSettings(Settings):
         groups_per_step: Prompts per optimizer step. More make the gradient less noisy and the step
             longer. Where the data has fewer, some prompts come more than once.
         group_size: Completions per prompt. Advantages compare them, so more give a better baseline
-            and take more generation. Training needs 2 or more, unless `train.advantage` is a
-            function of your own.
+            and take more generation. Training needs 2 or more, unless `train.advantage` is
+            "reinforce", "none" or a function of your own.
         max_new_tokens: Largest number of tokens generated for one completion, over all turns of an
             agent loop.
-        temperature: Temperature of training rollouts, above 0 for training. Higher values explore
-            more. Evaluations have their own, `eval.temperature`.
+        temperature: Temperature of training rollouts, above 0. Higher values explore more.
         top_p: Only the most probable tokens with at least this share of the probability are
-            sampled, above 0. Lower values explore less. The trainer scores tokens under the same
-            truncation. Evaluations have their own, `eval.top_p`. Default: 1, all tokens.
-        top_k: Only so many of the most probable tokens are sampled; `top_p` then counts among
-            them. Evaluations have their own, `eval.top_k`. Default: 0, all tokens.
+            sampled. Lower values explore less. The trainer scores tokens under the same truncation.
+            Default: 1, all tokens.
+        top_k: Only so many of the most probable tokens are sampled; `top_p` then counts among them.
+            Default: 0, all tokens.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
         stop: Texts that end a completion, special tokens included. It ends with the token that
             completes one. In an agent loop, they end a turn. Evaluations and `umbra serve` use
             them, too.
         skip_special_tokens: Whether the text of a completion, for rewards, `ctx.decode` and answers
-            of auxiliary pools, leaves out all special tokens, such as those around thoughts and
-            calls of tools may be. By default it leaves out end-of-text and padding tokens only.
+            of auxiliary pools, leaves out all special tokens. By default it leaves out end-of-text
+            and padding tokens only.
         max_staleness: How many optimizer steps old a token may be when it is trained on. 0 is
             synchronous and on-policy. From 1 on, a standalone pool generates the next batches while
             the trainer works, and long completions continue across steps.

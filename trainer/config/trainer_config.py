@@ -70,16 +70,15 @@ class RunSection(Settings):
             checkpoint; one from another run keeps its step count but restarts the data. Ranks that
             torchrun restarted resume from the newest checkpoint that the run has made.
         overwrite: Whether a fresh start may replace what an earlier run left in `dir`. The earlier
-            run is kept in `dir`/replaced until the new one has done a step.
+            run stays in `dir`/replaced until the new one has done a step.
         name: Name shown in progress and report. Where empty, the directory's name.
         loggers: Where the metrics of each step go besides `dir`/metrics.jsonl: any of "tensorboard"
             (in `dir`/tensorboard), "wandb" and "mlflow", which read their own environment
             variables. Default: TensorBoard where it is installed.
-        trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`. That
-            takes at most 32 MiB of disk for each process; docs/watch.md has the processor time.
-        metrics_address: HOST:PORT at which rank 0's supervisor serves metrics for Prometheus, such
-            as "127.0.0.1:9464". Port 0 takes a free one, which the run prints. Anybody who reaches
-            the address can read them. Where empty, none are served.
+        trace: Whether all processes record what they do in `dir`/trace, for `umbra trace`, in at
+            most 32 MiB of disk each.
+        metrics_address: HOST:PORT at which rank 0's supervisor serves metrics for Prometheus
+            (docs/watch.md), such as "127.0.0.1:9464". Where empty, none are served.
     """
 
     dir: FilePath = Path("runs/default")
@@ -155,8 +154,7 @@ class ModelSection(Settings):
 
     Attributes:
         path: A Hugging Face model directory with config, safetensors and tokenizer, or the name of
-            a model on the hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@COMMIT". A directory
-            of that name wins.
+            a model on the hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@COMMIT".
         dtype: Data type of computation, and of the weights that engines get. bfloat16 takes half
             the memory of float32 and is less exact. "auto" is bfloat16 where the trainer runs on a
             GPU, and float32 on the CPU.
@@ -190,17 +188,16 @@ class DataSection(Settings):
     """`[data]`: prompts, as JSONL or Parquet, or on the hub.
 
     Attributes:
-        train: File of prompts to train on, or the name of a data set on the hub: "openai/gsm8k",
-            with its configuration "openai/gsm8k/main", and with a split "openai/gsm8k/main:train".
-            A file of that name wins. The split is "train" where none is given. Needs the extra
-            "hub". A list of files or names is one data set, in this order.
-        eval: File of held-out prompts, or a name like that of `train`, whose split is "test" where
-            none is given, or a list. Without it nothing is evaluated.
+        train: File of prompts to train on, or the name of a data set on the hub, such as
+            "openai/gsm8k/main:train" (docs/data-and-rewards.md). Names need the extra "hub". A list
+            of files or names is one data set, in this order.
+        eval: Held-out prompts, named like those of `train`; the split is "test" where none is
+            given. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
-            content} from `messages_column`, or texts, each the one message of a user, and renders
-            them by the tokenizer's chat template. A list may be stored as JSON text.
-            "auto" chooses by which of the two columns is there, and takes a list in
-            `prompt_column`, as TRL has chats, for a chat. Rows with both are refused.
+            content} from `messages_column`, also as JSON text, or texts, each the one message of a
+            user, and renders them by the tokenizer's chat template. "auto" chooses by which of the
+            two columns is there, and takes a list in `prompt_column` for a chat. Rows with both are
+            refused.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats, or of users' messages.
         template: Text made of a row's columns, such as "Question: {question} Answer:", which takes
@@ -209,8 +206,7 @@ class DataSection(Settings):
         system_prompt: System message in front of each chat. A chat that has one already and a
             plain prompt are refused.
         continue_final_message: Whether a final message of the assistant in a chat is the beginning
-            of the completion. Otherwise such a chat is refused, because the message holds the
-            answer.
+            of the completion. Otherwise such a chat is refused.
         chat_template_kwargs: Further variables of the chat template, such as enable_thinking =
             false. They apply in agent loops and in `umbra serve` as well.
         id_column: Column of unique names of the prompts. Default: row numbers.
@@ -299,19 +295,18 @@ class RewardSection(Settings):
     """`[reward]`: Python functions, run in rollout worker processes.
 
     Attributes:
-        function: "module:function", called as function(prompts, completions, **columns) with
-            lists of equal length. Columns are those of the data, `num_tokens` and `finish_reason`.
-            It returns one finite number per completion. It may be async, and then take an argument
-            `ctx`, by which it calls auxiliary pools: ctx.pool("judge"). With `train.advantage`
-            "none" it may be left out.
+        function: "module:function", called as function(prompts, completions, **columns) with lists
+            of equal length (docs/data-and-rewards.md). It returns one finite number per completion.
+            It may be async, and then take an argument `ctx`, by which it calls auxiliary pools.
+            With `train.advantage` "none" it may be left out.
         functions: Several such functions by name, instead of `function`. The reward is the sum of
-            what they return, each times its weight, and each is logged as `reward/NAME_mean`. One
-            may return None for a completion that it does not apply to.
+            their results, each times its weight. One may return None for a completion that it does
+            not apply to.
         weights: Weight of each of `functions`, by name. Default: 1.
         overlong_buffer: Number of the last tokens before `rollout.max_new_tokens` in which the
             reward of a training completion falls linearly, by up to `overlong_penalty`. The mean of
-            this share is logged as `reward/overlong_mean`, from 0 to -1. A group whose rewards
-            differ by it alone is trained on. Evaluations have no penalty. 0: no penalty.
+            this share is logged as `reward/overlong_mean`. A group whose rewards differ by it alone
+            is trained on. 0: no penalty.
         overlong_penalty: Penalty of a completion of `rollout.max_new_tokens` tokens, or the weight
             of this part with `train.advantage` "gdpo". Larger values keep completions shorter.
         timeout_s: Limit for one call of a function. It excludes the time that the call waits for
@@ -361,9 +356,8 @@ class TrainSection(Settings):
             `rollout.groups_per_step` prompts as these take, rounded up. Prompts that
             `data.overlong` leaves out do not count. Prompts that are dropped later, such as those
             of `rollout.drop_zero_variance_groups`, are replaced by others and add no steps.
-        optimizer: "muon" makes the singular values of a matrix's update equal, and takes half of
-            the optimizer's memory; embeddings, head and vectors stay with AdamW. Its updates are as
-            large as AdamW's, so that both use one learning rate.
+        optimizer: "muon" (docs/algorithms.md) takes half of AdamW's memory for the matrices that it
+            trains. Both use one learning rate.
         learning_rate: Peak learning rate, after warm-up. Higher values learn faster until training
             becomes unstable.
         schedule: How the learning rate falls after warm-up: "constant" not at all, "linear" or
@@ -390,18 +384,13 @@ class TrainSection(Settings):
         max_tokens_per_micro_batch: Largest number of tokens of a micro-batch; there are as many as
             this needs. 0 is 2048 on the CPU, whose caches hold about that, and 16384 on a GPU.
         updates_per_batch: Passes over a batch, with an optimizer step for each of `mini_batches`.
-        loss: "clipped" is PPO's: the policy's ratio to the policy that generated the tokens,
-            clipped. "decoupled" is for tokens that older weights generated: the ratio to the policy
-            at the beginning of the step, clipped, times an importance weight, the ratio of that
-            policy to the one that generated the tokens. Where the two policies are the same, so
-            are the losses. "gspo" is "clipped" with the ratio of a whole sample, to the power of
-            1 / length; use it with loss_aggregation = "sequence" and clip_eps_low and clip_eps_high
-            below 0.001. "cispo" clips the ratio, as a weight, and leaves the gradient to every
-            token. "sapo" has a smooth gate instead of the clip. "dppo" leaves tokens out whose
-            probability, not its ratio, has changed by more than `clip_eps_low` or `clip_eps_high`;
-            0.2 is usual. "module:function" is a `PolicyLoss` of your own, see
-            `umbra.trainer.algorithms.base`; its module is searched for like the reward function's,
-            on every node.
+        loss: Formulas and choice: docs/algorithms.md. "clipped" is PPO's. "decoupled" is for tokens
+            that older weights generated. "gspo" clips the ratio of a whole sample; use it with
+            loss_aggregation = "sequence" and clip_eps_low and clip_eps_high below 0.001. "cispo"
+            clips the ratio as a weight, and every token keeps its gradient. "sapo" has a smooth
+            gate instead of the clip. "dppo" leaves out tokens whose probability has changed by more
+            than `clip_eps_low` or `clip_eps_high`; 0.2 is usual. "module:function" is a
+            `PolicyLoss` of your own (docs/add-an-algorithm.md).
         clip_eps_low: The ratio is clipped to at least 1 - this; 1 is no lower bound. Larger values
             allow larger updates.
         clip_eps_high: The ratio is clipped to at most 1 + this. Larger values allow larger updates.
@@ -410,19 +399,17 @@ class TrainSection(Settings):
         loss_args: Constants of the loss by name. "sapo" takes tau_positive and tau_negative, by
             default 1 and 1.05. A loss of your own gets them in its settings.
         importance_level: With loss = "decoupled", what an importance weight is of: each "token",
-            the whole "sequence", or the "geometric" mean of its tokens. "none" weights nothing:
-            the loss is PPO's around the policy at the beginning of the step.
+            the whole "sequence", or the "geometric" mean of its tokens. "none" weights nothing.
         importance_cap: With loss = "decoupled", importance weights above it are limited. A large
             value, such as 1e9, limits none.
         importance_above_cap: What happens to importance weights above the cap: "truncate" sets them
             to the cap, "mask" leaves their tokens out.
         importance_floor: Tokens with importance weights below it are left out. 0 leaves none out.
-        advantage: "grpo" subtracts the mean reward of a group and divides by the standard deviation
-            of the group as a sample, which divides by one less than its size; "dr_grpo" does not
-            divide. "rloo" subtracts the mean of the group's other rewards. "maxrl" divides by the
-            mean, for rewards of at least 0. "reinforce" is the reward itself. "gdpo" is "grpo" of
-            each of `reward.functions` apart, and the sum of these by `reward.weights`. "none" is 0,
-            for training by a teacher alone: rewards are only logged, and may be left out.
+        advantage: Formulas and choice: docs/algorithms.md. "grpo" subtracts the mean reward of a
+            group and divides by the standard deviation; "dr_grpo" does not divide. "rloo" subtracts
+            the mean of the group's other rewards. "maxrl" divides by the mean. "reinforce" is the
+            reward itself. "gdpo" is "grpo" of each of `reward.functions` apart, added up by
+            `reward.weights`. "none" is 0, for training by a teacher alone: rewards are only logged.
             "module:function" is an `AdvantageEstimator` of your own, found like `loss`.
         advantage_norm: "batch" subtracts the mean of all advantages of a batch and divides by their
             standard deviation; "none" leaves them as they are.
@@ -438,15 +425,13 @@ class TrainSection(Settings):
             the token to the end of the completion, after `advantage_norm`.
         reference_every: Steps after which the current policy becomes the reference model of the KL
             term. 0 keeps the starting model.
-        kl_estimator: Estimator of the KL term in the loss, see `umbra.trainer.algorithms.losses`.
-            The estimator k1 is not among them: as a loss, its expected gradient is 0.
+        kl_estimator: Estimator of the KL term in the loss (docs/algorithms.md).
         teacher_kl_coef: Weight of on-policy distillation from `[pools.teacher]`: of a token's
             advantage, as many times the log-ratio of policy and teacher are subtracted, after
             `advantage_norm`. Larger values let rewards count less; 1 is usual. 0: no teacher.
-        max_logprob_difference: Largest mean difference, in nats, between the engines' logprobs and
-            the trainer's, of the same tokens under the same weights. A single token may differ by
-            30 times as much. Beyond it, the first step that can be compared ends the run before
-            any weight has changed, and later steps warn. 0 is the bound of `model.dtype`: 0.01 in
+        max_logprob_difference: Largest mean difference, in nats, between the logprobs of engines
+            and trainer for the same tokens and weights. Beyond it, the first step that can be
+            compared ends the run (docs/engines.md). 0 is the bound of `model.dtype`: 0.01 in
             float32, 0.15 in bfloat16, 1e-5 in float64. Raise it for engines that are quantised on
             purpose; 1e9 switches the check off.
         entropy_coef: Weight of the policy's mean entropy, which is added to the objective. Larger
@@ -473,9 +458,8 @@ class TrainSection(Settings):
         export: Whether to write a Hugging Face directory at the end.
         seed: Seed of data order and sampling.
         shutdown_grace_s: How long the step in progress may take to end and be checkpointed after
-            SIGTERM or SIGHUP. Without a value it is twice the longest step and checkpoint so far,
-            at least 5 s. SIGINT (Ctrl-C) has no limit; `umbra stop` and `umbra preempt` have one of
-            their own (--within).
+            SIGTERM or SIGHUP (docs/troubleshoot.md). Default: twice the longest step and checkpoint
+            so far, at least 5 s.
         device: Device of the trainer. "auto" is cuda where there is one.
     """
 

@@ -35,13 +35,14 @@ and the changes to it on the command line.
 """
 
 
+_UNUSED = re.compile(r"(?P<name>\S+) has no effect: (?P<remedy>.*), or leave (?P=name) out")
 _SFT_SECTIONS = ", ".join(f"[{name}]" for name in annotations_of(SftConfig))
 
 
 def document() -> str:
     """The whole of it, from the docstrings and defaults of the sections."""
     parts = [_HEAD]
-    described: dict[str, str] = {}  # row -> its section
+    described: dict[str, tuple[str, str]] = {}  # name, default and text -> section, allowed
     for name, section in _sections():
         summary = (inspect.getdoc(section) or "").split("\n\n")[0].partition(": ")[2]
         summary = " ".join(summary.split())
@@ -56,18 +57,29 @@ def document() -> str:
             if is_dataclass(field.default):  # a section of its own
                 continue
             allowed, text = _allowed(schemas[field.name]), texts[field.name]
-            row = f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n"
-            if described.setdefault(row, name) == name:
-                parts.append(row)
+            row = f"{_default(field)} | {text} |\n"
+            other, others_allowed = described.setdefault(f"{field.name} | {row}", (name, allowed))
+            if other == name:
+                parts.append(f"| `{field.name}` | {allowed} | {row}")
             else:
-                repeated.setdefault(described[row], []).append(f"`{field.name}`")
+                bounds = "" if allowed == others_allowed else f" ({allowed})"
+                repeated.setdefault(other, []).append(f"`{field.name}`{bounds}")
         for other, names in repeated.items():
             parts.append(f"\n{', '.join(names)}: as in [{other}](#{other}).\n")
     parts.append("\n## Combinations\n\nConditions are Python over the sections of the config.\n")
     parts.append("\n| if | then | because |\n|---|---|---|\n")
+    unused: dict[tuple[str, str], list[str]] = {}  # condition and remedy -> settings
     for rule in RULES:
+        if found := _UNUSED.fullmatch(rule.text):
+            condition = rule.condition.partition(" and ")[2]
+            unused.setdefault((condition, found["remedy"]), []).append(f"`{found['name']}`")
+            continue
         verdict = "refused" if rule.severity == "error" else "warning"
         parts.append(f"| `{rule.condition}` | {verdict} | {rule.text} |\n")
+    parts.append("\nThese settings then have no effect; values other than the defaults warn:\n")
+    parts.append("\n| setting | if | remedy |\n|---|---|---|\n")
+    for (condition, remedy), names in unused.items():
+        parts.append(f"| {', '.join(names)} | `{condition}` | {remedy} |\n")
     parts.append(
         f"\n[SFT](sft.md) has the sections {_SFT_SECTIONS}, and refuses settings of them that only "
         "RL uses.\n"
