@@ -76,8 +76,8 @@ def document() -> str:
             continue
         verdict = "refused" if rule.severity == "error" else "warning"
         parts.append(f"| `{rule.condition}` | {verdict} | {rule.text} |\n")
-    parts.append("\nThese settings then have no effect; values other than the defaults warn:\n")
-    parts.append("\n| setting | if | remedy |\n|---|---|---|\n")
+    parts.append("\nA setting without effect is a warning, unless it has its default:\n")
+    parts.append("\n| without effect | if | remedy |\n|---|---|---|\n")
     for (condition, remedy), names in unused.items():
         parts.append(f"| {', '.join(names)} | `{condition}` | {remedy} |\n")
     parts.append(
