@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -227,6 +228,24 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(
     assert status == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_checkpoint_of_a_discarded_history_begins_no_replay(
+    resumed: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, step = tmp_path / "run", resumed[1] + 2
+    shutil.copytree(resumed[0], copy)
+    # The first life would have trained this step on its version of that number.
+    state = copy / f"checkpoints/step-{step:06d}/trainer.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"version": step}))
+
+    status = main(["replay", str(copy), "--steps", f"{step + 1}", "-o", str(tmp_path / "none")])
+
+    assert status == 2
+    has = ", ".join(map(str, [*range(2, step, 2), step + 2]))
+    assert (
+        f"after step {step}, and the run has those after steps {has}: " in capsys.readouterr().err
+    )
 
 
 def test_samples_that_the_ledger_no_longer_has_are_refused(

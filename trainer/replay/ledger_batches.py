@@ -42,10 +42,8 @@ class LedgerBatches:
         self._world_size = world_size
 
     def version(self, step: int) -> int:
-        """The weights in training in step `step` (from 0), which no later publish has replaced; 0
-        if they were never published."""
-        versions = self._index.table.versions
-        return max((version for version, of in versions.items() if of == step), default=0)
+        """The weights in training in step `step` (from 0); 0 if they were never published."""
+        return self._index.table.newest_version(step)
 
     def batch(self, step: int, rank: int) -> TrainBatch:
         """A rank's part of the batch of step `step` (from 0). Raises ConfigError if the ledger does

@@ -86,8 +86,9 @@ class ReplayPlan:
         config = recorded_config(run_dir, overrides)
         name = f"{config.run_name}, steps {first} to {last} again"
         config = replace(config, run=RunSection(dir=out, name=" ".join([name, *overrides])))
-        _check_steps(open_ledger(run_dir), first, last, config)
-        checkpoints = complete_checkpoints(RunDir(run_dir).checkpoints)
+        index = open_ledger(run_dir)
+        _check_steps(index, first, last, config)
+        checkpoints = _checkpoints(run_dir, index)
         if not checkpoints:
             raise ConfigError(
                 f"{run_dir} has no complete checkpoint, so that the number of its ranks is "
@@ -153,6 +154,17 @@ def _check_steps(index: LedgerIndex, first: int, last: int, config: TrainerConfi
             f"rollout.ledger_gb = {config.rollout.ledger_gb:g} keeps the newest: replay later "
             "steps, and give the next run a larger rollout.ledger_gb"
         )
+
+
+def _checkpoints(run_dir: Path, index: LedgerIndex) -> list[Path]:
+    """The run's complete checkpoints. A run that resumed from an older one than its newest has kept
+    the newer ones: these do not count. Their last step was trained on older weights than the step
+    of that number that counts."""
+    return [
+        path
+        for path in complete_checkpoints(RunDir(run_dir).checkpoints)
+        if read_trainer_state(path).version >= index.table.newest_version(checkpoint_step(path) - 1)
+    ]
 
 
 def _start(checkpoints: Sequence[Path], first: int, config: TrainerConfig) -> Path | None:

@@ -78,8 +78,9 @@ class ReplayReport:
         if self._difference:
             self._display.note(
                 f"warning: this replay is not the run again: {self._difference}. Usual causes: "
-                "other hardware or libraries, another number of threads (OMP_NUM_THREADS), GPU "
-                "kernels that add in no fixed order"
+                "settings that a resume of the run has changed since, other hardware or libraries, "
+                "another number of threads (OMP_NUM_THREADS), GPU kernels that add in no fixed "
+                "order"
             )
         elif self._plan.is_exact and self._of_run:
             num_steps = len(self._of_run)

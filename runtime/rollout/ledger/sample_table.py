@@ -279,6 +279,11 @@ class SampleTable:
             case _:
                 pass
 
+    def newest_version(self, steps: int) -> int:
+        """The weights after `steps` optimizer steps in the history that counts, which published
+        them last; 0 if they were never published."""
+        return max((version for version, of in self.versions.items() if of == steps), default=0)
+
     def take_back(self, rows: Iterable[SampleRow]) -> None:
         """Takes samples of earlier parts that the next event, a `Restored`, makes scored again."""
         for row in rows:
