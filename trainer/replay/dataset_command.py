@@ -112,10 +112,15 @@ class _RowWriter:
             return "with the text of another sample of their prompt"
         self._written.add((row.group.prompt_id, text))
         asked = prompt_content(self._config.data, f"prompt {prompt.prompt_id}", prompt.row)
-        is_chat = not isinstance(asked, str)
-        answer = [{"role": "assistant", "content": text}] if is_chat else text
+        answer = text if isinstance(asked, str) else [_message(asked, text)]
         facts = row.facts()
         parts = {"reward_parts": facts["reward_parts"]} if facts["reward_parts"] else {}
         about = {name: facts[name] for name in ("reward", "step", "sample_id")}
         pair = {"prompt": asked, "completion": answer}
         return pair | about | parts | {"versions": sorted(set(versions))}
+
+
+def _message(chat: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    """The assistant's message. A beginning that the completion has continued leaves the chat."""
+    begun = chat.pop() if chat[-1]["role"] == "assistant" else {"role": "assistant"}
+    return begun | {"content": begun.get("content", "") + text}

@@ -301,11 +301,11 @@ def scored(run: Run, first_uid: int, name: str, *answers: str) -> list[Event]:
     ]
 
 
-def dataset_rows(run: Run, data_format: str, *argv: str) -> list[dict[str, Any]]:
+def dataset_rows(run: Run, data_format: str, *argv: str, **data: Any) -> list[dict[str, Any]]:
     """The rows that `umbra dataset` writes, and its lines in `run.capsys`."""
     config = config_with(
         run={"dir": str(run.folder)},
-        data={"train": "x", "format": data_format},
+        data={"train": "x", "format": data_format, **data},
         rollout={"skip_special_tokens": True},  # the tokenizer here has no end token
     )
     record_settings(config, {})
@@ -351,6 +351,24 @@ def test_a_data_set_of_chats_has_the_completion_as_the_assistants_message(run: R
 
     assert row["prompt"] == [{"role": "user", "content": "2+2="}]
     assert row["completion"] == [{"role": "assistant", "content": "5"}]
+
+
+def test_an_answer_that_a_chat_has_begun_is_whole_in_a_data_set(run: Run) -> None:
+    chat = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It is "}]
+    prompt: dict[str, Any] = {
+        "id": "a",
+        "prompt": "",
+        "tokens": bytes(4),
+        "row": {"messages": chat},
+    }
+    write_prompts(run.folder / "prompts.msgpack", [prompt])
+    run.write([Version(0, 0), *scored(run, 0, "a", f"4{END}", f"5{END}")])
+
+    rows = dataset_rows(run, "chat", "--best", "2", continue_final_message=True)
+
+    assert [row["prompt"] for row in rows] == [chat[:1]] * 2
+    answers = [row["completion"] for row in rows]
+    assert answers == [[{"role": "assistant", "content": f"It is {n}"}] for n in (5, 4)]
 
 
 def test_truncated_completions_and_several_turns_are_not_in_a_data_set(run: Run) -> None:
