@@ -210,6 +210,7 @@ def test_a_replay_on_other_ranks_is_refused_with_the_command_that_has_as_many(
         ("3:4", "train.eval_every=2", "(command line): a replay evaluates nothing"),
         ("3:4", "train.export=false", "(command line): it has no effect on a replay"),
         ("3:4", "train.optimizer=muon", "leave it out, or replay from step 1"),
+        ("3:4", "train.ema=0.9", "leave it out, or replay from step 1"),
         ("3:4", "train.mini_batches=3", "use a divisor of rollout.groups_per_step"),
     ],
 )
