@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,14 +83,15 @@ class WeightFiles:
         another one; how tensors are split into files does not count. Raises DataError if a file
         cannot be read."""
         found = xxhash.xxh3_128()
-        for name, each in sorted(self.tensors.items()):
-            found.update(repr((name, each.dtype, each.shape)).encode())
-            try:
-                with each.file.open("rb") as file:
-                    file.seek(each.start)
-                    found.update(file.read(min(_DIGESTED_NBYTES, each.nbytes)))
-            except OSError as error:
-                raise DataError(f"{each.file} cannot be read: {error}") from error
+        try:
+            with ExitStack() as stack:
+                opened = {file: stack.enter_context(file.open("rb")) for file in self.files}
+                for name, each in sorted(self.tensors.items()):
+                    found.update(repr((name, each.dtype, each.shape)).encode())
+                    opened[each.file].seek(each.start)
+                    found.update(opened[each.file].read(min(_DIGESTED_NBYTES, each.nbytes)))
+        except OSError as error:
+            raise DataError(f"{self._folder} cannot be read: {error}") from error
         return found.hexdigest()
 
     def are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
