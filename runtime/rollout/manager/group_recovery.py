@@ -41,8 +41,8 @@ def recover_groups(
 ) -> Recovered:
     """Restores groups from the ledger's accounts at the end of the history. `make_group` returns a
     fresh group for an index of the prompt order; with `has_teacher`, groups that the teacher has
-    not scored are open. Raises LedgerError if the data set, or a setting that decides its order,
-    has changed."""
+    not scored are open, and without it, answers of an earlier teacher are left out. Raises
+    LedgerError if the data set, or a setting that decides its order, has changed."""
     group_size = max(1, state.next_uid // max(1, state.num_groups))
     recovered = Recovered(
         next_idx=state.next_order_idx if state.num_groups else None,
@@ -61,6 +61,8 @@ def recover_groups(
         for sample, held in zip(group.trajectories, account.samples, strict=True):
             _fill(sample, held)
             _check_parts(sample, group)
+            if has_teacher:
+                sample.teacher_logprobs = held.teacher_logprobs
             if not sample.is_finished:
                 recovered.records[sample] = held.recorded
         if SampleState.LEASED in states:
@@ -112,6 +114,5 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
         sample.reward, sample.reward_parts = held.reward, held.reward_parts
-        sample.teacher_logprobs = held.teacher_logprobs
     elif sample.completion_len:
         sample.state = TrajectoryState.PARTIAL

@@ -58,7 +58,13 @@ def test_a_group_waits_for_its_teacher_again_unless_the_ledger_has_all_answers()
 
     assert [sample.teacher_logprobs for sample in whole.ready[0].trajectories] == [[-0.5], [-1.5]]
     assert [sample.teacher_logprobs for sample in half.open[0].trajectories] == [[-0.5], None]
-    assert recover(answers[0]).ready
+
+
+def test_a_run_without_a_teacher_has_no_answers_of_an_earlier_one() -> None:
+    """They would be a column of some of a batch's samples."""
+    group = recover(TeacherLogprobs(0, np.asarray([-0.5], np.float32))).ready[0]
+
+    assert [sample.teacher_logprobs for sample in group.trajectories] == [None, None]
 
 
 def test_parts_of_rewards_are_compared_again_after_a_recovery() -> None:
