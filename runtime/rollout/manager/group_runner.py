@@ -127,7 +127,7 @@ class GroupRunner:
                 self._submit(sample, run)
 
     def abandon(self, group: Group) -> None:
-        """Withdraws a group from engines and ignores late results. Idempotent."""
+        """Withdraws a group from engines and teacher, and ignores late results. Idempotent."""
         run = self._runs.pop(group, None)
         if run is None:
             return
@@ -137,6 +137,8 @@ class GroupRunner:
         self._dispatcher.cancel([turn for turn in turns if turn is not None])
         for sample in group.trajectories:
             self._sessions.close(sample)
+        if self._teacher is not None:
+            self._teacher.withdraw(group.trajectories)
 
     def abandon_all(self) -> None:
         for group in list(self._runs):

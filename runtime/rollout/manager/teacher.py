@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -41,10 +41,17 @@ class Teacher:
         self._on_failure = on_failure
         # Bounded by what the manager admits: one question for each trajectory.
         self._questions = asyncio.Queue[tuple[Trajectory, Callable[[NDArray[np.float32]], None]]]()
+        self._asked: dict[Trajectory, asyncio.Task[None]] = {}
 
     def ask(self, sample: Trajectory, on_answer: Callable[[NDArray[np.float32]], None]) -> None:
         """Calls `on_answer` with [C] logprobs of a finished trajectory's completion."""
         self._questions.put_nowait((sample, on_answer))
+
+    def withdraw(self, samples: Iterable[Trajectory]) -> None:
+        """Spares the teacher questions whose answers nobody needs."""
+        for sample in samples:
+            if task := self._asked.get(sample):
+                task.cancel()
 
     async def run(self) -> None:
         """Asks until cancelled."""
@@ -56,7 +63,10 @@ class Teacher:
         handle = self._context.connect(ref)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                tasks.create_task(self._answer(handle, *await self._questions.get()))
+                sample, on_answer = await self._questions.get()
+                task = tasks.create_task(self._answer(handle, sample, on_answer))
+                self._asked[sample] = task
+                task.add_done_callback(lambda _task, done=sample: self._asked.pop(done, None))
 
     async def _answer(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Neighbours(Workers):
         self.turns: list[Turn] = []
         self.scored: list[Group] = []
         self.questions: dict[str, Callable[[Any], None]] = {}  # of the teacher, by sample
+        self.withdrawn: list[str] = []  # of them
 
     def submit(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -43,6 +44,9 @@ class Neighbours(Workers):
 
     def ask(self, sample: Trajectory, on_answer: Callable[[Any], None]) -> None:
         self.questions[sample.sample_id] = on_answer
+
+    def withdraw(self, samples: Sequence[Trajectory]) -> None:
+        self.withdrawn += [sample.sample_id for sample in samples]
 
     def on_failed(self, group: Group, error: UmbraError) -> None:
         self.errors.append(error)
@@ -212,6 +216,7 @@ def test_a_group_is_delivered_with_its_rewards_and_all_of_its_teacher_s_answers(
 def test_a_late_answer_of_the_teacher_changes_nothing_in_a_group_that_was_given_up() -> None:
     group, neighbours = Group("g", [finished(PROMPT, 0)], 0), Neighbours()
     start(group, neighbours, has_teacher=True).abandon(group)
+    assert neighbours.withdrawn == ["p/0"]
 
     neighbours.questions["p/0"](np.asarray([-1.0], np.float32))
 
