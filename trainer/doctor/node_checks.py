@@ -56,7 +56,7 @@ from umbra.trainer.services.memory_needs import (
     trained_size,
 )
 from umbra.trainer.services.pool_placement import plan_pools
-from umbra.trainer.services.pool_specs import auxiliary_pool_spec
+from umbra.trainer.services.pool_specs import TEACHER, auxiliary_pool_spec
 from umbra.trainer.services.services import (
     POOL,
     engine_pool_spec,
@@ -70,6 +70,7 @@ from umbra.trainer.services.setup_check import (
     check_models,
     check_rotary_frequencies,
     check_stop_tokens,
+    check_teacher,
 )
 from umbra.trainer.world.mesh import pick_device, usable_gpus
 from umbra.trainer.world.run_files import writing
@@ -152,6 +153,8 @@ class NodeChecks:
         yield from self._versions()
         yield self._verdict("model", self._model, after=self._hub("model", "pools"))
         yield self._verdict("context", self._context, after="model")
+        if self._config.train.teacher_kl_coef:
+            yield self._verdict("teacher", self._teacher, after="model")
         yield self._verdict("data", self._data, after=self._hub("data", "eval"))
         yield self._verdict("prompts", self._prompts, after=("model", "context", "data"))
         yield from (Verdict("prompts", "warning", text) for text in self._data_warnings)
@@ -220,6 +223,10 @@ class NodeChecks:
         check_models(self._config)
         check_lora(self._config.model)
         return str(self._config.model.path)
+
+    def _teacher(self) -> str:
+        check_teacher(self._config)
+        return str(self._config.pools[TEACHER].model_path)
 
     def _context(self) -> str:
         check_rotary_frequencies(self._config)

@@ -125,6 +125,21 @@ def test_what_would_end_a_run_fails_its_check_alone(
     assert output.endswith("\n1 check failed\n")
 
 
+def test_a_teacher_that_could_not_score_all_completions_fails_its_check_alone(
+    config: Path, umbra_tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = {"model_path": umbra_tiny_model_dir, "engine": "echo", "max_context_len": 20}
+    settings = [f"pools.teacher.{name}={value}" for name, value in teacher.items()]
+    settings += ["pools.teacher.engine_args={vocab_size=42}", "train.teacher_kl_coef=1"]
+
+    status = main(["doctor", str(config), *settings])
+
+    output = capsys.readouterr().out
+    assert status == 1, output
+    assert "FAILED: pools.teacher.max_context_len is 20, and" in verdicts(output)["teacher"]
+    assert output.endswith("\n1 check failed\n")
+
+
 def test_a_mistyped_path_that_could_be_a_name_on_the_hub_fails_one_check_and_the_others_go_on(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
