@@ -48,6 +48,16 @@ def no_column(
     )
 
 
+def given_chat(value: object) -> list[Any] | None:
+    """The messages that a column holds, also as JSON text; None if it holds something else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return cast("list[Any]", value) if are_messages(value) else None
+
+
 def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[Any]:
     column, key = _column(data, where, row)
     for name in _MEDIA_COLUMNS:
@@ -57,7 +67,7 @@ def _given(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[
                 "rows out, or name the columns of the prompt in data.template if they are enough"
             )
     value = row[column]
-    chat = None if data.format == "text" else _chat(value)
+    chat = None if data.format == "text" else given_chat(value)
     if chat is not None:
         return chat
     if not isinstance(value, str):
@@ -95,16 +105,6 @@ def _column(data: DataSection, where: str, row: Mapping[str, Any]) -> tuple[str,
             return prompt
         raise no_column(prompt[0], where, row, _PROMPT, f" nor {messages[0]!r}")
     return present[0]
-
-
-def _chat(value: object) -> list[Any] | None:
-    """The messages that a column holds, also as JSON text; None if it holds something else."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return cast("list[Any]", value) if are_messages(value) else None
 
 
 def _with_system_prompt(data: DataSection, messages: list[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.sft_config import SftSection
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import read_rows
-from umbra.trainer.data.prompt_content import no_column, prompt_content
+from umbra.trainer.data.prompt_content import given_chat, no_column, prompt_content
 
 _COMPLETION = "sft.completion_column"
 
@@ -104,8 +104,12 @@ class SftRows:
         column = self.sft.completion_column
         completion = row.get(column)
         if isinstance(found, str):
-            if completion is None:
+            if column not in row:
                 raise no_column(column, where, row, _COMPLETION)
+            if completion is None:
+                raise DataError(
+                    f"{where}: column {column!r} ({_COMPLETION}) is null: leave the row out"
+                )
             if not isinstance(completion, str):
                 raise DataError(
                     f"{where}: the prompt is text, and column {column!r} holds a "
@@ -126,7 +130,8 @@ class SftRows:
                     f"another ({_COMPLETION}): leave one of them out"
                 )
             if isinstance(completion, str):
-                completion = [{"role": "assistant", "content": completion}]
+                only_one = [{"role": "assistant", "content": completion}]
+                completion = given_chat(completion) or only_one
             if not are_messages(completion):
                 raise DataError(f"column {column!r} is neither text nor messages")
             given = cast("list[object]", completion)

@@ -6,6 +6,8 @@ from collections.abc import Generator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
@@ -97,8 +99,8 @@ class _RowReader:
                 if row is None:
                     num_dropped += 1
                     continue
-                last = int(row.tokens[row.mask.nonzero()[0][-1]])
-                num_endless += last not in self._tokenizer.end_token_ids
+                learned = row.tokens[row.mask.astype(bool)]
+                num_endless += not np.isin(learned, self._tokenizer.end_token_ids).any()
                 yield row
                 num_found += 1
                 if num_found == limit:
@@ -115,7 +117,8 @@ class _RowReader:
             )
         if num_endless == len(found):
             self._warn(
-                f"warning: {key}: the last token to learn of a row is never an end token, so that "
-                "the model does not learn to end its answers: check the chat template"
+                f"warning: {key}: no row has an end token among those to learn, so that the model "
+                "does not learn to end its answers: check the chat template, and sft.max_len if "
+                "data.overlong cuts rows"
             )
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,11 @@ def test_the_assistants_messages_and_their_ends_are_learned(
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prefixes", "marked"])
 @pytest.mark.parametrize(
     ("column", "completion"),
-    [("completion", "so|ö"), ("answer", [{"role": "assistant", "content": "so|ö"}])],
+    [
+        ("completion", "so|ö"),
+        ("answer", [{"role": "assistant", "content": "so|ö"}]),
+        ("answer", json.dumps(CHAT[3:])),
+    ],
 )
 def test_of_a_chat_with_a_completion_only_the_completion_is_learned(
     tmp_path: Path, template: str, column: str, completion: object
@@ -124,6 +129,7 @@ def test_a_template_that_changes_earlier_messages_gives_the_last_one_only(tmp_pa
     ("row", "words"),
     [
         ({"prompt": "2+2="}, "row 7: no column 'completion'.*set sft.completion_column"),
+        ({"prompt": "2+2=", "completion": None}, "row 7: column 'completion' .* is null: leave"),
         ({"prompt": "2+2=", "completion": 4}, "row 7: the prompt is text, .* holds a int"),
         ({"messages": CHAT[:1]}, "row 7: no message of the assistant, and so nothing to learn"),
         ({"messages": CHAT, "completion": "4"}, "row 7: the chat ends with the assistant's"),
