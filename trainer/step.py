@@ -115,8 +115,8 @@ class TrainStep:
         if self._num_skipped == allowed:
             before = f"{allowed} before it were skipped (train.skip_nonfinite). " if allowed else ""
             raise UmbraError(
-                f"{found}. {before}It has changed no parameter: lower train.learning_rate or "
-                "train.clip_eps_high, or compute in float32 (model.dtype)"
+                f"{found}. {before}It has changed no parameter: lower train.learning_rate (in RL "
+                "also train.clip_eps_high), or compute in float32 (model.dtype)"
             )
         self._policy.clear_gradients()
         self._num_skipped += 1

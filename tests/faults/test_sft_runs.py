@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from whole_runs import END_LIMIT_S, Ended, start_run
 
+from umbra.trainer.checkpoint.run_dir import newest_version
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process]
@@ -73,6 +74,7 @@ def test_a_stopped_run_resumes_to_the_bit_and_rl_starts_from_what_it_learned(
     if total > STEPS:  # the signal came late, on a busy machine
         run_to_end(straight, "run.overwrite=true", f"train.steps={total}")
     assert losses(stopped) == losses(straight)
+    assert newest_version(stopped / "run/versions.jsonl") == 2  # a checkpoint of each start
     weights = [each / "run/export/model.safetensors" for each in (straight, stopped)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     held_out = [

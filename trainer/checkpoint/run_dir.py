@@ -110,6 +110,21 @@ def check_run_dir(run: RunSection, incarnation: int) -> None:
         raise ConfigError(f"run.dir: {run.dir} holds an earlier run {_what_to_do(run.dir)}")
 
 
+def check_kind(config: TrainerConfig | SftConfig) -> None:
+    """Raises ConfigError if a run of RL training would be resumed by SFT, or the reverse."""
+    run, recorded = config.run, _recorded(config.run.dir, "settings")
+    if run.resume == "never" or not recorded:
+        return
+    was_sft = "sft" in recorded
+    if was_sft != isinstance(config, SftConfig):
+        module = "umbra.trainer.sft" if was_sft else "umbra.trainer"
+        raise ConfigError(
+            f"run.dir: {run.dir} holds a run of {module}, which run.resume = {run.resume!r} would "
+            f"continue: resume it by {module}, or begin with its result, model.path = "
+            f"'{RunDir(run.dir).export}', in another directory"
+        )
+
+
 def _what_to_do(run_dir: Path) -> str:
     found = complete_checkpoints(RunDir(run_dir).checkpoints)
     if found:

@@ -67,8 +67,9 @@ class RunSection(Settings):
         dir: Directory for metrics, logs, checkpoints, report and summary.json.
         resume: "never" starts from scratch. "auto" resumes from the newest complete checkpoint in
             `dir`; without one it starts at step 1, but keeps what was generated. Or the path of a
-            checkpoint; one from another run keeps its step count but restarts the data. Ranks that
-            torchrun restarted resume from the newest checkpoint that the run has made.
+            checkpoint; one from another run keeps its step count but restarts the data, or in SFT
+            continues it. Ranks that torchrun restarted resume from the newest checkpoint that the
+            run has made.
         overwrite: Whether a fresh start may replace what an earlier run left in `dir`. The earlier
             run stays in `dir`/replaced until the new one has done a step.
         name: Name shown in progress and report. Where empty, the directory's name.

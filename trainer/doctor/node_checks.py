@@ -41,7 +41,7 @@ from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.trainer.algorithms.base import load_advantage_estimator, load_loss
 from umbra.trainer.checkpoint.file_digests import check_format
-from umbra.trainer.checkpoint.run_dir import RunDir, RunLock, check_run_dir
+from umbra.trainer.checkpoint.run_dir import RunDir, RunLock, check_kind, check_run_dir
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 from umbra.trainer.config import setting_rules
 from umbra.trainer.config.trainer_config import TrainerConfig
@@ -276,6 +276,7 @@ class NodeChecks:
     def _run_directory(self) -> str:
         run = self._config.run
         check_run_dir(run, self._environment.incarnation)
+        check_kind(self._config)
         if run.resume == "auto":
             for newest in complete_checkpoints(RunDir(run.dir).checkpoints)[-1:]:
                 check_format(newest)

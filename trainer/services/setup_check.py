@@ -16,7 +16,7 @@ from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.text.model_files import read_model_config, vocab_size, vocabulary
-from umbra.trainer.checkpoint.run_dir import check_run_dir
+from umbra.trainer.checkpoint.run_dir import check_kind, check_run_dir
 from umbra.trainer.config.trainer_config import (
     ModelSection,
     RunSection,
@@ -50,6 +50,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     if config.run.metrics_address and importlib.util.find_spec("aiohttp") is None:
         raise ConfigError(f"run.metrics_address needs aiohttp: {how_to_install('serve')}")
     check_run_dir(config.run, environment.incarnation)
+    check_kind(config)
     check_restarts(config.run, environment)
 
 

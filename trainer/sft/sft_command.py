@@ -12,7 +12,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.settings import annotations_of
 from umbra.runtime.text.model_files import default_context_len, read_model_config
-from umbra.trainer.checkpoint.run_dir import check_run_dir, process_age_s
+from umbra.trainer.checkpoint.run_dir import check_kind, check_run_dir, process_age_s
 from umbra.trainer.command_line import (
     GRACE_S,
     MAX_WAIT_FOR_OTHERS_S,
@@ -93,6 +93,7 @@ def check_sft_setup(config: SftConfig, environment: TorchrunEnvironment) -> None
             rows.check(path, key)
     check_loggers(config.run.loggers)
     check_run_dir(config.run, environment.incarnation)
+    check_kind(config)
     check_restarts(config.run, environment)
 
 

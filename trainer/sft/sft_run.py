@@ -14,7 +14,7 @@ from umbra.runtime.rollout.manager.admission import PromptOrder
 from umbra.runtime.tracing.spans import span
 from umbra.trainer.algorithms.base import LossMetric, LossOutput
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.run_dir import RunDir
+from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, newest_version
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.learning import export_trained, load_models
@@ -63,6 +63,7 @@ class SftRun:
     _models: dict[str, TrainModel]
     _first_step: int  # optimizer steps done before this start
     _saved_step: int  # the step of the newest checkpoint
+    _versions: VersionCounter  # of checkpoints: steps are repeated after a rollback
     _reporter: RunReporter
     _forecast: StopForecast
     _builder: MicroBatchBuilder
@@ -146,6 +147,9 @@ class SftRun:
             with self._display.activity("loading the checkpoint"):
                 self.step = self._checkpoints.load(resumed_from, self._models).step
         self._first_step = self._saved_step = self.step
+        versions = self._run_dir.versions
+        newest = from_lead(self._mesh, lambda: newest_version(versions))
+        self._versions = VersionCounter(versions, newest, writes=self._mesh.is_lead)
 
     def _open_reports(self, stack: ExitStack) -> None:
         config, is_lead = self.config, self._mesh.is_lead
@@ -234,7 +238,7 @@ class SftRun:
             return
         state = TrainerState(
             step=self.step,
-            version=self.step,
+            version=self._versions.next(self.step),
             world_size=self._mesh.world_size,
             seed=self.config.train.seed,
         )

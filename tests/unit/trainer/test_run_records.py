@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from minimal_config import MINIMAL
 
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings
 from umbra.runtime.errors import ConfigError, DataError
@@ -25,6 +26,7 @@ from umbra.trainer.checkpoint.run_dir import (
     VersionCounter,
     begin_run,
     changed_settings,
+    check_kind,
     check_run_dir,
     complete_checkpoints,
     newest_version,
@@ -33,6 +35,7 @@ from umbra.trainer.checkpoint.run_dir import (
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState, read_trainer_state
 from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.reporting.console import ProgressDisplay, format_step
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -590,6 +593,25 @@ def test_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     check_run_dir(RunSection(dir=tmp_path, overwrite=True), incarnation=1)
     check_run_dir(RunSection(dir=tmp_path, resume="auto"), incarnation=1)
     check_run_dir(RunSection(dir=tmp_path), incarnation=2)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "program"), [(0, "umbra.trainer"), (1, "umbra.trainer.sft")], ids=["RL", "SFT"]
+)
+def test_rl_resumes_no_run_of_sft_and_sft_none_of_rl(
+    tmp_path: Path, recorded: int, program: str
+) -> None:
+    shared = {name: MINIMAL[name] for name in ("model", "data", "train")}
+    configs = check_config(TrainerConfig, MINIMAL, "-"), check_config(SftConfig, shared, "-")
+    fresh = [replace(each, run=RunSection(dir=tmp_path)) for each in configs]
+    resuming = [replace(each, run=RunSection(dir=tmp_path, resume="auto")) for each in configs]
+
+    record_settings(fresh[recorded], {})
+
+    check_kind(resuming[recorded])
+    check_kind(fresh[1 - recorded])
+    with pytest.raises(ConfigError, match=rf"a run of {program}, .* = '{tmp_path}/export'"):
+        check_kind(resuming[1 - recorded])
 
 
 def test_a_fresh_start_clears_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
