@@ -142,6 +142,12 @@ _OPTIMIZATION: Final = (
         "use train.schedule = 'linear' or 'cosine'",
         "train.min_lr_ratio",
     ),
+    *_unused(
+        "train.optimizer == 'muon' and model.lora.rank > 0",  # adapters are matrices
+        "use train.optimizer = 'adamw'",
+        "train.betas",
+        "train.eps",
+    ),
     Rule(
         "warning",
         # Most weights of a language model are about 0.02, with which they are initialised.

@@ -36,7 +36,10 @@ def replay(plan: ReplayPlan, environment: TorchrunEnvironment, display: Progress
             store = CheckpointStore(plan.start.parent, mesh, keep=1)
             with display.activity("loading the checkpoint"):
                 if damage := store.find_damage(plan.start):
-                    raise ConfigError(f"the checkpoint {plan.start} is damaged: {damage}")
+                    raise ConfigError(
+                        f"the checkpoint {plan.start} is damaged: {damage}: restore it from a "
+                        "backup, or begin behind another one"
+                    )
                 store.load(plan.start, models)
         batches = LedgerBatches(
             plan.run_dir,

@@ -191,6 +191,14 @@ QUESTIONABLE = [
     ("train.warmup_steps=10", "train.warmup_steps = 10 and train.steps = 10: "),
     ("train.min_lr_ratio=0.1", "train.min_lr_ratio = 0.1 and train.schedule = 'constant': "),
     (
+        "train.optimizer=muon model.lora.rank=8 train.betas=[0.9,0.95]",
+        "train.betas = (0.9, 0.95) and train.optimizer = 'muon' and model.lora.rank = 8: ",
+    ),
+    (
+        "train.optimizer=muon model.lora.rank=8 train.eps=1e-6",
+        "train.eps = 1e-06 and train.optimizer = 'muon' and model.lora.rank = 8: ",
+    ),
+    (
         "model.master_dtype=bfloat16",
         "model.master_dtype = 'bfloat16' and train.learning_rate = 1e-06: ",
     ),
