@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections import deque
@@ -220,8 +221,10 @@ class RunReporter:
         return row
 
     def evaluated_loss(self, step: int, loss: float, num_rows: int) -> None:
-        """Logs and shows the mean loss of the tokens of held-out rows after `step` steps."""
-        self._write(step, {"eval/loss": loss})
+        """Logs, if it is finite, and shows the mean loss of the tokens of held-out rows after
+        `step` steps."""
+        if math.isfinite(loss):
+            self._write(step, {"eval/loss": loss})
         self._display.note(f"after step {step}: loss {loss:.4f} on {num_rows} held-out rows")
 
     def _write(self, step: int, row: MetricsRow) -> None:

@@ -52,8 +52,10 @@ class RowFiles:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
+        """Raises RunDirectoryError on a node that does not have the run directory, or the like."""
         names = ("tokens", "mask", "offsets")
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+        with writing("read", folder):
+            return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

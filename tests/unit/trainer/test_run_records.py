@@ -493,6 +493,17 @@ def test_a_run_directory_given_for_a_model_is_an_error_with_the_models_path(tmp_
         read_model_config(tmp_path)
 
 
+def test_a_held_out_loss_that_is_not_finite_is_shown_and_not_logged(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with MetricsLog(tmp_path, first_step=1) as log, ProgressDisplay(stream) as display:
+        journal = RunReporter(make_config(tmp_path), display, log, steps_before=0)
+        journal.evaluated_loss(0, 0.5, num_rows=3)
+        journal.evaluated_loss(1, float("nan"), num_rows=3)
+
+    assert [row["eval/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
+    assert "after step 1: loss nan on 3 held-out rows" in stream.getvalue()
+
+
 def test_an_accuracy_is_shown_and_logged_with_its_interval(tmp_path: Path) -> None:
     stream = io.StringIO()
     with MetricsLog(tmp_path, first_step=1) as log, ProgressDisplay(stream) as display:
