@@ -94,6 +94,7 @@ class RolloutStatus:
     turns_waiting: int = 0  # requests that wait for an engine
     groups_scoring: int = 0  # groups that wait for the reward function
     scoring_s: float = 0.0  # age of the first of them
+    groups_at_teacher: int = 0  # groups that have their rewards, and wait for the teacher
     tokens: int = 0  # generated so far for open groups
     problem: str = ""  # why its state is unknown; "" if it answered
 
@@ -170,6 +171,8 @@ def _progress(rollouts: RolloutStatus) -> str:
     if rollouts.groups_scoring:
         age = format_duration(rollouts.scoring_s)
         parts.append(f"{rollouts.groups_scoring} wait for the reward function, for {age}")
+    if rollouts.groups_at_teacher:
+        parts.append(f"{rollouts.groups_at_teacher} wait for the teacher")
     return ", ".join(parts)
 
 

@@ -142,6 +142,7 @@ def _rollout_status(name: str, stats: Mapping[str, Any]) -> RolloutStatus:
         turns_waiting=stats["waiting_turns"],
         groups_scoring=int(groups_scoring),
         scoring_s=float(scoring_s),
+        groups_at_teacher=stats["at_teacher"],
         **stats["training"],
     )
 

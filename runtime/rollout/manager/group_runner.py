@@ -149,6 +149,10 @@ class GroupRunner:
         begins = [run.scoring_since for run in self._runs.values() if run.scoring_since is not None]
         return len(begins), time.monotonic() - min(begins) if begins else 0.0
 
+    def num_at_teacher(self) -> int:
+        """How many groups have their rewards, and wait for the teacher."""
+        return sum(run.is_scored for run in self._runs.values())
+
     def _submit(self, sample: Trajectory, run: _Run) -> None:
         def on_end(turn: Turn, reason: str) -> None:
             del self._turns[sample]

@@ -276,6 +276,7 @@ class RolloutManager:
             "training": self._flow.progress(),
             "waiting_turns": self._dispatcher.num_waiting,
             "scoring": self._runner.scoring(),
+            "at_teacher": self._runner.num_at_teacher(),
             "engines": self._fleet.describe(),
             "version": self._fleet.current_version,
             "counters": dict(self._dispatcher.counters),

@@ -86,7 +86,7 @@ def test_a_frame_shows_progress_engines_waits_and_events() -> None:
 
 def test_a_stopped_rank_and_a_slow_reward_are_shown_within_80_columns() -> None:
     state = job(1)
-    stuck = replace(ROLLOUTS, groups_ready=3, groups_scoring=4, scoring_s=13.0)
+    stuck = replace(ROLLOUTS, groups_ready=3, groups_scoring=4, scoring_s=13.0, groups_at_teacher=2)
     ranks = (
         RankStatus(rank=0, pid=3547),
         RankStatus(rank=1, pid=3548, is_stopped=True),
@@ -101,7 +101,7 @@ def test_a_stopped_rank_and_a_slow_reward_are_shown_within_80_columns() -> None:
 
     text = " ".join(line.strip() for line in lines)
     assert "3 of 4 groups ready" in text
-    assert "4 wait for the reward function, for 0:13" in text
+    assert "4 wait for the reward function, for 0:13, 2 wait for the teacher" in text
     assert "rank 1 (pid 3548) is stopped by a signal: kill -CONT 3548 lets it continue" in lines
     assert "`umbra dump runs/r` shows where every process is" in lines
     table = [" ".join(line.split()) for line in lines]

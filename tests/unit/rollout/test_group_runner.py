@@ -201,15 +201,18 @@ def test_a_group_is_delivered_with_its_rewards_and_all_of_its_teacher_s_answers(
     samples = [finished(PROMPT, k) for k in range(3)]
     samples[1].teacher_logprobs = np.asarray([-3.0], np.float32)  # from the ledger
     group, neighbours = Group("g", samples, 0), Neighbours()
-    start(group, neighbours, has_teacher=True)
+    runner = start(group, neighbours, has_teacher=True)
     assert sorted(neighbours.questions) == ["p/0", "p/2"]
+    assert runner.num_at_teacher() == 0  # it waits for the reward, too
 
     neighbours.questions["p/2"](np.asarray([-2.0], np.float32))
     neighbours.queue[0].on_result({"rewards": [0.0, 0.0, 0.0], "parts": {}})
     assert not neighbours.scored
+    assert runner.num_at_teacher() == 1
     neighbours.questions["p/0"](np.asarray([-1.0], np.float32))
 
     assert neighbours.scored == [group]
+    assert runner.num_at_teacher() == 0
     assert [sample.teacher_logprobs for sample in samples] == [[-1.0], [-3.0], [-2.0]]
 
 
