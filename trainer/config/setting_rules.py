@@ -402,6 +402,18 @@ RULES: Final = (
         "rollout.drop_zero_variance_groups out",
     ),
     Rule(
+        "warning",
+        "train.teacher_kl_coef > 0 and train.advantage != 'none' "
+        "and rollout.drop_zero_variance_groups",
+        "the teacher has answered for groups of equal rewards, too, and its answers are dropped "
+        "with them: leave rollout.drop_zero_variance_groups out to learn from them",
+    ),
+    Rule(
+        "warning",
+        "train.advantage == 'none' and train.advantage_norm == 'batch'",
+        "train.advantage_norm has no effect on advantages of 0: leave it out",
+    ),
+    Rule(
         "error",
         "train.teacher_kl_coef > 0 "
         "and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0)",

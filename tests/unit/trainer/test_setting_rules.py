@@ -177,6 +177,17 @@ QUESTIONABLE = [
         "pools.teacher.model_path=models/large",
         "train.teacher_kl_coef = 0.0: the pool named teacher is called by your own code alone",
     ),
+    (
+        "train.teacher_kl_coef=1 pools.teacher.model_path=models/large "
+        "rollout.drop_zero_variance_groups=true",
+        "train.teacher_kl_coef = 1.0 and train.advantage = 'grpo' and "
+        "rollout.drop_zero_variance_groups = True: ",
+    ),
+    (
+        "train.teacher_kl_coef=1 pools.teacher.model_path=models/large train.advantage=none "
+        "train.advantage_norm=batch",
+        "train.advantage = 'none' and train.advantage_norm = 'batch': ",
+    ),
     ("train.kl_in_reward=true", "train.kl_in_reward = True and train.kl_coef = 0.0: "),
     (
         "train.kl_coef=0.1 train.kl_in_reward=true train.kl_estimator=k2",
