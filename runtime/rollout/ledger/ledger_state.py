@@ -352,7 +352,7 @@ class LedgerState:
 
     def _keep_teacher_logprobs(self, event: TeacherLogprobs) -> None:
         sample = self._find_one(event, event.uid, _FINISHED | _SCORED)
-        sample.teacher_logprobs = event.logprobs
+        sample.teacher_logprobs = event.logprobs.copy()  # not a view of a whole frame
 
     def _score(self, event: Scored) -> None:
         samples = self._find(event, event.uids, _FINISHED)
