@@ -82,7 +82,10 @@ _temperature: Final = _number(
 
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
-    numbers = _positive(first), _positive(last or first)
+    try:
+        numbers = _positive(first), _positive(last or first)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}: use A:B, such as 10:12") from None
     if numbers[0] > numbers[1]:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins: use A:B, such as 10:12")
     return numbers

@@ -95,6 +95,12 @@ PANELS: Final[Sequence[MetricPanel]] = (
         only_with="train/reference_kl",
     ),
     MetricPanel(
+        title="KL from the teacher",
+        series={"train/teacher_kl": "of sampled tokens"},
+        lowest_top=1e-3,
+        only_with="train/teacher_kl",
+    ),
+    MetricPanel(
         title="Gradient norm",
         series={"train/grad_norm": "before clipping", "run/train/grad_norm": "in the run"},
     ),

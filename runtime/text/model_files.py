@@ -29,6 +29,8 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
     advice = "it is not a Hugging Face model directory"
     if (model_path / "export" / "config.json").exists():
         advice += f"; that of the run's model is {model_path / 'export'}"
+    elif (model_path / "adapter_config.json").exists():
+        advice = "it has a LoRA adapter and no model: give the folder of a merged export"
     return _read_json(model_path / "config.json", advice)
 
 

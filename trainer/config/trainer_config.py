@@ -328,6 +328,11 @@ class RewardSection(Settings):
     accuracy_threshold: float = 1.0
     python_path: tuple[FilePath, ...] = ()
 
+    @property
+    def has_functions(self) -> bool:
+        """False where a teacher alone trains."""
+        return self.function is not None or bool(self.functions)
+
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         for name in self.functions:

@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     ConfigError if there would be none."""
     run_dir = Path(arguments.run_dir)
     out = Path(arguments.output or f"{run_dir.absolute().name}-best.jsonl")
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"-o {out}: the rows are JSON Lines, end the name with .jsonl")
     left_out = Counter[str]()
     rows = list(_rows(run_dir, arguments.best, arguments.min_reward, left_out))
     reasons = [f"{count:,} {reason}" for reason, count in left_out.most_common()]
@@ -60,6 +62,8 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """The highest rewards first. Counts samples that are left out, by reason."""
     index, config = open_ledger(run_dir), recorded_config(run_dir)
+    if not config.reward.has_functions:
+        raise ConfigError(f"{run_dir} had no reward function, so its samples have no rewards")
     writer = _RowWriter(run_dir, config)
     _, num_scored = index.extremes(1, best=True)
     chosen, _ = index.extremes(num_scored, best=True)

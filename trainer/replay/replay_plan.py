@@ -101,7 +101,7 @@ class ReplayPlan:
             last=last,
             overrides=overrides,
             config=config,
-            start=_start(checkpoints, first, config),
+            start=_start(checkpoints, first),
             num_ranks=read_trainer_state([*later, checkpoints[-1]][0]).world_size,
         )
 
@@ -167,7 +167,7 @@ def _checkpoints(run_dir: Path, index: LedgerIndex) -> list[Path]:
     ]
 
 
-def _start(checkpoints: Sequence[Path], first: int, config: TrainerConfig) -> Path | None:
+def _start(checkpoints: Sequence[Path], first: int) -> Path | None:
     found = {checkpoint_step(path): path for path in checkpoints}
     if first == 1:
         return None
@@ -176,7 +176,7 @@ def _start(checkpoints: Sequence[Path], first: int, config: TrainerConfig) -> Pa
         raise ConfigError(
             f"--steps {first}: a replay from step {first} needs the checkpoint after step "
             f"{first - 1}, and the run has those after steps {steps}: begin behind one of them, or "
-            "with step 1 from the starting model; train.keep_checkpoints = "
-            f"{config.train.keep_checkpoints} keeps the newest"
+            "with step 1 from the starting model; train.checkpoint_every and "
+            "train.keep_checkpoints decide which the next run has"
         )
     return found[first - 1]

@@ -182,7 +182,8 @@ class RunReporter:
                 f"{config.rollout.max_new_tokens}; if the model ends its turns with another "
                 "token, add it to rollout.stop_token_ids",
             )
-        if row["rollout/reward_min"] == row["rollout/reward_max"] == 0.0:
+        is_zero = row["rollout/reward_min"] == row["rollout/reward_max"] == 0.0
+        if is_zero and config.reward.has_functions:
             self._note_once(
                 "rewards",
                 f"warning: every reward of step {step} is 0; if `umbra samples "

@@ -32,6 +32,8 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["ledger", "runs/a", "--newest", "0"], "'0' is not a positive whole number"),
         (["samples", "runs/a", "--step", str(1 << 63)], "is not a positive whole number below"),
+        (["replay", "runs/a", "--steps", "1-5"], "below 2**63: use A:B, such as 10:12"),
+        (["dataset", "runs/a", "--best", "5", "-o", "best.csv"], "end the name with .jsonl"),
         (["serve"], "required: CONFIG\n"),
         (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
         (["generate", "--prompt", "\udcff"], "--prompt: is not text"),

@@ -389,3 +389,15 @@ def test_truncated_completions_and_several_turns_are_not_in_a_data_set(run: Run)
         f"umbra: {run.folder} has no sample for a data set: 1 of several turns, or with an agent "
         "loop's own prompt; 1 truncated"
     )
+
+
+def test_samples_without_rewards_make_no_data_set(run: Run) -> None:
+    run.write([Version(0, 0), *scored(run, 0, "a", f"4{END}", f"5{END}")])
+    config = config_with(
+        "reward.function= train.advantage=none train.teacher_kl_coef=1",
+        run={"dir": str(run.folder)},
+        pools={"teacher": {"model_path": "t"}},
+    )
+    record_settings(config, {})
+
+    assert "had no reward function" in run.error("dataset", "--best", "1")

@@ -256,6 +256,9 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
         read_model_config(tmp_path / "none")
     with pytest.raises(DataError, match=r"config.json cannot be read"):
         read_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"it has a LoRA adapter and no model"):
+        read_model_config(tmp_path)
     with pytest.raises(DataError, match=r"model.path: .*xxx cannot be read: File name too long"):
         read_model_config(tmp_path / ("x" * 300))
     (tmp_path / "config.json").write_text("[" * 100_000)
