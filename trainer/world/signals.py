@@ -78,7 +78,9 @@ class StopNow(SystemExit):
 
 
 class StopSignals:
-    """Handles stop signals while entered; restores former handlers on exit. Main thread only.
+    """Handles stop signals while entered; restores former handlers on exit. Main thread only. After
+    a stop, it leaves signals ignored: the process is ending, and torchrun signals the ranks that
+    end a moment later than the first.
 
     Until `defer()` is called there is nothing to save, and a signal ends the process at once. Owns
     the thread that ends the process as a last resort, `grace_s` after a signal where no forecast
@@ -120,7 +122,7 @@ class StopSignals:
             for number in _SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
-                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+                stack.callback(self._restore, number, signal.signal(number, self._on_signal))
                 keep_from_forks(number)
             stack.callback(self.disarm)
             self._stack = stack.pop_all()
@@ -128,6 +130,9 @@ class StopSignals:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+    def _restore(self, number: signal.Signals, former: Any) -> None:
+        signal.signal(number, signal.SIG_IGN if self.requested else former)
 
     def disarm(self) -> None:
         """Cancels all deadlines: nothing is left to be cut short."""

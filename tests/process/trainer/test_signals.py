@@ -51,6 +51,25 @@ def rest_of(process: subprocess.Popen[str]) -> str:
     return output
 
 
+def test_a_signal_behind_a_stop_does_not_change_how_the_process_ends() -> None:
+    """torchrun sends one as soon as it sees the end of another rank."""
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            say("ready")
+            while not stop.requested:
+                time.sleep(0.01)
+            stop.disarm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        sys.exit(stop.exit_status)
+    """
+    with rank(code) as process:
+        process.terminate()
+
+        assert rest_of(process) == ""
+        assert process.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) -> None:
     code = """
