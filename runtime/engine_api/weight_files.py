@@ -24,7 +24,7 @@ _SINGLE: Final = "model.safetensors"
 _MAX_HEADER_NBYTES: Final = 100 << 20  # safetensors' own limit
 _COMPARED_NBYTES: Final = 1 << 20
 _DIGESTED_NBYTES: Final = 1 << 12
-"""Of each tensor. Any training changes nearly all; more bytes take more time."""
+"""Bytes of each tensor. Any training changes nearly all of them; more take more time."""
 _HEAD: Final = "lm_head.weight"
 _MEND: Final = "download it again, or save the model again with save_pretrained"
 
@@ -79,9 +79,9 @@ class WeightFiles:
         return sorted(found - {file.name for file in self.files})
 
     def digest(self) -> str:
-        """Of all names, dtypes and shapes, and of the first bytes of each tensor. Another model has
-        another one; how tensors are split into files does not count. Raises DataError if a file
-        cannot be read."""
+        """The digest covers names, dtypes, shapes and the first bytes of each tensor: another model
+        has another one. The division into files does not count. Raises DataError if a file cannot
+        be read."""
         found = xxhash.xxh3_128()
         try:
             with ExitStack() as stack:

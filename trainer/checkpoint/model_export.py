@@ -129,8 +129,8 @@ def export_checkpoint(
 
 
 class _Trained:
-    """What a checkpoint has of a model: all parameters, or with LoRA the `adapters`, by name.
-    Raises ConfigError if it is of another model."""
+    """A checkpoint's parameters of a model: all, or with LoRA the `adapters`, by name. Raises
+    ConfigError if it is of another model."""
 
     def __init__(
         self, model: nn.Module, saved: StoredParameters, lora: LoraSection, dtype: torch.dtype

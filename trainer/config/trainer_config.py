@@ -126,12 +126,12 @@ class LoraSection(Settings):
 
     @property
     def scale(self) -> float:
-        """Of the product of the two matrices."""
+        """The factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def chosen(self, names: Iterable[str], model: str) -> list[str]:
-        """Those of the model's linear layers below its head that get an adapter. Raises ConfigError
-        if a target matches none."""
+        """The layers that get an adapter, of `names`, the linear ones below the model's head.
+        Raises ConfigError if a target matches none."""
         layers = list(names)
         if not self.targets:
             return layers

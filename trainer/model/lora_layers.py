@@ -114,8 +114,8 @@ def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Linea
 
 
 def origin(section: ModelSection) -> dict[str, Any]:
-    """What adapters are worth nothing without, as `TrainerState` has it: their settings, and the
-    model that they change."""
+    """The settings of adapters and the model that they change, as `TrainerState` has them: without
+    either, they are worth nothing."""
     if not section.lora.rank:
         return {}
     return {"lora": to_wire(section.lora), "base": WeightFiles(section.path).digest()}

@@ -150,7 +150,7 @@ class TrainModel:
 
     @property
     def stored(self) -> dict[str, nn.Parameter]:
-        """Those of the parameters that no model directory has: the adapters, or all."""
+        """The parameters that no model directory has: the adapters, or all."""
         if self.adapters is None:
             return self.parameters
         return {name: each for name, each in self._parameters.items() if each.requires_grad}

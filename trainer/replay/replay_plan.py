@@ -1,4 +1,4 @@
-"""What a replay trains again, checked before torch is loaded."""
+"""The steps of a replay and their checks, before torch is loaded."""
 
 from __future__ import annotations
 

@@ -40,16 +40,19 @@ class Teacher:
         self._context = context
         self._on_failure = on_failure
         # Bounded by what the manager admits: one question for each trajectory.
-        self._questions = asyncio.Queue[tuple[Trajectory, Callable[[NDArray[np.float32]], None]]]()
+        self._waiting: dict[Trajectory, Callable[[NDArray[np.float32]], None]] = {}
+        self._has_waiting = asyncio.Event()
         self._asked: dict[Trajectory, asyncio.Task[None]] = {}
 
     def ask(self, sample: Trajectory, on_answer: Callable[[NDArray[np.float32]], None]) -> None:
         """Calls `on_answer` with [C] logprobs of a finished trajectory's completion."""
-        self._questions.put_nowait((sample, on_answer))
+        self._waiting[sample] = on_answer
+        self._has_waiting.set()
 
     def withdraw(self, samples: Iterable[Trajectory]) -> None:
         """Spares the teacher questions whose answers nobody needs."""
         for sample in samples:
+            self._waiting.pop(sample, None)
             if task := self._asked.get(sample):
                 task.cancel()
 
@@ -63,10 +66,13 @@ class Teacher:
         handle = self._context.connect(ref)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                sample, on_answer = await self._questions.get()
-                task = tasks.create_task(self._answer(handle, sample, on_answer))
-                self._asked[sample] = task
-                task.add_done_callback(lambda _task, done=sample: self._asked.pop(done, None))
+                await self._has_waiting.wait()
+                self._has_waiting.clear()
+                for sample, on_answer in self._waiting.items():
+                    task = tasks.create_task(self._answer(handle, sample, on_answer))
+                    self._asked[sample] = task
+                    task.add_done_callback(lambda _task, done=sample: self._asked.pop(done, None))
+                self._waiting.clear()
 
     async def _answer(
         self,

@@ -50,8 +50,9 @@ def test_questions_are_asked_together_and_withdrawn_ones_cost_the_teacher_nothin
         context: Any = pool
         teacher = Teacher("teacher-generator", 9.0, context, failures.append)
         samples = [sample_of(token) for token in (5, 6, 7)]
-        for sample in samples:
+        for sample in (*samples, early := sample_of(8)):
             teacher.ask(sample, answers.append)
+        teacher.withdraw([early])  # before the generator is found
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(teacher.run())
             await settle()
@@ -62,6 +63,7 @@ def test_questions_are_asked_together_and_withdrawn_ones_cost_the_teacher_nothin
             await settle()
 
             assert pool.answers[5].cancelled()
+            assert 8 not in pool.answers
             assert [found.tolist() for found in answers] == [[-0.5]]
             (failure,) = failures
             assert str(failure) == "the teacher did not score e0/p/0: no answer in 9 s"
