@@ -56,11 +56,22 @@ def test_sections_of_the_other_training_are_refused() -> None:
         check_config(TrainerConfig, MINIMAL | {"sft": {}}, "config")
 
 
-def test_settings_that_only_rl_uses_exist() -> None:
-    sections = annotations_of(SftConfig)
+SHARED = {
+    "run": "dir loggers name overwrite resume",
+    "data": "chat_template_kwargs eval eval_limit format messages_column overlong prompt_column "
+    "shuffle system_prompt template train",
+    "train": "activation_checkpointing betas checkpoint_every compile device ema epochs eps "
+    "eval_at_start eval_every export keep_checkpoints learning_rate max_grad_norm "
+    "max_tokens_per_micro_batch micro_batches min_lr_ratio optimizer schedule seed "
+    "shutdown_grace_s skip_nonfinite steps warmup_ratio warmup_steps weight_decay",
+}
 
-    for section, names in RL_ONLY.items():
-        assert set(names) <= annotations_of(sections[section]).keys()
+
+@pytest.mark.parametrize("section", RL_ONLY)
+def test_each_setting_of_a_shared_section_is_used_or_refused(section: str) -> None:
+    names = annotations_of(annotations_of(SftConfig)[section])
+
+    assert {*SHARED[section].split(), *RL_ONLY[section]} == names.keys()
 
 
 def test_an_empty_value_unsets_an_optional_setting() -> None:
