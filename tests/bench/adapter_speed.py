@@ -1,9 +1,12 @@
-"""umbra's vLLM or SGLang engine beside the bare library: the same engine and the same requests.
+"""umbra's vLLM or SGLang engine beside the bare library: the same options and the same requests.
 
-64 concurrent requests (256 on a GPU) of 128 new tokens. The bare side has one task a request:
-`AsyncLLM.generate`, or SGLang's `async_generate`, which answers when the request ends (bare) or as
-it goes (streaming). umbra always streams, so that a crash of the engine loses few tokens. The sides
-alternate. Prints JSON: medians of the rounds, in tokens/s, and umbra's share of the bare speed.
+64 concurrent requests of 128 new tokens; on a GPU 256 of 512. The bare side has one task a request.
+For vLLM that is `generate` of another AsyncLLM, which answers when the request ends, with logprobs
+(bare) and without. For SGLang it is `async_generate` of umbra's own engine, which answers when the
+request ends (bare) or as it goes (streaming). umbra always streams, so that a crash of the engine
+loses few tokens. The sides alternate. Prints JSON, medians of the rounds: tokens/s, milliseconds a
+decode step, processor time a step of this process, the frontend, and of its descendants, the
+engine; and umbra's share of the other speeds.
 
     .venv-vllm/bin/python tests/bench/adapter_speed.py [--rounds 7] [--device cuda]
     python tests/bench/adapter_speed.py --engine sglang --device cuda
@@ -17,12 +20,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
+import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,18 +36,27 @@ from qwen3_shapes import SHAPES, save_model
 from umbra.engines.sglang.sglang_engine import SglangCore, SglangEngine
 from umbra.engines.sglang.sglang_requests import generate_fields
 from umbra.engines.shell.adapter_engine import AdapterEngine
-from umbra.engines.vllm.vllm_engine import VllmCore, VllmEngine, sampling_params
+from umbra.engines.vllm.vllm_engine import VllmEngine
+from umbra.engines.vllm.vllm_library import VllmLibrary
+from umbra.engines.vllm.vllm_settings import VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
+from umbra.runtime.process.descendants import living_descendants
 
 NUM_REQUESTS = {"cpu": 64, "cuda": 256}
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-NUM_PROMPT_TOKENS, NUM_NEW_TOKENS, MAX_CONTEXT_LEN = 32, 128, 1024
+NUM_NEW_TOKENS = {"cpu": 128, "cuda": 512}
+NUM_PROMPT_TOKENS, MAX_CONTEXT_LEN = 32, 1024
+UMBRAS_OWN = ("worker_extension_cls", "scheduler_cls")
 SMALL = {**SHAPES["tiny"], "hidden_size": 128, "intermediate_size": 256}
 MEDIUM = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {"0.4M": SMALL, "30M": SMALL | MEDIUM, "0.6B": SHAPES["0.6B"]}
 
 
-def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
+Ask = Callable[[str, GenerationRequest], Coroutine[Any, Any, int]]
+"""Asks the bare library under a name; returns the number of tokens of the answer."""
+
+
+def make_requests(vocab_size: int, count: int, device: str) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     return [
         {
@@ -52,7 +64,7 @@ def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
             "tokens": rng.integers(0, vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
             "position": 0,
             "seed": idx,
-            "max_new_tokens": NUM_NEW_TOKENS,
+            "max_new_tokens": NUM_NEW_TOKENS[device],
             "temperature": 1.0,
             "stop_token_ids": [],
         }
@@ -60,15 +72,45 @@ def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def ask_vllm(core: VllmCore, key: str, request: GenerationRequest) -> int:
-    """The number of tokens of the answer."""
-    count = 0
-    prompt = core.library.tokens_input(request.tokens.tolist(), cache_salt="bare")
-    params = sampling_params(core.library, request, core.vocab_size)
-    llm: Any = core._llm
-    async for output in llm.generate(prompt, params, key):
-        count += len(output.outputs[0].token_ids)
-    return count
+@asynccontextmanager
+async def bare_vllm(settings: dict[str, Any]) -> AsyncGenerator[dict[str, Ask]]:
+    library = VllmLibrary.load()
+    made = VllmSettings(**settings)
+    options = made.options(library.option_names(), is_cpu=library.is_cpu)
+    for name, value in made.environment(is_cpu=library.is_cpu).items():
+        os.environ.setdefault(name, value)
+    kept = {name: value for name, value in options.items() if name not in UMBRAS_OWN}
+    llm: Any = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**kept))
+
+    async def ask(key: str, request: GenerationRequest, *, logprobs: int | None) -> int:
+        params = library.SamplingParams(
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_new_tokens,
+            ignore_eos=True,
+            logprobs=logprobs,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=library.RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = library.tokens_input(request.tokens.tolist())
+        return sum(
+            [len(out.outputs[0].token_ids) async for out in llm.generate(prompt, params, key)]
+        )
+
+    try:
+        yield {"without logprobs": partial(ask, logprobs=None), "bare": partial(ask, logprobs=0)}
+    finally:
+        llm.shutdown()
+
+
+@asynccontextmanager
+async def bare_sglang(engine: AdapterEngine) -> AsyncGenerator[dict[str, Ask]]:
+    core: Any = engine._core
+    yield {
+        "bare": partial(ask_sglang, core),
+        "streaming": partial(ask_sglang, core, streams=True),
+    }
 
 
 async def ask_sglang(
@@ -84,38 +126,18 @@ async def ask_sglang(
     return count
 
 
-Ask = Callable[..., Coroutine[Any, Any, int]]
-BARE: dict[str, dict[str, Ask]] = {
-    "vllm": {"bare": ask_vllm},
-    "sglang": {"bare": ask_sglang, "streaming": partial(ask_sglang, streams=True)},
-}
-
-
-async def run_bare(
-    engine: AdapterEngine, ask: Ask, asked: list[dict[str, Any]], serial: str
-) -> float:
-    """Seconds for all requests, as a program on the library alone would do it."""
-    core: Any = engine._core
-    started = time.perf_counter()
+async def run_bare(ask: Ask, asked: list[dict[str, Any]], serial: str) -> int:
+    """As a program on the library alone would do it. The number of tokens."""
+    parsed = [parse_request(raw, max_context_len=MAX_CONTEXT_LEN, vocab_size=None) for raw in asked]
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(
-                ask(
-                    core,
-                    f"{serial}-{raw['id']:06d}",
-                    parse_request(raw, max_context_len=MAX_CONTEXT_LEN, vocab_size=None),
-                )
-            )
-            for raw in asked
+            group.create_task(ask(f"{serial}-{request.id:06d}", request)) for request in parsed
         ]
-    took_s = time.perf_counter() - started
-    assert sum(task.result() for task in tasks) == NUM_NEW_TOKENS * len(asked)
-    return took_s
+    return sum(task.result() for task in tasks)
 
 
-async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> float:
+async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> int:
     count = num_finished = 0
-    started = time.perf_counter()
     async with aclosing(engine.deltas()) as batches:
         await engine.submit(asked)
         async for batch in batches:
@@ -123,49 +145,72 @@ async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> flo
             num_finished += len(batch["finished_ids"])
             if num_finished == len(asked):
                 break
-    took_s = time.perf_counter() - started
-    assert count == NUM_NEW_TOKENS * len(asked)
-    return took_s
+    return count
 
 
-async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str, float]:
-    asked = make_requests(shape["vocab_size"], NUM_REQUESTS[given.device])
-    seconds: dict[str, list[float]] = defaultdict(list)
-    make: Callable[..., AdapterEngine] = SglangEngine if given.engine == "sglang" else VllmEngine
+def times_s() -> np.ndarray:
+    """Now, and the processor time so far of this process and of its descendants, which share it."""
+    ticks = 0
+    for pid, _ in living_descendants(os.getpid()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return np.array([time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK")])
+
+
+async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    asked = make_requests(
+        shape["vocab_size"], given.requests or NUM_REQUESTS[given.device], given.device
+    )
+    num_steps = NUM_NEW_TOKENS[given.device]
+    seconds: dict[str, list[np.ndarray]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), shape, DTYPES[given.device])
-        engine = make(
-            model_path=folder,
-            dtype=DTYPES[given.device],
-            device=given.device,
-            max_num_seqs=len(asked),
-            max_context_len=MAX_CONTEXT_LEN,
-            kv_cache_num_tokens=len(asked) * 2 * (NUM_PROMPT_TOKENS + NUM_NEW_TOKENS),
-            load_weights=True,
-            engine_args=given.engine_args,
-        )
+        settings: dict[str, Any] = {
+            "model_path": folder,
+            "dtype": DTYPES[given.device],
+            "device": given.device,
+            "max_num_seqs": len(asked),
+            "max_context_len": MAX_CONTEXT_LEN,
+            # More than all need, because prefixes of earlier rounds stay cached.
+            "kv_cache_num_tokens": len(asked) * (NUM_PROMPT_TOKENS + num_steps) * 5 // 4,
+            "load_weights": True,
+            "engine_args": given.engine_args,
+        }
+        is_sglang = given.engine == "sglang"
+        engine = (SglangEngine if is_sglang else VllmEngine)(**settings)
         async with engine, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
-            for idx in range(given.rounds + 1):
-                taken_s = {
-                    name: await run_bare(engine, ask, asked, f"{name}-{idx:04d}")
-                    for name, ask in BARE[given.engine].items()
-                }
-                taken_s["umbra"] = await run_adapter(engine, asked)
-                if idx:  # the first round warms up
-                    for name, value in taken_s.items():
-                        seconds[name].append(value)
+            async with bare_sglang(engine) if is_sglang else bare_vllm(settings) as asks:
+                for idx in range(given.rounds + 1):
+                    sides: dict[str, Callable[[], Coroutine[Any, Any, int]]] = {
+                        name: partial(run_bare, ask, asked, f"{name}-{idx:04d}")
+                        for name, ask in asks.items()
+                    }
+                    for name, run in (
+                        sides | {"umbra": partial(run_adapter, engine, asked)}
+                    ).items():
+                        began = times_s()
+                        assert await run() == num_steps * len(asked)
+                        if idx:  # the first round warms up
+                            seconds[name].append(times_s() - began)
             running.cancel()
-    num_tokens = NUM_NEW_TOKENS * len(asked)
-    speeds = {side: num_tokens / statistics.median(times) for side, times in seconds.items()}
-    shares = {f"share of {name}": speeds["umbra"] / speeds[name] for name in BARE[given.engine]}
-    return {name: round(value, 3) for name, value in (speeds | shares).items()}
+    found = {name: np.median(times, axis=0) for name, times in seconds.items()}
+    names = ("step_ms", "frontend_cpu_ms", "engine_cpu_ms")
+    return {
+        name: {
+            "tokens_per_s": round(num_steps * len(asked) / times[0]),
+            **dict(zip(names, (times * 1000 / num_steps).round(2).tolist(), strict=True)),
+            "umbra's share": round(times[0] / found["umbra"][0], 3),
+        }
+        for name, times in found.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", choices=list(BARE), default="vllm")
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, help="at once; default: by device")
     parser.add_argument("--device", choices=list(NUM_REQUESTS), default="cpu")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
     parser.add_argument("--shapes", nargs="+", choices=list(MODELS), default=["0.4M", "30M"])
