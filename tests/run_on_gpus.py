@@ -44,6 +44,11 @@ EAGER: Final = "{enforce_eager=true}"
 STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
+TWO_AND_TWO: Final = (
+    "--ranks 2 --trace LOG.json.gz pool.mode=standalone pool.max_num_seqs=256 "
+    "rollout.groups_per_step=64 rollout.max_new_tokens=512"
+)
+# 512 completions of 512 tokens a step: two ranks train, two engines generate.
 END_LIMIT_S: Final = 12.0
 LEAST_S: Final = 15.0
 # Nothing that is worth its start ends within less.
@@ -167,6 +172,12 @@ JOBS: Final = {
     "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
     "standalone-keep-wide": training_run(
         f"--ranks 1 --trace LOG.json.gz {STANDALONE} pool.on_update=keep pool.max_num_seqs=256", 22
+    ),
+    # Four GPUs. Step over the longer of `time/rollout_s` of the second and `time/train_s`.
+    "standalone-2-2": training_run(f"{TWO_AND_TWO} rollout.max_staleness=2", 14),
+    "standalone-2-2-in-turn": training_run(f"{TWO_AND_TWO} rollout.max_staleness=0", 6),
+    "standalone-2-2-abort": training_run(
+        f"{TWO_AND_TWO} rollout.max_staleness=2 pool.on_update=abort", 14
     ),
     "checksums": tests_of(
         "", "tests/gpu/weights/test_checksum_gpu.py tests/unit/weights/test_verified_parameters.py"

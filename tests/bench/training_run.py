@@ -6,7 +6,8 @@
 The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
 kills an actor after a quarter of the run. `--metrics` keeps the metrics of each step, `--trace` the
 timeline that `umbra trace` makes. Prints what the run prints, and then a JSON object: medians,
-smallest and largest values from the third step on of times, tokens/s and memory.
+smallest and largest values from the third step on of times, tokens/s and memory. With `--trace`,
+they include tokens/s of an engine, and how long each was interrupted by an update.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -45,7 +46,10 @@ pool = {{max_context_len = 1024, max_num_seqs = 128}}
 train = {{steps = {}, learning_rate = 1e-6, export = false}}
 """
 FIRST_STEP: Final = 3
-MEASURED: Final = ("time/", "memory/", "rollout/tokens_per_s", "sync/transfer_s")
+MEASURED: Final = (
+    "time/", "memory/", "sync/", "rollout/tokens_per_s", "rollout/refilled_tokens",
+    "rollout/engine", "rollout/staleness_mean", "train/behaviour_kl",
+)  # fmt: skip
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> None:
@@ -69,9 +73,29 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             for name, value in row.items():
                 if name.startswith(MEASURED):
                     columns.setdefault(name, []).append(value)
+    return {name: spread(values) for name, values in columns.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measures_of_engines(trace: TraceFiles, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tokens/s of an engine in the same steps, and the seconds of each engine's updates from
+    the beginning of its pause to its first step under the new weights."""
+    updates: dict[str, list[float]] = {}
+    paused_at: dict[str, int] = {}
+    for process, event in sorted(trace.events(), key=lambda item: item[1].start_ns):
+        if event.name == "pause":
+            paused_at[process.name] = event.start_ns
+        elif event.name == "resume" and process.name in paused_at:
+            end_ns = event.start_ns + event.duration_ns
+            interrupted_s = (end_ns - paused_at.pop(process.name)) / 1e9
+            updates.setdefault(process.name, []).append(interrupted_s)
+    speeds = [row["rollout/tokens_per_s"] for row in rows if row["step"] >= FIRST_STEP]
     return {
-        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        for name, values in columns.items()
+        "tokens_per_s of an engine": spread([speed / len(updates) for speed in speeds]),
+        **{f"update_s of {name}": spread(found[1:]) for name, found in updates.items()},
     }
 
 
@@ -120,10 +144,14 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         finally:  # also of a run that is interrupted
             if options.metrics and metrics.exists():
                 shutil.copyfile(metrics, options.metrics)
-    if options.trace and status == 0:
-        write_trace(options.trace, trace_json(TraceFiles(run_dir).events()))
     if status == 0:
-        print(json.dumps(summary(read_metrics(metrics))), flush=True)
+        rows = read_metrics(metrics)
+        found: dict[str, Any] = summary(rows)
+        if options.trace:
+            trace = TraceFiles(run_dir)
+            write_trace(options.trace, trace_json(trace.events()))
+            found |= measures_of_engines(trace, rows)
+        print(json.dumps(found), flush=True)
     return status
 
 
