@@ -139,8 +139,8 @@ class PoolSettings(EnginePoolSettings):
         mode: "hybrid" engines share the memory of the trainer's GPUs by time-slicing, and sleep
             while it computes. "standalone" engines get GPUs without ranks and never sleep, which
             `rollout.max_staleness` above 0 makes use of.
-        on_update: What new weights do to completions in progress. "abort" continues them under the
-            new weights from the tokens so far. "keep" does too, without computing their keys again.
+        on_update: What new weights do to completions in progress. "keep" continues them under the
+            new weights, with the keys of their tokens so far. "abort" computes these keys again.
             "drain" finishes them first, which takes as long as the longest.
         staged_updates: Whether the engines of a standalone pool read new weights into spare memory
             while they generate, so that an update interrupts them for a copy within their GPU
@@ -166,7 +166,7 @@ class PoolSettings(EnginePoolSettings):
 
     count: CountOrAuto = "auto"
     mode: Literal["hybrid", "standalone"] = "hybrid"
-    on_update: OnUpdate = "abort"
+    on_update: OnUpdate = "keep"
     staged_updates: bool = False
     transport: TransportSetting = "auto"
     sync_bucket_mib: Positive = 2

@@ -39,8 +39,8 @@ class SyncSettings(Settings):
         full_sync_every: 1 always sends all weights between nodes. With n, only every n-th version
             does, and others send the changes since the last one; the version before a full one has
             checksums. Ranks then keep a copy of what they sent.
-        on_update: what a sync does to running generation: abort (resumed under the new weights),
-            keep (frozen, then continued) or drain (finished first).
+        on_update: what a sync does to running generation: keep (frozen, then continued), abort
+            (resumed under the new weights, from its tokens) or drain (finished first).
         transport: how weights travel, see `Transport`.
         staged_updates: whether engines that read the ranks' memory first read it into spare memory,
             while they generate.
@@ -49,7 +49,7 @@ class SyncSettings(Settings):
     bucket_nbytes: int = 2 << 20
     verify_every: Positive = 16
     full_sync_every: Positive = 1
-    on_update: OnUpdate = "abort"
+    on_update: OnUpdate = "keep"
     transport: TransportSetting = "auto"
     staged_updates: bool = False
 
