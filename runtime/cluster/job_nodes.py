@@ -77,7 +77,7 @@ class JobNode:
     failure: str = ""
     epoch: int = 0
     job: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict[str, str])
+    choices: Mapping[str, str | bool] = field(default_factory=dict[str, str | bool])
 
     @property
     def address(self) -> str:

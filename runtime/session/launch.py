@@ -50,7 +50,7 @@ class SessionConfig:
     attach_timeout_s: float = 60.0
     shutdown_grace_s: float = 5.0
     trace: bool = False
-    choices: Mapping[str, str] = field(default_factory=dict[str, str])
+    choices: Mapping[str, str | bool] = field(default_factory=dict[str, str | bool])
 
 
 class NodeLaunch:

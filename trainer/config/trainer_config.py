@@ -448,8 +448,9 @@ class TrainSection(Settings):
             pass, which computes the block again: about a third more work for far less memory.
             "auto" is "full" where the memory plan has no room for all activations, else "none".
         compile: Whether torch.compile compiles decoder blocks and log-probabilities. On a GPU that
-            is about twice as fast and takes less memory. The first step takes a minute longer;
-            needs a C++ compiler.
+            is about twice as fast and takes less memory. The first step takes a minute longer, and
+            some seconds once the code is in ~/.cache/umbra. "auto" compiles on a GPU, where there
+            are a C++ compiler and the headers of Python and torch.
         offload: What goes to host memory while engines of a hybrid pool generate: "optimizer" the
             optimizer's state and the moving average, "all" the parameters too.
         eval_every: Steps between evaluations, which also run at the end and by `eval_at_start`. 0
@@ -509,7 +510,7 @@ class TrainSection(Settings):
     entropy_coef: Annotated[float, Bounds(ge=0)] = 0.0
     log_entropy: bool = True
     activation_checkpointing: Literal["auto", "none", "full"] = "auto"
-    compile: bool = False
+    compile: Literal[True, False, "auto"] = "auto"
     offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
     eval_at_start: bool = True

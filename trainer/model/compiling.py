@@ -3,8 +3,11 @@ memory, or computed again in the backward pass, which saves memory."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
-from typing import Any, Final, cast
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import nn
@@ -14,30 +17,54 @@ from umbra.runtime.errors import ConfigError
 
 _MAX_VARIANTS: Final = 32
 """Compiled variants of one block, for shapes that cannot share code (one row, empty blocks)."""
+_CACHE: Final = Path("~/.cache/umbra/compiled")
+"""Where torch keeps compiled code for later runs, unless TORCHINDUCTOR_CACHE_DIR is set. Its own
+default is in /tmp, which containers lose."""
+
+logger = logging.getLogger(__name__)
 
 
 def compile_blocks(model: nn.Module) -> None:
     """Must be called once, before blocks are recomputed or sharded. Blocks compile at the
-    first pass and share code for any number of rows. Raises ConfigError if the model does not
-    declare its blocks."""
+    first pass and share code for any number of rows."""
     blocks = decoder_blocks(model)
     if not blocks:
-        raise ConfigError(
-            f"train.compile: {type(model).__name__} does not declare its decoder blocks "
-            "(_no_split_modules); use false"
+        logger.warning(
+            "train.compile: %s does not declare its decoder blocks (_no_split_modules), so only "
+            "log-probabilities are compiled",
+            type(model).__name__,
         )
     dynamo = cast(Any, torch)._dynamo
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MAX_VARIANTS)
     for block in blocks:
         any_block: Any = block
-        any_block.forward = compile_function(any_block.forward)
+        any_block.forward = CompiledFunction(any_block.forward)
 
 
-def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function at its first call, for tensors of any size."""
-    torch_compile: Any = cast("Any", torch).compile
-    compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
-    return compiled
+class CompiledFunction:
+    """A function that is compiled at its first call, for tensors of any size. If one cannot be
+    compiled, a warning says why, and all run uncompiled from then on."""
+
+    _is_possible: ClassVar[bool] = True
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE.expanduser()))
+        torch_compile: Any = cast("Any", torch).compile
+        self._function = function
+        self._compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not CompiledFunction._is_possible:
+            return self._function(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if not isinstance(error, cast("Any", torch)._dynamo.exc.TorchDynamoException):
+                raise
+            CompiledFunction._is_possible = False
+            reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
+            logger.warning("train.compile: torch cannot compile, so nothing is: %s", reason)
+        return self._function(*args, **kwargs)
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

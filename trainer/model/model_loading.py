@@ -46,7 +46,7 @@ def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> Trai
         temperature=config.rollout.temperature,
         truncation=Truncation(config.rollout.top_p, config.rollout.top_k),
         recomputes=config.train.activation_checkpointing == "full",
-        compiles=config.train.compile,
+        compiles=config.train.compile is True,
     )
     model = TrainModel(prepared, mesh, passes, config.train if trains else None)
     model.is_saved = trains or config.train.reference_every > 0

@@ -21,7 +21,7 @@ from umbra.runtime.engine_api.kept_tokens import (
     Truncation,
     lowest_kept,
 )
-from umbra.trainer.model.compiling import compile_function
+from umbra.trainer.model.compiling import CompiledFunction
 
 # Up to this many logits (256 MiB in float32) are kept for the backward pass, with a few tensors of
 # their size. Lower computes more of them twice; higher takes memory.
@@ -277,4 +277,4 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return compile_function(function)
+    return CompiledFunction(function)

@@ -4,12 +4,15 @@ wait a second. The memory plan chooses `train.activation_checkpointing` later.
     model.dtype = "auto"   bfloat16 where the trainer runs on a GPU, float32 on the CPU
     pool.engine = "auto"   vLLM, else SGLang, where it runs on a GPU and the library is installed,
                            else the embedded engine
+    train.compile = "auto" true where the trainer runs on a GPU and torch can compile, else false
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,8 @@ from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.services.pool_placement import engine_device
 
 _LIBRARIES: Final = ("vllm", "sglang")
+Choices = dict[str, str | bool]
+"""A value for each setting, by its name."""
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 _Pool = TypeVar("_Pool", bound=EnginePoolSettings)
 
@@ -33,13 +38,19 @@ def with_chosen_settings(config: _Config) -> tuple[_Config, str]:
     ConfigError (SettingError for a setting of an engine's pool) if they do not fit other settings,
     or CUDA_VISIBLE_DEVICES names a GPU that the machine does not have."""
     installed = [name for name in _LIBRARIES if importlib.util.find_spec(name)]
-    return choose_settings(config, has_gpu=_has_usable_gpu(), installed=installed)
+    return choose_settings(
+        config,
+        has_gpu=_has_usable_gpu(),
+        installed=installed,
+        obstacle=compile_obstacle(),
+    )
 
 
 def choose_settings(
-    config: _Config, *, has_gpu: bool, installed: Sequence[str]
+    config: _Config, *, has_gpu: bool, installed: Sequence[str], obstacle: str = ""
 ) -> tuple[_Config, str]:
-    """See `with_chosen_settings`. `installed` are libraries of engines, the best first."""
+    """See `with_chosen_settings`. `installed` are libraries of engines, the best first;
+    `obstacle` is why torch.compile cannot be used, or ""."""
     if config.train is not None and config.train.device == "cpu":
         has_gpu = False
     device = "cuda" if has_gpu else "cpu"
@@ -52,26 +63,37 @@ def choose_settings(
         may_be_library = engine_device(pool, device) == "cuda" and dtype != "float64"
         return installed[0] if may_be_library and installed else "embedded"
 
-    choices = {"model.dtype": dtype, "pool.engine": engine(config.pool, dtype)}
+    choices: Choices = {
+        "model.dtype": dtype,
+        "pool.engine": engine(config.pool, dtype),
+        "train.compile": has_gpu and not obstacle,
+    }
     for name, pool in config.pools.items():
         choices[f"pools.{name}.engine"] = engine(pool, pool.dtype or dtype)
     chosen = [name for name, value in settings_left_open(config).items() if value == "auto"]
-    listed = ", ".join(f"{name} = {choices[name]!r}" for name in chosen)
+    listed = ", ".join(f"{name} = {_toml(choices[name])}" for name in chosen)
+    if has_gpu and "train.compile" in chosen and obstacle:
+        listed += f" ({obstacle})"
     where = "a GPU" if has_gpu else "the CPU"
     return with_choices(config, choices), f"chosen for {where}: {listed}" if listed else ""
 
 
-def settings_left_open(config: TrainerConfig | ServeConfig) -> dict[str, str]:
+def _toml(value: str | bool) -> str:
+    return repr(value) if isinstance(value, str) else str(value).lower()
+
+
+def settings_left_open(config: TrainerConfig | ServeConfig) -> Choices:
     """The settings that may be "auto", by name."""
     pools = {f"pools.{name}.engine": pool.engine for name, pool in config.pools.items()}
-    return {"model.dtype": config.model.dtype, "pool.engine": config.pool.engine, **pools}
+    left = {"model.dtype": config.model.dtype, "pool.engine": config.pool.engine, **pools}
+    return left | ({"train.compile": config.train.compile} if config.train else {})
 
 
-def with_choices(config: _Config, choices: Mapping[str, str]) -> _Config:
+def with_choices(config: _Config, choices: Mapping[str, str | bool]) -> _Config:
     """The config with rank 0's values in place of "auto", on every rank: another node may have no
     GPU, or lack a library that no engine there needs. Raises as `with_chosen_settings`."""
 
-    def chosen(name: str, value: str) -> Any:
+    def chosen(name: str, value: str | bool) -> Any:
         return choices[name] if value == "auto" else value
 
     def settled(section: str, pool: _Pool) -> _Pool:
@@ -82,6 +104,9 @@ def with_choices(config: _Config, choices: Mapping[str, str]) -> _Config:
         "pool": settled("pool", config.pool),
         "pools": {name: settled(f"pools.{name}", pool) for name, pool in config.pools.items()},
     }
+    if config.train is not None:
+        compiles = chosen("train.compile", config.train.compile)
+        changed["train"] = replace(config.train, compile=compiles)
     config = replace(config, **changed)
     if isinstance(config, TrainerConfig) and (rules := refusals(config)):
         raise ConfigError("; ".join(rule.message(config) for rule in rules))
@@ -96,3 +121,15 @@ def _has_usable_gpu() -> bool:
         return False
     built = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     return re.search(r"^cuda\b.*= *['\"]", built, re.MULTILINE) is not None
+
+
+def compile_obstacle() -> str:
+    """What torch.compile lacks on this machine, or ""."""
+    if shutil.which("g++") is None:
+        return "there is no C++ compiler"
+    torch = importlib.util.find_spec("torch")
+    headers = {"Python": Path(sysconfig.get_path("include"), "Python.h")}
+    if torch is not None and torch.origin is not None:
+        headers["torch"] = Path(torch.origin).with_name("include")
+    missing = [name for name, path in headers.items() if not path.exists()]
+    return f"there are no headers of {missing[0]}" if missing else ""

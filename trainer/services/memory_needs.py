@@ -157,12 +157,12 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
     master_itemsize = ITEMSIZES[config.master_dtype]
     reduced = master_itemsize + master_itemsize / num_ranks  # a whole gradient, and its shard
     layer = layer_nbytes(sizes, itemsize) * largest.num_tokens
-    layer *= _COMPILED_SHARE if config.train.compile else 1
+    layer *= _COMPILED_SHARE if config.train.compile is True else 1
     repeated = 2 * itemsize * sizes.kv_size * largest.num_repeated_keys
     kept = sizes.num_layers * layer
     if config.train.activation_checkpointing == "full":
         kept = sizes.num_layers * itemsize * sizes.hidden_size * largest.num_tokens
-    elif config.train.compile:
+    elif config.train.compile is True:
         kept += sizes.num_layers * repeated
     truncation = Truncation(config.rollout.top_p, config.rollout.top_k)
     scoring = scoring_nbytes(

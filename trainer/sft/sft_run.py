@@ -25,6 +25,7 @@ from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.reporting.memory_metrics import MemoryAccount
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.resume_point import find_resume_point
+from umbra.trainer.services.chosen_settings import compile_obstacle
 from umbra.trainer.services.services import batch_layout
 from umbra.trainer.sft.row_files import RowFiles
 from umbra.trainer.sft.row_preparation import prepare_rows
@@ -121,6 +122,8 @@ class SftRun:
             model = replace(model, dtype="bfloat16" if on_gpu else "float32")
         if train.activation_checkpointing == "auto":
             train = replace(train, activation_checkpointing="full" if on_gpu else "none")
+        if train.compile == "auto":
+            train = replace(train, compile=on_gpu and not compile_obstacle())
         self.config = replace(self.config, model=model, train=train)
 
     def _prepare_rows(self, resumed_from: Path | None) -> None:

@@ -56,13 +56,41 @@ def test_data_type_and_engines_are_chosen_for_the_machine(
 def test_only_what_was_chosen_is_named() -> None:
     _, line = choose_settings(config_of("pool.engine=vllm"), has_gpu=True, installed=BOTH)
     _, nothing = choose_settings(
-        config_of("pool.engine=vllm model.dtype=float32 pools.judge.engine=vllm"),
+        config_of(
+            "pool.engine=vllm model.dtype=float32 pools.judge.engine=vllm train.compile=true"
+        ),
         has_gpu=True,
         installed=BOTH,
     )
 
-    assert line == "chosen for a GPU: model.dtype = 'bfloat16', pools.judge.engine = 'vllm'"
+    assert line == (
+        "chosen for a GPU: model.dtype = 'bfloat16', pools.judge.engine = 'vllm', "
+        "train.compile = true"
+    )
     assert nothing == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_gpu", "obstacle", "compiles"),
+    [
+        ("", True, "", True),
+        ("", True, "there is no C++ compiler", False),
+        ("train.compile=true", True, "there is no C++ compiler", True),
+        ("train.compile=false", True, "", False),
+        ("", False, "", False),
+        ("train.device=cpu", True, "", False),
+    ],
+)
+def test_what_a_gpu_computes_is_compiled_where_that_is_possible(
+    overrides: str, has_gpu: bool, obstacle: str, compiles: bool
+) -> None:
+    config = config_of(overrides)
+
+    chosen, line = choose_settings(config, has_gpu=has_gpu, installed=(), obstacle=obstacle)
+
+    assert chosen.train.compile is compiles
+    is_told = obstacle in line if obstacle else "(" not in line
+    assert is_told is not overrides.startswith("train.compile=true")
 
 
 def test_an_engine_that_does_not_fit_its_pool_is_refused_when_it_is_chosen() -> None:
@@ -95,6 +123,7 @@ def test_a_node_takes_the_choices_of_rank_0_whatever_it_has_itself() -> None:
         "model.dtype": "bfloat16",
         "pool.engine": "vllm",
         "pools.judge.engine": "echo",
+        "train.compile": True,
     }
     with pytest.raises(ConfigError, match=r"pool\.engine = 'sglang' and rollout\.top_p = 0\.9"):
         with_choices(

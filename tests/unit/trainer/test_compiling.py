@@ -1,0 +1,70 @@
+"""What torch.compile makes of decoder blocks, and what happens where it cannot."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_models import make_model
+
+from umbra.trainer.model.compiling import CompiledFunction, compile_blocks
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns while it compiles
+
+
+@pytest.fixture(autouse=True)
+def compiles_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CompiledFunction, "_is_possible", True)
+
+
+def logits_of(model: Any, num_tokens: int) -> Tensor:
+    return model(torch.arange(2, 2 + num_tokens)[None], use_cache=False).logits
+
+
+@pytest.mark.slow
+def test_all_layers_and_lengths_share_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = torch
+    counters = library._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(torch, "compile", partial(library.compile, backend="eager"))  # in seconds
+    model, compiled = make_model(num_hidden_layers=4), make_model(num_hidden_layers=4)
+    before = counters["unique_graphs"]
+    compile_blocks(compiled)
+
+    for num_tokens in (9, 5, 14):
+        torch.testing.assert_close(logits_of(compiled, num_tokens), logits_of(model, num_tokens))
+
+    assert counters["unique_graphs"] - before == 1
+
+
+def twice(values: Tensor) -> Tensor:
+    return values * 2 + 1
+
+
+@pytest.mark.slow
+def test_without_a_compiler_all_runs_uncompiled_and_one_warning_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/nonexistent/g++",))
+    values = torch.arange(64.0).reshape(8, 8)
+    functions = [CompiledFunction(twice), CompiledFunction(torch.sin)]
+
+    with caplog.at_level(logging.WARNING, logger="umbra"):
+        results = [function(values) for function in functions for _ in range(2)]
+
+    torch.testing.assert_close(results, [twice(values)] * 2 + [values.sin()] * 2)
+    (record,) = caplog.records
+    assert "torch cannot compile, so nothing is: InvalidCxxCompiler" in record.getMessage()
+
+
+def test_a_model_without_known_blocks_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    compile_blocks(nn.Linear(2, 2))
+
+    assert "Linear does not declare its decoder blocks" in caplog.text
