@@ -179,6 +179,11 @@ JOBS: Final = {
     "standalone-2-2-abort": training_run(
         f"{TWO_AND_TWO} rollout.max_staleness=2 pool.on_update=abort", 14
     ),
+    "standalone-2-2-abort-wide": training_run(
+        f"{TWO_AND_TWO} rollout.max_staleness=2 pool.on_update=abort "
+        "pool.engine_args={max_num_batched_tokens=8192}",
+        14,
+    ),
     "checksums": tests_of(
         "", "tests/gpu/weights/test_checksum_gpu.py tests/unit/weights/test_verified_parameters.py"
     ),

@@ -111,8 +111,8 @@ class EmbeddedRequests(EngineRequests):
     async def deliver(self) -> None:
         """Returns at once: a pause has flushed everything."""
 
-    def begin_update(self) -> None:
-        pass
+    async def begin_update(self) -> None:
+        """Requests share keys only where one pass computes them."""
 
     def commit_update(self, version: int) -> None:
         self.thread.post(lambda worker: worker.core.set_version(version))

@@ -48,8 +48,9 @@ class EngineRequests(ABC):
         """Returns when all tokens of a paused engine are in the stream."""
 
     @abstractmethod
-    def begin_update(self) -> None:
-        """No token is made until `commit_update`, or until the update ends."""
+    async def begin_update(self) -> None:
+        """No token is made until `commit_update`, or until the update ends. Aborts requests that
+        have no token yet, if they may share keys that older weights computed."""
 
     @abstractmethod
     def commit_update(self, version: int) -> None:

@@ -255,7 +255,7 @@ class EngineShell(Generic[_Core]):
         with span("load weights", version=version):
             if not self._core.is_paused:
                 await self._pause_core(keep=True)
-            self._requests.begin_update()
+            await self._requests.begin_update()
             nbytes = await self._weights.load()
         self._can_commit = True
         return nbytes

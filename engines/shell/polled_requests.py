@@ -126,8 +126,11 @@ class PolledRequests(EngineRequests):
             quiet = 0 if self._take() else quiet + 1
             await asyncio.sleep(0)
 
-    def begin_update(self) -> None:
+    async def begin_update(self) -> None:
+        """Requests that wait have the older cache salt, and a prefix that is cached under it."""
         self._older_version = self._version
+        if waiting := [id for id, held in self._by_id.items() if not held.num_new_tokens]:
+            await self.abort(waiting)
 
     def commit_update(self, version: int) -> None:
         self._version = version

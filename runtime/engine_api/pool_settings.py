@@ -125,6 +125,13 @@ class EnginePoolSettings(Settings):
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0
 
+    @property
+    def max_inflight_per_engine(self) -> int:
+        """Completions that an engine holds at a time. A quarter may wait there, so that each end
+        lets the next one begin at once: the rollout manager learns of ends a tick later. More move
+        work away from engines that become free earlier."""
+        return self.max_num_seqs + self.max_num_seqs // 4
+
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.engine != "auto":

@@ -72,7 +72,7 @@ class RolloutSettings(Settings):
         agent: "module:function" of an agent loop. Without one, each completion is one generation.
         agent_concurrency: Agent loops run concurrently per worker process. Lower values leave
             engines idle, as each takes `pool.max_num_seqs` at a time; higher values make it slower
-            to find a loop that crashes its process. Default: `pool.max_num_seqs`.
+            to find a loop that crashes its process. Default: 1.25 times `pool.max_num_seqs`.
         agent_timeout_s: Limit for one run of the agent loop, excluding time spent waiting for
             auxiliary pools.
         agent_retries: How often the loop of one completion may raise, block or exceed its limit and

@@ -99,6 +99,26 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
     run_async(body)
 
 
+def test_requests_that_wait_when_weights_come_are_aborted() -> None:
+    """Their prompts may be cached under the older weights."""
+
+    async def body() -> None:
+        core = ScriptedCore()
+        async with running(engine := engine_over(core)):
+            await serving_one(engine)
+            core.tokens_come.clear()
+            await engine.submit([wire_request(1, [1, 2]), wire_request(2, [1, 2])])
+            await engine.prepare_update(2, NO_TENSORS, EXPORTS)
+            await engine.pause("keep")
+            core.done.clear()
+
+            await engine.load()
+
+            assert core.done == ["abort 2", "load"]
+
+    run_async(body)
+
+
 class StagingCore(ScriptedCore):
     """Its worker reads until `has_read` is set, or the update is left."""
 

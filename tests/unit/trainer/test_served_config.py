@@ -30,6 +30,14 @@ def test_a_trained_model_that_is_not_the_one_served_is_found(tmp_path: Path) -> 
     assert trained_instead(read_serve_config(str(export), own)) is None
 
 
+def test_engines_hold_more_completions_than_they_work_on(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    values = {"model": {"path": str(folder)}, "pool": {"max_num_seqs": 8}}
+    (config,) = served_pools(check_config(ServeConfig, values, "config"))
+
+    assert config.dispatch.max_inflight_per_engine == 10
+
+
 def test_the_stops_of_rollouts_end_served_completions_too(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     rollout = {"stop": ["</a>", SPECIAL[-1]], "stop_token_ids": [9]}
