@@ -36,6 +36,7 @@ from umbra.runtime.disk import check_free_space, format_nbytes
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.errors import ConfigError, DataError, RemoteError, UmbraError
 from umbra.runtime.package_versions import outside_tested_range
+from umbra.runtime.process.cpu_affinity import cpu_quota
 from umbra.runtime.process.nvml import Nvml
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rpc.curve_keys import CurveKeys
@@ -84,6 +85,10 @@ a manager has one to each engine, rank and worker."""
 _LEAST_SHARED_NBYTES: Final = 1 << 30
 """Size that /dev/shm should have for buffers of NCCL, vLLM and SGLang. Docker's 64 MiB are too
 little."""
+_ENGINE_NUM_THREADS: Final = 1
+_NUM_OTHER_THREADS: Final = 2
+"""Threads that are busy while engines generate: of an engine besides one for each of its GPUs, and
+of the rollout manager and its workers. With more, sufficient nodes are warned of."""
 _SLOW_LOOKUP_S: Final = 1.0
 """Time to look up the name of an address. With less, a busy name server is a warning; with more,
 each restart of the ranks takes seconds longer and nothing says why."""
@@ -182,6 +187,7 @@ class NodeChecks:
         yield verdict_of("placement", self._placement)
         if self._plan is None:
             return
+        yield cores_verdict(self._plan, self._environment.node_rank, allowed_cores())
         if is_first:
             yield verdict_of("memory plan", self._memory_plan)
         for name in (POOL, *self._config.pools):
@@ -475,6 +481,29 @@ def listen(address: str) -> socket.socket:
             f"cannot listen on {address!r}: {error.strerror}; set UMBRA_HOST_ADDRESS to an address "
             "of this host that the other nodes can reach"
         ) from error
+
+
+def allowed_cores() -> float:
+    """The cores that this process, and those that it starts, may keep busy."""
+    return min(len(os.sched_getaffinity(0)), cpu_quota())
+
+
+def cores_verdict(plan: Plan, node: int, num_cores: float) -> Verdict:
+    """Whether ranks and engines of a node with GPUs have cores of their own."""
+    own = [place.gpus for places in plan.engines.values() for place in places if place.node == node]
+    num_ranks = plan.nodes[node].num_ranks
+    if not plan.nodes[node].gpus:
+        return Verdict("cores", "-", "without GPUs, they are shared")
+    wanted = _NUM_OTHER_THREADS + num_ranks + sum(_ENGINE_NUM_THREADS + len(gpus) for gpus in own)
+    text = f"{num_cores:g} for {num_ranks} ranks and {len(own)} engines"
+    if num_cores >= wanted:
+        return Verdict("cores", "ok", text)
+    return Verdict(
+        "cores",
+        "warning",
+        f"{text}, which can keep {wanted} busy: each waits for others. Give the job more (Slurm's "
+        "--cpus-per-task, docker's --cpus), or fewer engines (pool.count)",
+    )
 
 
 def _open_files() -> str:

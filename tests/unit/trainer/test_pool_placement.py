@@ -15,6 +15,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.doctor.node_checks import cores_verdict
 from umbra.trainer.services.pool_placement import plan_pools
 from umbra.trainer.services.pool_specs import auxiliary_pool_spec
 from umbra.trainer.services.services import POOL, engine_pool_spec
@@ -322,3 +323,15 @@ def test_engines_on_several_nodes_need_a_private_network(
 
     with refused if is_refused else contextlib.nullcontext():
         two_nodes(config, address)
+
+
+def test_doctor_warns_of_fewer_cores_than_engines_and_ranks_keep_busy(model_dir: Path) -> None:
+    config = config_of(model_dir, pool={"engine": "vllm", "mode": "standalone"})
+    plan = plan_of(config, UUIDS, ranks=2)
+
+    assert cores_verdict(plan, 0, 8.0).state == "ok"
+    few = cores_verdict(plan, 0, 7.5)
+    assert few.state == "warning"
+    assert few.text.startswith("7.5 for 2 ranks and 2 engines, which can keep 8 busy")
+    on_cpu = plan_of(config_of(model_dir), (), ranks=2, device_type="cpu")
+    assert cores_verdict(on_cpu, 0, 1.0).state == "-"
