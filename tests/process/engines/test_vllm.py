@@ -147,6 +147,39 @@ def test_an_update_changes_the_output_to_that_of_the_new_weights(
     run_async(body)
 
 
+def test_what_waits_when_weights_come_begins_under_them(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """It must not use its prompt's keys, which others have cached under the older weights."""
+    (prompt,) = long_prompts(1)
+    first = [wire_request(i, prompt, max_new_tokens=300) for i in range(MAX_NUM_SEQS)]
+    last = MAX_NUM_SEQS
+    asked = wire_request(last, prompt, max_new_tokens=12, temperature=0.0)
+
+    async def body() -> None:
+        engine, collector = make_engine(), Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit([*first, asked])
+            while not all(collector[i].tokens for i in range(MAX_NUM_SEQS)):
+                collector.apply(await anext(batches))
+            await engine.pause("keep")
+            await publish(engine, float32_weights(1), 1, tmp_path)
+            while collector[last].reason is None:
+                collector.apply(await anext(batches))
+            assert (collector[last].reason, collector[last].tokens) == ("abort", [])
+
+            await engine.abort(range(MAX_NUM_SEQS))
+            await engine.submit([asked | {"id": last + 1}])
+            while collector[last + 1].reason is None:
+                collector.apply(await anext(batches))
+
+        expected = greedy_of_transformers(make_model("qwen3", 1), prompt, 12)
+        assert collector[last + 1].tokens == expected
+        assert set(collector[last + 1].versions) == {1}
+
+    run_async(body)
+
+
 def with_unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"model.layers.1.unknown.weight": torch.ones(3)}
 
