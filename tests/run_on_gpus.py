@@ -41,6 +41,18 @@ GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
 SHAPE_8B: Final = "--shape 8B --dtype bfloat16"
 EAGER: Final = "{enforce_eager=true}"
 # vLLM starts in half the time.
+SMALL_STEP: Final = (
+    "--shape 135M --ranks 1 rollout.groups_per_step=32 rollout.max_new_tokens=48 "
+    "pool.max_context_len=128 pool.max_num_seqs=256"
+)
+STEP: Final = (
+    "--shape 0.6B --ranks 1 rollout.groups_per_step=32 rollout.max_new_tokens=512 "
+    "pool.max_context_len=640 pool.max_num_seqs=256"
+)
+LARGE_STEP: Final = (
+    "--shape 8B --ranks 4 rollout.groups_per_step=64 rollout.max_new_tokens=256 "
+    "pool.max_context_len=384 pool.max_num_seqs=256"
+)
 STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
@@ -164,6 +176,11 @@ JOBS: Final = {
         engine="sglang",
     ),
     "hybrid": training_run("--ranks 1"),
+    **{
+        f"{sleep}-{name}": training_run(f"{step} pool.sleep={setting}", 10)
+        for name, step in (("135m", SMALL_STEP), ("0.6b", STEP), ("8b", LARGE_STEP))
+        for sleep, setting in (("awake", "auto"), ("asleep", "all"))
+    },
     "hybrid-of-two": training_run("--ranks 2 rollout.groups_per_step=32"),
     "hybrid-of-two-same-work": training_run("--ranks 2"),
     "hybrid-of-two-killed": training_run(f"--ranks 2 --kill policy-0 pool.engine_args={EAGER}", 16),

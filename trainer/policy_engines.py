@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
+from umbra.runtime.cluster.memory_plan import GIB
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
@@ -19,11 +21,47 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.train_model import TrainModel
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen
+from umbra.trainer.services.memory_needs import SLEEPING_TAGS
 from umbra.trainer.services.services import MANAGER, POOL
-from umbra.trainer.world.mesh import Mesh, any_rank, from_lead
+from umbra.trainer.world.mesh import Mesh, any_rank, first_text, from_lead
 from umbra.trainer.world.signals import StopRequested, StopSignals
 
 T = TypeVar("T")
+_MARGIN: Final = 0.1
+"""Share by which a step may take more than any before it. A larger one lets engines sleep where
+they need not; a smaller one finds fragmentation and longer samples too late."""
+
+
+class TrainingRoom:
+    """The memory of a rank's GPU for training steps, while engines keep some. Unlimited on the CPU.
+
+    A step needs `planned_nbytes`, or more than the largest so far.
+    """
+
+    def __init__(self, device: torch.device, planned_nbytes: int) -> None:
+        self.is_measured = False  # a step has been
+        self._device = device
+        self._needed_nbytes = planned_nbytes
+
+    def measure(self) -> None:
+        """Must be called after a step, while torch's allocator keeps what it took."""
+        self.is_measured = True
+        if self._device.type == "cuda":
+            taken = torch.cuda.memory_reserved(self._device)
+            self._needed_nbytes = max(self._needed_nbytes, int(taken * (1 + _MARGIN)))
+
+    def lack(self) -> str:
+        """What is missing for the next step, or ""."""
+        if self._device.type != "cuda":
+            return ""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        room = free + torch.cuda.memory_reserved(self._device)
+        if room >= self._needed_nbytes:
+            return ""
+        return (
+            f"{self._device} has room for {room / GIB:.1f} GiB beside the engines, and training "
+            f"may need {self._needed_nbytes / GIB:.1f} GiB"
+        )
 
 
 class PolicyEngines:
@@ -37,8 +75,10 @@ class PolicyEngines:
         mesh: Mesh,
         policy: TrainModel,
         offload: HostOffload,
+        training_nbytes: int,
         gpu_memory: GpuMemorySeen,
         stop: StopSignals,
+        note: Callable[[str], None],
     ) -> None:
         self.rollouts = Rollouts(session, MANAGER)
         self._config = config
@@ -47,6 +87,10 @@ class PolicyEngines:
         self._offload = offload
         self._gpu_memory = gpu_memory
         self._stop = stop
+        self._note = note
+        self.room = TrainingRoom(mesh.device, training_nbytes)
+        self._sleeps = SLEEPING_TAGS[config.pool.sleep]
+        self._frees = ALL_TAGS  # in the next sleep and sync: all, until a step has been measured
         self._pool = session.pool(POOL)
         lora = policy.adapters.spec if policy.adapters else None
         self._sleep_level = 1 if lora else 2  # engines keep a model that no sync would bring back
@@ -57,7 +101,6 @@ class PolicyEngines:
             wire_manifest(policy.published, dtype, lora=lora),
             locate=offload.locate,
             keeps_memory=not offload.moves_parameters,
-            on_read=self._send_away if self._is_hybrid else None,
         )
 
     def begin(self, state: TrainerState, resumed_from: Path | None) -> None:
@@ -115,22 +158,44 @@ class PolicyEngines:
         )
 
     def sleep(self) -> None:
-        """Gives the memory that hybrid engines share with the ranks to the ranks."""
+        """Pauses hybrid engines, and gives the memory that `pool.sleep` names to the ranks.
+
+        Engines free all of it before the first step, which shows what training takes, and from a
+        step on for which a rank lacks room. Ranks look before each step: one that runs out of
+        memory in it leaves the others in a collective, so the step cannot be repeated.
+        """
         if self._is_hybrid:
-            if self._mesh.is_lead:
-                self._pool.sleep(self._sleep_level)
-            any_rank(False)  # a barrier: no rank takes memory before the engines have released it
+            if self.room.is_measured:
+                self._frees = self._sleeps
+            lacks = self._free()
+            if self._sleeps != ALL_TAGS and any_rank(bool(lacks)):
+                self._sleeps = self._frees = ALL_TAGS
+                reason = first_text(lacks)
+                self._note(f"{reason}. From here on, engines sleep while the trainer computes")
+                self._free()
         self._offload.bring_back()
+
+    def _free(self) -> str:
+        """What is missing on this rank then, or ""."""
+        if self._mesh.is_lead:
+            self._pool.sleep(self._sleep_level, tags=sorted(self._frees))
+        any_rank(False)  # a barrier: no rank takes memory before the engines have released it
+        return "" if self._frees == ALL_TAGS else self.room.lack()
 
     def sleep_if_awake(self) -> None:
         if any_rank(self._offload.is_away):  # a signal may have reached only some ranks
             self.sleep()
 
     def _sync(self, version: int) -> SyncReport:
-        if self._is_hybrid:
+        timeout_s = self._config.pool.sync_timeout_s
+        if not self._is_hybrid or not self._frees:
+            report = self._publisher.publish(POOL, version, timeout_s)
+            self._gpu_memory.look("sync")
+            return report
+        if "weights" in self._frees:
             # Engines wake once every rank has joined the sync, when all have released their cache.
             self._offload.release_cache()
-        return self._publisher.publish(POOL, version, self._config.pool.sync_timeout_s)
+        return self._publisher.publish(POOL, version, timeout_s, self._send_away)
 
     def _sync_again(self, version: int) -> None:
         """Publishes the current version again, to an engine that came up while this rank waits."""

@@ -43,6 +43,7 @@ from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.resume_point import find_resume_point
 from umbra.trainer.services.job_plan import JobPlan, collective_timeout_s
+from umbra.trainer.services.memory_needs import planned_settings
 from umbra.trainer.services.rollout_start import start_rollouts
 from umbra.trainer.services.services import POOL, ServiceStarter, user_folders
 from umbra.trainer.step import TrainStep
@@ -121,16 +122,12 @@ class TrainingRun:
 
     def _plan_job(self) -> None:
         """Starts the engines, too."""
-        setting = self.config.train.activation_checkpointing
         self._plan = plan = JobPlan.make(
             self.config, self._session, self._environment.local_world_size
         )
         self.config = config = plan.config
-        if setting == "auto" and plan.memory.expected_nbytes:
-            chosen = config.train.activation_checkpointing
-            self._display.note(
-                f"chosen by the memory plan: train.activation_checkpointing = {chosen!r}"
-            )
+        if plan.memory.expected_nbytes:
+            self._display.note(f"by the memory plan: {planned_settings(config)}")
         if self._starter is None:
             return
         warnings = [f"warning: {each}" for each in setting_rules.warnings(config)]
@@ -188,8 +185,10 @@ class TrainingRun:
             mesh,
             self._models[POLICY],
             self._offload,
+            self._plan.memory.training_nbytes,
             self._gpu_memory,
             self._stop,
+            self._display.note,
         )
 
     def _resume(self, resumed_from: Path | None) -> TrainerState:
@@ -269,12 +268,13 @@ class TrainingRun:
 
     @contextmanager
     def training_owns_gpus(self) -> Generator[None]:
-        """Engines that share GPUs with ranks sleep from here to the next `publish`."""
+        """Engines that share GPUs with ranks pause from here to the next `publish`."""
         with self._forecast.phase("step"):
             with span("put engines to sleep") as sleeping:
                 self._engines.sleep()
             self._row["time/sleep_s"] = sleeping.seconds
             yield
+            self._engines.room.measure()
 
     def add_advantages(self, batch: TrainBatch) -> None:
         add_advantages(self.config, self._estimate, batch)

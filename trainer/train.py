@@ -8,11 +8,11 @@ def train(run: TrainingRun) -> None:
     """Trains until `train.steps`, or until the ranks agree to stop; leaves a checkpoint and the
     results. Collective. Raises UmbraError on every rank if that is not possible.
 
-    In a hybrid pool, engines and trainer use the GPUs in turn: engines sleep while the trainer
-    computes, and get the new weights when they wake. With `train.offload`, a rank's memory moves to
-    the host as soon as the engines have read its weights, and comes back when the engines sleep. In
-    a standalone pool, engines generate all the time, as far ahead as `rollout.max_staleness`
-    allows, and are updated meanwhile.
+    In a hybrid pool, engines and trainer use the GPUs in turn: engines pause while the trainer
+    computes, free what `pool.sleep` names, and get the new weights when they wake. With
+    `train.offload`, a rank's memory moves to the host as soon as sleeping engines have read its
+    weights, and comes back when they sleep again. In a standalone pool, engines generate all the
+    time, as far ahead as `rollout.max_staleness` allows, and are updated meanwhile.
 
     The ranks agree on stopping where they synchronise anyway: before training on a batch, and after
     a step. A signal to one of them ends the waits of all (`umbra.trainer.world.signals`).

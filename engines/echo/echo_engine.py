@@ -140,8 +140,8 @@ class EchoCore(PolledCore):
                 output.since = now
         self.hurry()
 
-    async def sleep(self, level: int) -> None:
-        if level == 2 and self._weights is not None:
+    async def sleep(self, level: int, tags: Sequence[str]) -> None:
+        if level == 2 and "weights" in tags and self._weights is not None:
             self._weights.clear()
 
 

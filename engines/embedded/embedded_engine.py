@@ -74,9 +74,9 @@ class EmbeddedCore(Core):
         await self._thread.run(lambda worker: worker.resume())
         self.is_paused = False
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, tags: Sequence[str]) -> None:
         """Frozen requests are recomputed after the next resume."""
-        await self._thread.run(lambda worker: worker.sleep(level))
+        await self._thread.run(lambda worker: worker.sleep(level, tags))
         await self._note_memory()
 
     async def wake(self, tags: Sequence[str]) -> None:

@@ -79,12 +79,13 @@ class EmbeddedWorker:
     def resume(self) -> None:
         self._is_paused = False
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, tags: Sequence[str]) -> None:
         self.core.preempt_all()
-        self.core.cache.release()
-        if level == 2:
+        if "kv_cache" in tags:
+            self.core.cache.release()
+        if "weights" in tags and level == 2:
             self._model.parameters.release()
-        else:
+        elif "weights" in tags:
             self._model.parameters.move_to_host()
         trim_heap()
 

@@ -310,16 +310,16 @@ class SglangCore(AdapterCore):
                         await self._is_idle.wait()
         await self._unfreeze()
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, tags: Sequence[str]) -> None:
         """Empties the cache first: SGLang would end if its memory were in use."""
         await self.reset_prefix_cache()
-        if level == 1 and "weights" not in self._released:
+        freed = [tag for tag in tags if tag not in self._released]
+        if level == 1 and "weights" in freed:
             await self._order({"action": "save"})
             self._is_saved = True
-        tags = [tag for tag in _MEMORY_TAGS if tag not in self._released]
-        request = self.library.ReleaseMemoryOccupationReqInput(tags=tags)
+        request = self.library.ReleaseMemoryOccupationReqInput(tags=freed)
         await self.call(self._frontend.release_memory_occupation(request))
-        self._released.update(tags)
+        self._released.update(freed)
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:

@@ -118,9 +118,10 @@ class Core(ABC):
     async def resume(self) -> None:
         """Clears `is_paused`."""
 
-    async def sleep(self, level: int) -> None:
-        """Frees memory: level 1 keeps the weights on the host, level 2 loses them. Nothing runs,
-        and requests are frozen only with `keeps_requests_asleep`."""
+    async def sleep(self, level: int, tags: Sequence[str]) -> None:
+        """Frees the parts in `tags`, which are both unless `EngineKind.sleeps_by_part`: level 1
+        keeps the weights on the host, level 2 loses them. Nothing runs, and requests are frozen
+        only with `keeps_requests_asleep`."""
         return
 
     async def wake(self, tags: Sequence[str]) -> None:

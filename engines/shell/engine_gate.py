@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from umbra.runtime.engine_api.lifecycle import (
-    ALL_TAGS,
     EngineLifecycle,
     EngineState,
     SleepLevel,
     Tag,
+    check_tags,
 )
 from umbra.runtime.errors import EngineError
 
@@ -74,16 +74,15 @@ class EngineGate:
         if not self.is_serving:
             self._lifecycle = self._lifecycle.resume()
 
-    def sleep(self, level: SleepLevel) -> None:
+    def sleep(self, level: SleepLevel, tags: Sequence[Tag]) -> None:
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
-        self._lifecycle = self._lifecycle.sleep(level)
+        check_tags(tags)
+        self._lifecycle = self._lifecycle.sleep(level, frozenset(tags))
 
     def wake(self, tags: Sequence[Tag]) -> frozenset[Tag]:
         """Returns the tags to wake now; `woken` must follow."""
-        unknown = set(tags) - ALL_TAGS
-        if unknown:
-            raise ValueError(f"unknown wake tags {sorted(unknown)}; allowed: {sorted(ALL_TAGS)}")
+        check_tags(tags)
         sleeping = frozenset(tags) - self.awake
         if sleeping:
             self._lifecycle = self._lifecycle.wake(sleeping)

@@ -195,17 +195,18 @@ class EngineShell(Generic[_Core]):
             if self._core.is_paused:
                 await self._core.resume()
 
-    async def sleep(self, level: SleepLevel) -> None:
-        await self._changes.make(lambda: self._put_to_sleep(level), span("sleep", level=level))
+    async def sleep(self, level: SleepLevel, tags: Sequence[Tag] = ("kv_cache", "weights")) -> None:
+        traced = span("sleep", level=level, tags=", ".join(tags))
+        await self._changes.make(lambda: self._put_to_sleep(level, tags), traced)
 
-    async def _put_to_sleep(self, level: SleepLevel) -> None:
+    async def _put_to_sleep(self, level: SleepLevel, tags: Sequence[Tag]) -> None:
         if not self._requests.ids:
             self._gate.pause()
-        self._gate.sleep(level)
+        self._gate.sleep(level, tags)
         await self._pause_core(keep=self._core.keeps_requests_asleep)
         self._prepared_version = None
         await self._weights.release()
-        await self._core.sleep(level)
+        await self._core.sleep(level, tags)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
         await self._changes.make(lambda: self._wake(tags))

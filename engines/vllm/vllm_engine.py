@@ -188,7 +188,7 @@ class VllmCore(AdapterCore):
         await self.call(self._llm.resume_generation())
         self.is_paused = False
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, tags: Sequence[str]) -> None:
         """Wakes what sleeps first: vLLM puts nothing to sleep while one tag sleeps."""
         await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))

@@ -7,7 +7,8 @@
     train        all of it, gradients, activations      asleep    asleep     awake
 
 An engine that is awake has its weights, its KV cache and an overhead; one that sleeps keeps a part
-of the overhead. Pools without given needs count as nothing. Ranks without a hybrid pool keep the
+of the overhead. Parts that hybrid engines keep in training (`EngineNeed.sleeps`) are there in a
+sync, too. Pools without given needs count as nothing. Ranks whose engines never sleep keep the
 memory of training in all phases.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 from umbra.runtime.cluster.placement import Plan, PoolMode, engine_name
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS, Tag
 from umbra.runtime.errors import ConfigError
 
 Phase = Literal["sync", "generation", "colocated", "train"]
@@ -26,6 +28,9 @@ PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 GIB: Final = 1 << 30
 _RESERVE: Final = 0.04
 # Share of a GPU that KV caches leave free, for the driver and for allocators, which round up.
+_RESERVE_AWAKE: Final = 0.1
+# The same beside a training step with engines awake. Measured runs took up to a tenth more than
+# their plans: a smaller share lets runs stay awake that must then fall back.
 _FOREIGN_CONTEXT_NBYTES: Final = 640 << 20
 # An engine that read weights on another GPU had a CUDA context there, of 610 MiB on an H100. To be
 # measured again: it opens the memory for its own GPU now.
@@ -57,6 +62,7 @@ class EngineNeed:
         overhead_nbytes: CUDA context, graphs and buffers, while it is awake.
         asleep_nbytes: the part of the overhead that stays while it sleeps.
         kv_num_tokens: size of the KV cache, if the user set it; else the plan's within bounds.
+        sleeps: what a hybrid engine frees while the ranks train.
     """
 
     mode: PoolMode
@@ -69,12 +75,14 @@ class EngineNeed:
     kv_num_tokens: int | None
     least_kv_num_tokens: int
     most_kv_num_tokens: int
+    sleeps: frozenset[Tag] = ALL_TAGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The expected memory by phase, node and GPU, where needs are known, and KV caches by pool.
-    `activations_fit` is the forecast for training; `notes` are sentences for the user."""
+    `activations_fit` is the forecast for training; `notes` are sentences for the user.
+    `training_nbytes` is the most that a rank takes."""
 
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
@@ -82,6 +90,7 @@ class MemoryPlan:
     )
     activations_fit: bool = True
     notes: tuple[str, ...] = ()
+    training_nbytes: int = 0
 
     @property
     def gpus(self) -> list[int]:
@@ -134,7 +143,8 @@ def plan_memory(
             if rank and cell in tenants.ranks and (phase == "train" or rank.keeps_cache):
                 parts["activations, at most,"] = rank.activations_nbytes
                 total = sum(parts.values())
-                if total > limit and activations_fit:
+                reserve = _RESERVE_AWAKE if tenants.trains_awake(phase, cell) else 0
+                if total > limit * (1 - reserve) and activations_fit:
                     activations_fit = False
                     notes.append(
                         f"{where}, and training may need {_sum(parts)}. If it runs out of memory, "
@@ -147,6 +157,7 @@ def plan_memory(
         expected_nbytes=expected,
         activations_fit=activations_fit,
         notes=tuple(notes),
+        training_nbytes=rank.training_nbytes + rank.activations_nbytes if rank else 0,
     )
 
 
@@ -167,9 +178,10 @@ def _kv_sizes(
     shares: dict[str, list[float]] = {}
     for phase in tenants.phases:
         for cell in tenants.cells:
-            usable = gpu_nbytes[cell[0]][cell[1]] * (1 - _RESERVE)
+            reserve = _RESERVE_AWAKE if tenants.trains_awake(phase, cell) else _RESERVE
+            usable = gpu_nbytes[cell[0]][cell[1]] * (1 - reserve)
             free = usable - sum(tenants.parts(phase, cell, given).values())
-            sized = [pool for pool in tenants.awake(phase, cell) if not given[pool]]
+            sized = [pool for pool in tenants.caching(phase, cell) if not given[pool]]
             for pool in sized:
                 shares.setdefault(pool, []).append(free / len(sized))
     sizes: dict[str, int] = {}
@@ -210,15 +222,25 @@ class _Tenants:
         }
         self.phases: list[Phase] = [phase for phase in PHASES if is_there[phase]]
 
-    def awake(self, phase: Phase, cell: _Cell) -> list[str]:
+    def caching(self, phase: Phase, cell: _Cell) -> list[str]:
+        """The pools that have KV caches there."""
         pools = [pool for pool, _ in self._engines.get(cell, [])]
-        return [pool for pool in pools if self._is_awake(pool, phase)]
+        return [pool for pool in pools if "kv_cache" in self._awake(pool, phase)]
 
-    def _is_awake(self, pool: str, phase: Phase) -> bool:
-        mode = self._needs[pool].mode
+    def trains_awake(self, phase: Phase, cell: _Cell) -> bool:
+        pools = [pool for pool, _ in self._engines.get(cell, [])]
+        hybrid = [pool for pool in pools if self._needs[pool].mode == "hybrid"]
+        return phase == "train" and any(self._awake(pool, phase) for pool in hybrid)
+
+    def _awake(self, pool: str, phase: Phase) -> frozenset[Tag]:
+        need = self._needs[pool]
         if phase == "colocated":
-            return mode == "colocated" or (mode == "standalone" and pool not in self._hosts)
-        return mode == "standalone" or (mode == "hybrid" and phase == "generation")
+            is_free = need.mode == "standalone" and pool not in self._hosts
+            return ALL_TAGS if is_free or need.mode == "colocated" else frozenset()
+        if need.mode == "hybrid" and phase != "generation":
+            loaded = frozenset[Tag]({"weights"} if phase == "sync" else ())
+            return ALL_TAGS - need.sleeps | loaded
+        return frozenset() if need.mode == "colocated" else ALL_TAGS
 
     def parts(self, phase: Phase, cell: _Cell, kv_num_tokens: Mapping[str, int]) -> dict[str, int]:
         parts: dict[str, int] = {}
@@ -236,23 +258,24 @@ class _Tenants:
             parts["contexts of other GPUs' engines"] = num_foreign * _FOREIGN_CONTEXT_NBYTES
         for pool, name in engines:
             need = self._needs[pool]
-            if self._is_awake(pool, phase):
-                parts[name] = need.weights_nbytes + need.overhead_nbytes
+            awake = self._awake(pool, phase)
+            if not awake:
+                parts[f"{name} asleep"] = need.asleep_nbytes
+                continue
+            parts[name] = need.overhead_nbytes + need.weights_nbytes * ("weights" in awake)
+            if "kv_cache" in awake:
                 cache = f"{name}'s KV cache of {kv_num_tokens[pool]} tokens"
                 parts[cache] = kv_num_tokens[pool] * need.kv_token_nbytes
-            elif phase == "sync" and need.mode == "hybrid":
-                parts[name] = need.weights_nbytes + need.overhead_nbytes
-            else:
-                parts[f"{name} asleep"] = need.asleep_nbytes
         return parts
 
     def remedies(self, phase: Phase, cell: _Cell) -> str:
-        pools, has_rank = self.awake(phase, cell), cell in self.ranks
+        pools, has_rank = self.caching(phase, cell), cell in self.ranks
         is_set = any(self._needs[pool].kv_num_tokens for pool in pools)
         remedies = {
             "lower kv_cache_num_tokens": is_set,
             "lower max_context_len": bool(pools) and not is_set,
             "give each engine more GPUs (tensor parallelism)": bool(pools),
+            "let pool.sleep be 'auto'": self.trains_awake("train", cell),
             "give the engines GPUs without ranks": has_rank and cell in self._engines,
             "train on more GPUs": has_rank,
         }

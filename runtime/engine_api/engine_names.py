@@ -35,6 +35,7 @@ class EngineKind:
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
         truncates_logprobs: with `rollout.top_p` or `top_k`, logprobs are the truncated ones.
+        sleeps_by_part: it can free its weights alone, or its KV cache.
         spans_nodes: an engine may have followers on other nodes, which it gets as `followers`.
     """
 
@@ -48,6 +49,7 @@ class EngineKind:
     has_known_memory: bool = False
     share_option: str = ""
     truncates_logprobs: bool = True
+    sleeps_by_part: bool = False
     spans_nodes: bool = False
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +87,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         reads_weight_files=True,
         max_lora_rank=ANY_LORA_RANK,
         has_known_memory=True,
+        sleeps_by_part=True,
     ),
     "vllm": EngineKind(
         target="umbra.engines.vllm.vllm_engine:VllmEngine",
@@ -106,6 +109,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         has_known_memory=True,
         share_option="mem_fraction_static",
         truncates_logprobs=False,
+        sleeps_by_part=True,
         spans_nodes=True,
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),

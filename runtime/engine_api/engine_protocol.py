@@ -61,8 +61,8 @@ class Engine(Protocol):
         """Takes memory for the KV cache if that sleeps, and generates under the version held."""
         ...
 
-    async def sleep(self, level: SleepLevel) -> None:
-        """Frees memory: 1 keeps the weights on the host and frees the KV cache, 2 frees both."""
+    async def sleep(self, level: SleepLevel, tags: Sequence[Tag] = ("kv_cache", "weights")) -> None:
+        """Frees the parts in `tags`: level 1 keeps the weights on the host, level 2 loses them."""
         ...
 
     async def wake(self, tags: Sequence[Tag]) -> None:

@@ -29,6 +29,7 @@ before an engine sees it.
 - An update wakes the weights if they sleep, and `resume` the KV cache. So `begin_update` is
   legal in ASLEEP too, which is not drawn. In hybrid mode: sleep, begin_update, commit_update,
   resume.
+- A sleep of one part leads to PAUSED, or to PENDING_WEIGHTS if the version is lost.
 - An engine restarted while the trainer trains must free its memory too, so PENDING_WEIGHTS may
   sleep; it then wakes to PENDING_WEIGHTS, whatever the level.
 - An engine that loads its weights itself (a judge) starts SERVING in every incarnation. No update
@@ -39,7 +40,7 @@ before an engine sees it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal
@@ -120,14 +121,17 @@ class EngineLifecycle:
             raise IllegalTransition("resume is not allowed while the weights sleep")
         return replace(self, state=EngineState.SERVING, awake=ALL_TAGS)
 
-    def sleep(self, level: SleepLevel) -> EngineLifecycle:
-        """Frees memory: level 1 keeps the weights on the host, level 2 loses them."""
+    def sleep(self, level: SleepLevel, tags: frozenset[Tag] = ALL_TAGS) -> EngineLifecycle:
+        """Frees the parts in `tags`: level 1 keeps the weights on the host, level 2 loses them."""
         self._require("sleep", EngineState.PENDING_WEIGHTS, EngineState.PAUSED)
+        awake = self.awake - tags
+        version = self.version if level == 1 or "weights" not in tags else None
+        state = EngineState.PENDING_WEIGHTS if version is None else EngineState.PAUSED
         return EngineLifecycle(
-            state=EngineState.ASLEEP,
-            version=self.version if level == 1 else None,
-            sleep_level=level,
-            awake=frozenset(),
+            state=state if awake else EngineState.ASLEEP,
+            version=version,
+            sleep_level=None if awake else level,
+            awake=awake,
         )
 
     def wake(self, tags: frozenset[Tag]) -> EngineLifecycle:
@@ -203,6 +207,11 @@ def catch_up(
         for name, lifecycle in lifecycles.items()
         if lifecycle.state == EngineState.PENDING_WEIGHTS
     ]
+
+
+def check_tags(tags: Collection[str]) -> None:
+    if unknown := sorted(set(tags) - ALL_TAGS):
+        raise ValueError(f"unknown tags {unknown}; allowed: {sorted(ALL_TAGS)}")
 
 
 def _names(tags: frozenset[Tag]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from umbra.runtime.engine_api.engine_names import EngineName, check_lora_engine
+from umbra.runtime.engine_api.engine_names import EngineName, check_lora_engine, engine_kind
 from umbra.runtime.engine_api.transports import TRANSPORTS, TransportSetting, allowed_transports
 from umbra.runtime.errors import SettingError
 from umbra.runtime.settings import (
@@ -24,6 +24,7 @@ from umbra.runtime.settings import (
 _MAX_TURN_S: Final = 60.0
 
 OnUpdate = Literal["abort", "keep", "drain"]
+Sleep = Literal["auto", "all", "kv_cache", "weights", "none"]
 
 
 def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
@@ -57,6 +58,21 @@ def check_staged_updates(mode: str, engine: str, transport: TransportSetting) ->
         raise SettingError(
             f"staged_updates is for weights that engines read on the trainer's GPUs, and transport "
             f"{transport!r} does not let them; leave it out, or set transport to 'auto'"
+        )
+
+
+def check_sleep(mode: str, engine: str, sleep: Sleep) -> None:
+    """Raises SettingError for a pool whose engines free nothing, or all at once."""
+    if mode != "hybrid" and sleep not in ("auto", "none"):
+        raise SettingError(
+            f"sleep is for mode 'hybrid': {mode} engines never sleep; leave it out, or set mode to "
+            "'hybrid'"
+        )
+    frees_part = engine == "auto" or engine_kind(engine).sleeps_by_part
+    if sleep in ("kv_cache", "weights") and not frees_part:
+        raise SettingError(
+            f"sleep {sleep!r} is for engines that free one part alone, and engine {engine!r} frees "
+            "both or neither: set sleep to 'all' or 'none'"
         )
 
 
@@ -143,9 +159,12 @@ class PoolSettings(EnginePoolSettings):
     """`[pool]`: the inference engines.
 
     Attributes:
-        mode: "hybrid" engines share the memory of the trainer's GPUs by time-slicing, and sleep
-            while it computes. "standalone" engines get GPUs without ranks and never sleep, which
+        mode: "hybrid" engines share the trainer's GPUs by time-slicing, and pause while it
+            computes. "standalone" engines get GPUs without ranks and never pause, which
             `rollout.max_staleness` above 0 makes use of.
+        sleep: What hybrid engines free while the trainer computes. Less makes a step shorter.
+            "auto" is the least that the memory plan has room for (docs/engines.md), and "all"
+            without a plan.
         on_update: What new weights do to completions in progress. "keep" continues them under the
             new weights, with the keys of their tokens so far. "abort" computes these keys again.
             "drain" finishes them first, which takes as long as the longest.
@@ -173,6 +192,7 @@ class PoolSettings(EnginePoolSettings):
 
     count: CountOrAuto = "auto"
     mode: Literal["hybrid", "standalone"] = "hybrid"
+    sleep: Sleep = "auto"
     on_update: OnUpdate = "keep"
     staged_updates: bool = False
     transport: TransportSetting = "auto"
@@ -186,6 +206,7 @@ class PoolSettings(EnginePoolSettings):
         check_full_sync_every(self.full_sync_every, self.transport)
         if self.staged_updates:
             check_staged_updates(self.mode, self.engine, self.transport)
+        check_sleep(self.mode, self.engine, self.sleep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,15 @@ from umbra.runtime.actor.node_context import NodeContext
 from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.cluster.placement import engine_idx
-from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
+from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.lifecycle import (
+    ALL_TAGS,
+    EngineState,
+    SleepLevel,
+    Tag,
+    catch_up,
+    check_tags,
+)
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -33,7 +41,8 @@ _GONE_LIMIT_S: Final = 75.0
 # From SIGKILL until its memory is verified free: the end of the process, of its orphans, and of its
 # GPU allocations, each of which has its own limit in the supervisor. A shorter limit wakes the next
 # pool too early; a longer one keeps all pools waiting for a process that hangs in a driver.
-_SLICED_SLEEP_LEVEL: Final[SleepLevel] = 1
+_SLICED: Final[tuple[SleepLevel, frozenset[Tag]]] = 1, ALL_TAGS
+# The level and the parts of a sleep between time slices.
 
 
 class EnginePool:
@@ -66,7 +75,7 @@ class EnginePool:
         self._context, self._tasks = context, tasks
         self.may_start = asyncio.Event()
         self.may_start.set()
-        self._sleep_level: SleepLevel | None = None
+        self._freed: tuple[SleepLevel, frozenset[Tag]] | None = None  # while it sleeps
         self._served_before: set[tuple[str, int]] | None = None  # engines that served before
         self._moved = asyncio.Event()
         self._moves: set[asyncio.Task[None]] = set()  # of engines, in progress
@@ -130,9 +139,9 @@ class EnginePool:
             self._on_follower_change(actor)
             return
         engine.follow_actor()
-        if actor.state == ActorState.RUNNING and self._sleep_level is not None:
-            level = self._sleep_level
-            self._move(engine, lambda: self._put_to_sleep(engine, level))
+        if actor.state == ActorState.RUNNING and self._freed is not None:
+            freed = self._freed
+            self._move(engine, lambda: self._put_to_sleep(engine, *freed))
         self._signal_moved()
 
     def _on_follower_change(self, follower: ActorProcess) -> None:
@@ -209,30 +218,39 @@ class EnginePool:
         await self._after_sync(timeout_s)
         await self._all({EngineState.PAUSED}, lambda engine: engine.resume(timeout_s))
 
-    async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
-        """Frees memory; engines that serve are paused (mode `abort`) first."""
+    async def sleep(self, level: SleepLevel, tags: list[Tag], timeout_s: float) -> None:
+        """Pauses engines that serve (mode `abort`), and frees the parts in `tags`. If these are
+        none, engines may still start."""
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
+        check_tags(tags)
+        if len(tags) == 1 and not engine_kind(self.spec.engine).sleeps_by_part:
+            raise EngineError(
+                f"pool {self.spec.name}: engine {self.spec.engine!r} frees weights and KV cache "
+                f"together, got {tags}"
+            )
         await self._after_sync(timeout_s)
-        if level == 2 and (self.spec.load_weights or self.spec.lora_rank):
+        if not tags:
+            await self._pause("abort", timeout_s)
+            return
+        if level == 2 and "weights" in tags and (self.spec.load_weights or self.spec.lora_rank):
             raise EngineError(
                 f"pool {self.spec.name}: level 2 would lose the weights, and no sync restores "
                 "them: sleep at level 1"
             )
-        self._sleep_level, self._served_before = level, None
+        self._freed, self._served_before = (level, frozenset(tags)), None
         if self.spec.mode == "hybrid":
             self.may_start.clear()
         else:
             self.may_start.set()
         await self._pause("abort", timeout_s)
         sleepy = {EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
-        await self._all(sleepy, lambda engine: engine.sleep(level, timeout_s))
+        await self._all(sleepy, lambda engine: engine.sleep(level, frozenset(tags), timeout_s))
 
     async def wake(self, tags: list[Tag], timeout_s: float) -> None:
-        if unknown := [tag for tag in tags if tag not in ALL_TAGS]:
-            raise ValueError(f"unknown wake tags {unknown}; allowed: {sorted(ALL_TAGS)}")
+        check_tags(tags)
         await self._after_sync(timeout_s)
-        self._sleep_level = None
+        self._freed = None
         self.may_start.set()
         drowsy = {EngineState.ASLEEP, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
@@ -260,10 +278,10 @@ class EnginePool:
         self.may_start.clear()
         await self._until(lambda engine: not engine.is_starting, self.spec.start_timeout_s, hurry)
         self._kill_where(lambda engine: engine.is_starting, "its start kept another pool waiting")
-        self._sleep_level = _SLICED_SLEEP_LEVEL
+        self._freed = _SLICED
         self._served_before = self._served_before or set()
         awake = {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
-        await self._all(awake, lambda engine: self._put_to_sleep(engine, _SLICED_SLEEP_LEVEL))
+        await self._all(awake, lambda engine: self._put_to_sleep(engine, *_SLICED))
         await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
         self._kill_where(lambda engine: not engine.takes_no_memory, "it did not free its memory")
         await self._until(lambda engine: engine.takes_no_memory, _GONE_LIMIT_S)
@@ -284,18 +302,20 @@ class EnginePool:
         self.may_start.set()
         if served is None:
             return
-        self._sleep_level = None
+        self._freed = None
         await self._all({EngineState.ASLEEP}, lambda e: e.wake(ALL_TAGS, _SETTLE_TIMEOUT_S))
         await self._all({EngineState.PAUSED}, lambda e: self._serve_again(e, served))
         self._served_before = None
 
-    async def _put_to_sleep(self, engine: PoolEngine, level: SleepLevel) -> None:
+    async def _put_to_sleep(
+        self, engine: PoolEngine, level: SleepLevel, tags: frozenset[Tag]
+    ) -> None:
         if engine.state == EngineState.SERVING:
             if self._served_before is not None:
                 self._served_before.add((engine.name, engine.incarnation))
             await engine.pause("abort", _SETTLE_TIMEOUT_S)
         if engine.state in (EngineState.PAUSED, EngineState.PENDING_WEIGHTS):
-            await engine.sleep(level, _SETTLE_TIMEOUT_S)
+            await engine.sleep(level, tags, _SETTLE_TIMEOUT_S)
 
     async def _serve_again(self, engine: PoolEngine, served: set[tuple[str, int]]) -> None:
         if (engine.name, engine.incarnation) in served:
@@ -388,7 +408,7 @@ class EnginePool:
                 f"pool {self.spec.name} already has version {version}, got {message.version}"
             )
         await self._finish_moves()
-        self._sleep_level = None
+        self._freed = None
         self.may_start.set()
         is_repeated = message.version == self.sync.version
         if is_repeated:

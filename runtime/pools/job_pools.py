@@ -324,9 +324,9 @@ class JobPools:
         async with self._reserved_for_trainer(name, timeout_s):
             await self[name].resume(timeout_s)
 
-    async def sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
+    async def sleep(self, name: str, level: SleepLevel, tags: list[Tag], timeout_s: float) -> None:
         async with self._reserved_for_trainer(name, timeout_s, sleeps=True):
-            await self[name].sleep(level, timeout_s)
+            await self[name].sleep(level, tags, timeout_s)
 
     async def wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
         async with self._reserved_for_trainer(name, timeout_s, sleeps=False):

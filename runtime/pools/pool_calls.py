@@ -55,8 +55,10 @@ class PoolCalls:
     async def pool_resume(self, name: str, timeout_s: float) -> None:
         await self._pools.resume(name, timeout_s)
 
-    async def pool_sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
-        await self._pools.sleep(name, level, timeout_s)
+    async def pool_sleep(
+        self, name: str, level: SleepLevel, tags: list[Tag], timeout_s: float
+    ) -> None:
+        await self._pools.sleep(name, level, tags, timeout_s)
 
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
         await self._pools.wake(name, tags, timeout_s)

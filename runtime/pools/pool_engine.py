@@ -153,11 +153,11 @@ class PoolEngine:
             await self._request("resume", timeout_s=timeout_s)
             self._enter(self.lifecycle.resume())
 
-    async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
-        """PAUSED or PENDING_WEIGHTS → ASLEEP."""
-        self._enter(self.lifecycle.sleep(level))
+    async def sleep(self, level: SleepLevel, tags: Set[Tag], timeout_s: float) -> None:
+        """PAUSED or PENDING_WEIGHTS → ASLEEP, or the same two where only one part sleeps."""
+        self._enter(self.lifecycle.sleep(level, frozenset(tags)))
         self._holds_memory = True
-        await self._request("sleep", level, timeout_s=timeout_s)
+        await self._request("sleep", level, sorted(tags), timeout_s=timeout_s)
         self._holds_memory = False
         logger.debug("%s#%d has freed its memory", self.name, self.incarnation)
 

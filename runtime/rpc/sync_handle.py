@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import uvloop
@@ -78,9 +78,15 @@ class Pool:
     def resume(self, timeout_s: float = 60.0) -> None:
         self._call("pool_resume", timeout_s=timeout_s)
 
-    def sleep(self, level: int = 2, timeout_s: float = 60.0) -> None:
-        """Frees memory: level 1 keeps weights on the host, level 2 drops them."""
-        self._call("pool_sleep", level, timeout_s=timeout_s)
+    def sleep(
+        self,
+        level: int = 2,
+        timeout_s: float = 60.0,
+        tags: Sequence[str] = ("weights", "kv_cache"),
+    ) -> None:
+        """Pauses the engines and frees the parts in `tags`: level 1 keeps weights on the host,
+        level 2 drops them."""
+        self._call("pool_sleep", level, list(tags), timeout_s=timeout_s)
 
     def wake(self, tags: list[str], timeout_s: float = 60.0) -> None:
         """Allocates memory again: `weights`, `kv_cache`."""

@@ -52,12 +52,9 @@ class WeightPublisher:
         manifest: of the same tensors, see `wire_manifest`; by default, they travel in their own
             dtypes.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
-        on_read: called when the tensors of this rank have been read, by itself or by the
-            engines. The engines allocate their KV cache only after it has returned on every rank.
-            None: they need not wait for it.
         keeps_memory: the tensors have the same memory from one call to the next. Engines on the
             same GPUs then keep it open in between; it is not given back to the GPU before they
-            close it, with the next sync or when they end. False if `on_read` frees it.
+            close it, with the next sync or when they end. False if an `on_read` frees it.
         export: see `Export`; None for CUDA IPC.
     """
 
@@ -68,7 +65,6 @@ class WeightPublisher:
         manifest: Manifest | None = None,
         *,
         locate: Callable[[Tensor], Tensor] = local_part,
-        on_read: Callable[[], None] | None = None,
         keeps_memory: bool = True,
         export: Export | None = None,
     ) -> None:
@@ -89,11 +85,20 @@ class WeightPublisher:
         self._senders: dict[TransportName, Sender] = {
             name: resolve_name(transport.sender)(parts) for name, transport in TRANSPORTS.items()
         }
-        self._on_read = on_read
         self._wire = self.manifest.to_wire()
 
-    def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
+    def publish(
+        self,
+        pool: str,
+        version: int,
+        timeout_s: float,
+        on_read: Callable[[], None] | None = None,
+    ) -> SyncReport:
         """Transfers the tensors to the engines of `pool`; returns when they serve `version`.
+
+        `on_read` is called when the tensors of this rank have been read, by itself or by the
+        engines. These allocate their KV cache only after it has returned on every rank. None: they
+        need not wait for it.
 
         Collective: all ranks call it. If the pool already has `version`, only the engines that lack
         it take part. An engine that has to leave the sync and still serves an older version gets
@@ -105,14 +110,16 @@ class WeightPublisher:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            report = self._sync(pool, version, deadline)
+            report = self._sync(pool, version, deadline, on_read)
             while report.remaining:  # the same on every rank
-                report = report.joined(self._sync(pool, version, deadline))
+                report = report.joined(self._sync(pool, version, deadline, on_read))
             return report
         finally:
             self._leave()
 
-    def _sync(self, pool: str, version: int, deadline: float) -> SyncReport:
+    def _sync(
+        self, pool: str, version: int, deadline: float, on_read: Callable[[], None] | None
+    ) -> SyncReport:
         session, rank = self._session, self._session.rank
         grant = session.sync(
             SyncBegin(
@@ -130,7 +137,6 @@ class WeightPublisher:
         try:
             regions = sender.send(grant, deadline)
             if regions is not None:
-                on_read = self._on_read
                 if on_read is not None and not TRANSPORTS[grant.transport].reads_ranks:
                     self._leave()
                     on_read()

@@ -19,6 +19,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
+    "135M": {  # SmolLM2's sizes
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
     "0.6B": {
         **_HEADS_OF_128,
         "hidden_size": 1024,

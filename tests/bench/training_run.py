@@ -6,8 +6,9 @@
 The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
 kills an actor after a quarter of the run. `--metrics` keeps the metrics of each step, `--trace` the
 timeline that `umbra trace` makes. Prints what the run prints, and then a JSON object: medians,
-smallest and largest values from the third step on of times, tokens/s and memory. With `--trace`,
-they include tokens/s of an engine, and how long each was interrupted by an update.
+smallest and largest values from the third step on of times, tokens/s and memory. `time/other_s` is
+the part of a step that is neither generation nor training. With `--trace`, they include tokens/s of
+an engine, and how long each was interrupted by an update.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -70,6 +71,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     columns: dict[str, list[float]] = {}
     for row in rows:
         if row["step"] >= FIRST_STEP:
+            row["time/other_s"] = row["time/step_s"] - row["time/rollout_s"] - row["time/train_s"]
             for name, value in row.items():
                 if name.startswith(MEASURED):
                     columns.setdefault(name, []).append(value)

@@ -206,7 +206,7 @@ RULES: Final = (
     Rule(
         "warning",
         "rollout.max_staleness > 0 and pool.mode == 'hybrid'",
-        "engines sleep while the trainer works, so little is generated ahead: use pool.mode = "
+        "engines pause while the trainer works, so little is generated ahead: use pool.mode = "
         "'standalone', or rollout.max_staleness = 0",
     ),
     Rule(

@@ -54,6 +54,7 @@ from umbra.trainer.services.memory_needs import (
     ITEMSIZES,
     ModelSizes,
     plan_job_memory,
+    planned_settings,
     trained_size,
 )
 from umbra.trainer.services.pool_placement import plan_pools
@@ -411,13 +412,11 @@ class NodeChecks:
         if not any(self._gpu_nbytes):
             raise NotApplicable("no GPU here")
         assert self._plan is not None
-        memory, checkpointing = plan_job_memory(
-            self._config, POOL, self._plan, self._gpu_nbytes, "cuda"
-        )
+        memory, config = plan_job_memory(self._config, POOL, self._plan, self._gpu_nbytes, "cuda")
         self._plan = replace(self._plan, kv_num_tokens=memory.kv_num_tokens)
         if not memory.expected_nbytes:
             raise NotApplicable(*memory.notes)
-        fits = f"fits with train.activation_checkpointing = {checkpointing!r}"
+        fits = f"fits with {planned_settings(config)}"
         return "\n".join([fits, *self._plan.table(memory.columns()), *memory.notes])
 
     def _user_functions(self) -> str:

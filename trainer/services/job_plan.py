@@ -27,7 +27,7 @@ pools, by starting the process that handles their requests."""
 class JobPlan:
     """Every rank makes the same plan, so that all report the same error."""
 
-    config: TrainerConfig  # with `train.activation_checkpointing` settled
+    config: TrainerConfig  # with the settings that the memory plan chooses
     placement: Plan
     memory: MemoryPlan
     device_type: str  # of the ranks
@@ -48,10 +48,9 @@ class JobPlan:
         placement = plan_pools(config, POOL, device_type=device_type, nodes=nodes)
         gpu_nbytes = [node.gpu_nbytes for node in session.nodes]
         gpu_nbytes = gpu_nbytes or [gpu_sizes(placement.nodes[0].gpus)]
-        memory, chosen = plan_job_memory(config, POOL, placement, gpu_nbytes, device_type)
-        train = replace(config.train, activation_checkpointing=chosen)
+        memory, config = plan_job_memory(config, POOL, placement, gpu_nbytes, device_type)
         return cls(
-            config=replace(config, train=train),
+            config=config,
             placement=replace(placement, kv_num_tokens=memory.kv_num_tokens),
             memory=memory,
             device_type=device_type,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
@@ -16,11 +17,13 @@ from umbra.runtime.engine_api.engine_names import (
     kv_token_nbytes,
 )
 from umbra.runtime.engine_api.kept_tokens import Truncation
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS, Tag
 from umbra.runtime.engine_api.lora import linear_shapes
 from umbra.runtime.engine_api.pool_settings import (
     AuxiliaryPoolSettings,
     EnginePoolSettings,
     PoolSettings,
+    Sleep,
 )
 from umbra.runtime.engine_api.weight_files import has_own_head
 from umbra.runtime.errors import ConfigError, DataError
@@ -33,6 +36,13 @@ from umbra.trainer.services.pool_placement import engine_device
 from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
 
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SLEEPING_TAGS: Final[Mapping[Sleep, frozenset[Tag]]] = {
+    "auto": ALL_TAGS,  # unless the memory plan chooses another
+    "all": ALL_TAGS,
+    "kv_cache": frozenset({"kv_cache"}),
+    "weights": frozenset({"weights"}),
+    "none": frozenset(),
+}
 _CONTEXT_NBYTES: Final = 2816 << 20
 """CUDA context, libraries, their workspaces (1.5 GiB on an H200), and what torch's allocator cannot
 give back between training steps: 1.2 GiB in docs/runs/hybrid-vllm-1xh100.jsonl (reserved less
@@ -48,27 +58,65 @@ def plan_job_memory(
     plan: Plan,
     gpu_nbytes: Sequence[Sequence[int]],
     device_type: str,
-) -> tuple[MemoryPlan, Literal["none", "full"]]:
-    """Plans the job's memory, and chooses `train.activation_checkpointing` if it is "auto": "full"
-    if training may not fit otherwise.
+) -> tuple[MemoryPlan, TrainerConfig]:
+    """Plans the job's memory, and settles two settings that may be "auto":
+    `train.activation_checkpointing` is "full" if training may not fit otherwise, then `pool.sleep`
+    is the least with which it still fits, and engines lack no KV cache for a step's samples.
 
-    The plan is empty where sizes are not known: engines then choose their KV caches' sizes.
-    `gpu_nbytes` has the memory of the GPUs by node, none on the CPU. Raises ConfigError if a phase
-    does not fit a GPU.
+    The plan is empty where sizes are not known: engines then choose their KV caches' sizes, and
+    sleep. `gpu_nbytes` has the memory of the GPUs by node, none on the CPU. Raises ConfigError if a
+    phase does not fit a GPU.
     """
-    setting = config.train.activation_checkpointing
-    options: list[Literal["none", "full"]] = ["none", "full"] if setting == "auto" else [setting]
-    memory, option = MemoryPlan(), options[0]
+    option, sleep = config.train.activation_checkpointing, config.pool.sleep
+    options: list[Literal["none", "full"]] = ["none", "full"] if option == "auto" else [option]
+    most = sleep
+    if sleep == "auto":
+        most = "all" if config.pool.mode == "hybrid" else "none"
+    settled, memory = _settled(config, options[0], most), MemoryPlan()
     for option in options if any(gpu_nbytes) else ():
-        train = replace(config.train, activation_checkpointing=option)
+        settled = _settled(config, option, most)
         try:
-            needs = job_needs(replace(config, train=train), host, len(plan.ranks), device_type)
+            needs = job_needs(settled, host, len(plan.ranks), device_type)
         except (ConfigError, DataError) as error:
-            return MemoryPlan(notes=(f"GPU memory is not planned: {error}",)), option
+            return MemoryPlan(notes=(f"GPU memory is not planned: {error}",)), settled
         memory = plan_memory(plan, gpu_nbytes, *needs)
         if memory.activations_fit:
             break
-    return memory, option
+    if sleep != "auto" or host not in memory.kv_num_tokens or not memory.activations_fit:
+        return memory, settled
+    samples_each = -(-config.samples_per_step // len(plan.engines[host]))
+    enough = samples_each * _context_len(config.pool, config.model.path)
+    enough = min(enough, memory.kv_num_tokens[host])
+    for less in _less_sleep(config):
+        candidate = _settled(config, option, less)
+        needs = job_needs(candidate, host, len(plan.ranks), device_type)
+        with suppress(ConfigError):  # it does not fit
+            found = plan_memory(plan, gpu_nbytes, *needs)
+            if found.activations_fit and found.kv_num_tokens[host] >= enough:
+                return found, candidate
+    return memory, settled
+
+
+def planned_settings(config: TrainerConfig) -> str:
+    """The values that a plan has settled, for the user."""
+    checkpointing = config.train.activation_checkpointing
+    return f"train.activation_checkpointing = {checkpointing!r}, pool.sleep = {config.pool.sleep!r}"
+
+
+def _settled(
+    config: TrainerConfig, checkpointing: Literal["auto", "none", "full"], sleep: Sleep
+) -> TrainerConfig:
+    train = replace(config.train, activation_checkpointing=checkpointing)
+    return replace(config, train=train, pool=replace(config.pool, sleep=sleep))
+
+
+def _less_sleep(config: TrainerConfig) -> Sequence[Sleep]:
+    """Values of `pool.sleep` that free less than "all", the best first. A colocated pool needs what
+    the policy's engines free."""
+    if config.pool.mode != "hybrid" or any(p.mode == "colocated" for p in config.pools.values()):
+        return ()
+    by_part = engine_kind(config.pool.engine).sleeps_by_part
+    return ("none", "kv_cache", "weights") if by_part else ("none",)
 
 
 def job_needs(
@@ -127,7 +175,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         generation_nbytes=always + left,
         training_nbytes=always + parameters + optimizer + master,
         activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
-        keeps_cache=config.pool.mode != "hybrid",
+        keeps_cache=config.pool.mode != "hybrid" or config.pool.sleep == "none",
     )
 
 
@@ -269,6 +317,7 @@ def _engine_need(
         kv_num_tokens=pool.kv_cache_num_tokens,
         least_kv_num_tokens=context_len,
         most_kv_num_tokens=pool.max_num_seqs * context_len,
+        sleeps=SLEEPING_TAGS[pool.sleep if isinstance(pool, PoolSettings) else "all"],
     )
 
 

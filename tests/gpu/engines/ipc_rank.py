@@ -166,9 +166,8 @@ class Rank:
             if error is not None:
                 raise RuntimeError(error)
 
-        self._publisher._on_read = fail  # pyright: ignore[reportPrivateUsage]
         begun_at = time.perf_counter()
-        report = self._publisher.publish("pool", version, 60.0)
+        report = self._publisher.publish("pool", version, 60.0, fail)
         return {
             "transport": report.transport,
             "network_nbytes": report.network_nbytes,

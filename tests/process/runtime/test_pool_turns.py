@@ -295,7 +295,7 @@ def test_what_no_engine_can_do_is_refused_and_kills_none(umbra_session: Session)
     umbra_session.create_pool(spec("policy"))
     pool = umbra_session.pool("policy")
 
-    with pytest.raises(RemoteError, match="unknown wake tags"):
+    with pytest.raises(RemoteError, match="unknown tags"):
         pool.wake(["optimizer"])
     with pytest.raises(RemoteError, match="sleep level must be 1 or 2"):
         pool.sleep(3)
@@ -328,7 +328,7 @@ def test_a_sleep_that_was_refused_keeps_nobody_from_a_turn(
     shared.has_work("judge", True)
     shared.wait_for("ASLEEP", "SERVING")
     policy.sleep(1)
-    with pytest.raises(RemoteError, match="unknown wake tags"):
+    with pytest.raises(RemoteError, match="unknown tags"):
         policy.wake(["optimizer"])
 
     time.sleep(0.3)  # nothing is to happen

@@ -79,7 +79,7 @@ class ScriptedCore(AdapterCore):
         await self._do("resume")
         self.is_paused = False
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, tags: Sequence[str]) -> None:
         await self._do(f"sleep {level}")
 
     async def wake(self, tags: Sequence[str]) -> None:

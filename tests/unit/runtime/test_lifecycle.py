@@ -15,6 +15,7 @@ import pytest
 from umbra.runtime.engine_api.lifecycle import (
     EngineLifecycle,
     EngineState,
+    SleepLevel,
     Tag,
     catch_up,
 )
@@ -208,6 +209,32 @@ def test_transitions_are_exactly_those_of_the_table(state_name: str, event_name:
     else:
         with pytest.raises(IllegalTransition):
             event(lifecycle)
+
+
+@pytest.mark.parametrize(
+    ("level", "part", "state"),
+    [
+        (1, CACHE, "PAUSED(7)"),
+        (2, CACHE, "PAUSED(7)"),
+        (1, WEIGHTS, "PAUSED(7)"),
+        (2, WEIGHTS, "PENDING_WEIGHTS"),
+    ],
+)
+def test_one_part_may_sleep_and_then_the_other(
+    level: SleepLevel, part: frozenset[Tag], state: str
+) -> None:
+    half = after(PATHS["PAUSED"]).sleep(level, part)
+
+    assert (str(half), half.awake) == (state, BOTH - part)
+    check_fields(half)
+    asleep = half.sleep(level, BOTH)
+    assert (str(asleep), asleep.version, asleep.awake) == (
+        f"ASLEEP({level})",
+        7 if level == 1 else None,
+        frozenset(),
+    )
+    updated = half.begin_update(8).commit_update(8).resume()
+    assert (str(updated), updated.awake) == ("SERVING(8)", BOTH)
 
 
 def test_the_table_covers_every_state() -> None:

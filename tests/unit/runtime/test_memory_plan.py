@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from umbra.runtime.cluster.memory_plan import (
     plan_memory,
 )
 from umbra.runtime.cluster.placement import Node, Plan, PoolMode, PoolRequest, plan_placement
+from umbra.runtime.engine_api.lifecycle import Tag
 from umbra.runtime.errors import ConfigError
 
 GPU = 100 * GIB
@@ -159,6 +160,35 @@ def test_standalone_engines_have_their_gpus_all_the_time() -> None:
 
     assert gib(memory, 0) == {"sync": 30.625, "generation": 30.625, "train": 60.625}
     assert gib(memory, 1) == {"sync": 96, "generation": 96, "train": 96}
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "sync", "train"),
+    [
+        ("kv_cache weights", 30 + 10, 40 + 20 + 1),
+        ("kv_cache", 30 + 10, 40 + 20 + 10),
+        ("weights", 30 + 10 + 2, 40 + 20 + 2 + 2),
+        ("", 30 + 10 + 2, 40 + 20 + 10 + 2),
+    ],
+)
+def test_parts_that_do_not_sleep_are_there_in_training_and_syncs(
+    sleeps: str, sync: int, train: int
+) -> None:
+    tags = frozenset(cast("list[Tag]", sleeps.split()))
+
+    memory = planned(1, 1, {"policy": need(kv_num_tokens=2048, sleeps=tags)})
+
+    assert gib(memory) == {"sync": sync, "generation": 30 + 10 + 2, "train": train}
+    assert memory.activations_fit
+    assert memory.training_nbytes == 60 * GIB
+
+
+def test_a_cache_that_stays_leaves_a_tenth_of_the_gpu_beside_training() -> None:
+    memory = planned(1, 1, {"policy": need(sleeps=frozenset())})
+    assert memory.kv_num_tokens["policy"] == (90 - 60 - 10) * 1024
+
+    tight = {"policy": need(kv_num_tokens=20 * 1024 + 1, sleeps=frozenset())}
+    assert not planned(1, 1, tight).activations_fit
 
 
 def test_what_training_took_stays_with_ranks_that_keep_it() -> None:

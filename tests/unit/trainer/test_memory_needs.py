@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -231,7 +234,7 @@ def test_activations_are_kept_where_they_fit(tmp_path: Path) -> None:
         config, nodes = config_with(setting), [Node(gpus=("0",), num_ranks=1)]
         plan = plan_pools(config, "policy", device_type="cuda", nodes=nodes)
         memory, found = plan_job_memory(config, "policy", plan, [gpus], "cuda")
-        return found, memory.activations_fit
+        return found.train.activation_checkpointing, memory.activations_fit
 
     none, full = peak("none"), peak("full")
     assert full < none
@@ -241,6 +244,109 @@ def test_activations_are_kept_where_they_fit(tmp_path: Path) -> None:
     assert chosen("none", none - 1) == ("none", False)
     assert chosen("full", none) == ("full", True)
     assert chosen("auto") == ("none", True), "there is no GPU whose memory is known"
+
+
+def write_headers(folder: Path, sizes: ModelSizes) -> None:
+    """A model directory whose weights are a hole in the file."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{name}.weight": shape for name, shape in sizes.linears.items()
+    }
+    heads = ["model.embed_tokens", *([] if sizes.is_tied else ["lm_head"])]
+    shapes |= {f"{name}.weight": (sizes.vocab_size, sizes.hidden_size) for name in heads}
+    if sizes.has_qk_norm:
+        shapes["model.layers.0.q_norm.weight"] = (64,)
+    ends = list(accumulate((2 * math.prod(shape) for shape in shapes.values()), initial=0))
+    header = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+        for (name, shape), offsets in zip(shapes.items(), pairwise(ends), strict=True)
+    }
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + ends[-1])
+    config = {
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "vocab_size": sizes.vocab_size,
+        "num_attention_heads": sizes.q_size // 64,
+        "num_key_value_heads": sizes.kv_size // 64,
+        "head_dim": 64,
+        "tie_word_embeddings": sizes.is_tied,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+H200_GIB = 140.4
+SMALL_STEP = {"groups": 32, "prompt": 80, "completion": 48}
+STEP = {"groups": 32, "prompt": 128, "completion": 512}
+LARGE_STEP = {"groups": 64, "prompt": 128, "completion": 256}
+LONG_STEP = {"groups": 64, "prompt": 1024, "completion": 1024}
+
+
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "gpu_gib", "engine", "step", "sleep", "train_gib"),
+    [
+        ("SmolLM2-135M", 1, H200_GIB, "vllm", SMALL_STEP, "none", 20.6),
+        ("0.6B", 1, H200_GIB, "vllm", STEP, "none", 66.6),
+        ("8B", 4, H200_GIB, "vllm", LARGE_STEP, "none", 80.7),
+        ("8B", 1, H200_GIB, "vllm", LARGE_STEP, "all", 142.2),  # it is warned about
+        ("0.6B", 1, 24.0, "vllm", STEP, "all", 17.2),
+        # A cache beside training would be too small for the step's samples.
+        ("4B", 1, H200_GIB, "vllm", LONG_STEP, "all", 74.7),
+        ("4B", 1, H200_GIB, "sglang", LONG_STEP, "kv_cache", 83.2),
+        ("4B", 1, 80.0, "sglang", LONG_STEP, "all", 74.7),
+    ],
+)
+def test_engines_free_the_least_that_has_room_beside_training(
+    tmp_path: Path,
+    model: str,
+    num_gpus: int,
+    gpu_gib: float,
+    engine: str,
+    step: dict[str, int],
+    sleep: str,
+    train_gib: float,
+) -> None:
+    write_headers(tmp_path, MEASURED[model])
+    context_len = step["prompt"] + step["completion"]
+    config = config_of(
+        tmp_path,
+        pool={"engine": engine, "max_context_len": context_len, "max_num_seqs": 256},
+        rollout={"groups_per_step": step["groups"], "max_new_tokens": step["completion"]},
+    )
+    nodes = [Node(gpus=tuple(map(str, range(num_gpus))), num_ranks=num_gpus)]
+    plan = plan_pools(config, "policy", device_type="cuda", nodes=nodes)
+
+    memory, settled = plan_job_memory(
+        config, "policy", plan, [[int(gpu_gib * GIB)] * num_gpus], "cuda"
+    )
+
+    assert settled.pool.sleep == sleep
+    assert memory.expected_nbytes["train"][0, 0] / GIB == pytest.approx(train_gib, abs=0.1)
+    if sleep == "none":
+        samples = step["groups"] * 8 // num_gpus
+        assert memory.kv_num_tokens["policy"] >= samples * context_len
+        assert len(set(map(str, memory.expected_nbytes.values()))) == 1  # in all phases
+
+
+def test_nothing_stays_awake_without_a_plan_or_beside_a_judge(umbra_tiny_model_dir: Path) -> None:
+    judge = {"judge": {"model_path": str(umbra_tiny_model_dir), "engine": "vllm"}}
+    gpu = 80 * GIB
+    cases: list[tuple[dict[str, Any], list[int], str]] = [
+        ({}, [gpu], "none"),
+        (judge, [gpu], "all"),
+        ({}, [], "all"),
+    ]
+    for pools, size, sleep in cases:
+        config = config_of(umbra_tiny_model_dir, pools=pools, pool={"max_context_len": 64})
+        nodes = [Node(gpus=("0",), num_ranks=1)]
+        plan = plan_pools(config, "policy", device_type="cuda", nodes=nodes)
+
+        _, settled = plan_job_memory(config, "policy", plan, [size], "cuda")
+
+        assert settled.pool.sleep == sleep
 
 
 @pytest.mark.parametrize(("offload", "kept"), [("none", 3.0), ("optimizer", 1.0), ("all", 0.0)])

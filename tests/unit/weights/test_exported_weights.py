@@ -52,8 +52,9 @@ def publish(
     supervisor: LocalSupervisor, tensors: dict[str, Tensor], version: int = 1, **options: Any
 ) -> SyncReport:
     session = supervisor.as_rank(options.pop("rank", 0), options.pop("world_size", 1))
+    on_read = options.pop("on_read", None)
     with closing(WeightPublisher(session, tensors, **options)) as publisher:
-        return publisher.publish("pool", version, 20.0)
+        return publisher.publish("pool", version, 20.0, on_read)
 
 
 def sources() -> dict[str, Tensor]:

@@ -47,10 +47,9 @@ def test_tensors_are_read_before_the_engine_takes_memory_for_its_cache() -> None
                 supervisor.as_rank(rank, 2),
                 mover.tensors,
                 locate=mover.locate,
-                on_read=mover.send_away,
             )
             with closing(publisher):
-                publisher.publish("pool", version, 20.0)
+                publisher.publish("pool", version, 20.0, mover.send_away)
 
         for version in (1, 2):  # the second one reads the copies
             engine.sleep(2)

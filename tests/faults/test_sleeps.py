@@ -1,0 +1,82 @@
+"""What engines free while the trainer computes, in whole runs of two ranks and two engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trace_event_format import Event, read_timeline, spans_of
+from whole_runs import start_run, write_config
+
+from umbra.runtime.cli.umbra_command import main
+from umbra.trainer.reporting.metrics_loggers import read_metrics
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+STEPS = 4
+SETTINGS = [
+    "pool.engine=embedded",
+    "pool.engine_args={}",
+    "pool.count=2",
+    "model.dtype=float64",
+    "reward.function=plain_rewards:distinct",
+    "train.learning_rate=0.01",
+]
+BOTH = "kv_cache, weights"
+
+
+def trained(folder: Path, *settings: str, **options: Any) -> tuple[list[float], list[Event], str]:
+    """The rewards of the steps, the timeline, and the output."""
+    with start_run(folder, *SETTINGS, f"train.steps={STEPS}", *settings, **options) as run:
+        ended = run.wait()
+    assert ended.status == 0, ended.output
+    path = folder / "all.json.gz"
+    assert main(["trace", str(run.run_dir), "-o", str(path)]) == 0
+    rewards = [row["rollout/reward_mean"] for row in read_metrics(run.run_dir / "metrics.jsonl")]
+    assert len(rewards) == STEPS
+    return rewards, read_timeline(path), ended.output
+
+
+def freed(events: Sequence[Event], engine: str = "policy-0") -> list[str]:
+    """The parts that an engine freed in each sleep."""
+    sleeps = spans_of(events, engine, "sleep")
+    return [sleep["args"]["tags"] for sleep in sleeps]
+
+
+@pytest.fixture(scope="module")
+def rewards_asleep(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run whose engines free all memory in every step."""
+    folder = tmp_path_factory.mktemp("asleep")
+    write_config(folder, assets)
+    rewards, events, _ = trained(folder, "pool.sleep=all")
+    assert freed(events) == [BOTH] * STEPS
+    assert len(set(rewards)) > 1
+    return rewards
+
+
+@pytest.mark.parametrize("sleep", ["none", "kv_cache", "weights"])
+def test_engines_free_what_is_asked_from_the_second_step_on(
+    folder: Path, rewards_asleep: list[float], sleep: str
+) -> None:
+    rewards, events, _ = trained(folder, f"pool.sleep={sleep}")
+
+    assert rewards == rewards_asleep
+    for engine in ("policy-0", "policy-1"):
+        later = [] if sleep == "none" else [sleep] * (STEPS - 1)
+        assert freed(events, engine) == [BOTH, *later]
+
+
+def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
+    folder: Path, rewards_asleep: list[float]
+) -> None:
+    rewards, events, output = trained(
+        folder, "pool.sleep=none", program="short_trainer", environ={"SHORT_AT": "3"}
+    )
+
+    assert rewards == rewards_asleep
+    for engine in ("policy-0", "policy-1"):
+        assert freed(events, engine) == [BOTH] * (STEPS - 1)  # not in the second step
+    sentence = "cuda:1 has room for 1.0 GiB. From here on, engines sleep while the trainer computes"
+    assert output.count(sentence) == 1, output
