@@ -17,8 +17,7 @@ from typing import Any, Final, TypeVar
 
 from umbra.engines.loading.image_weights import image_tensors
 from umbra.engines.loading.weight_source import Regions
-from umbra.engines.shell.adapter_core import AdapterCore
-from umbra.engines.shell.engine_core import WeightUpdates
+from umbra.engines.shell.engine_core import AdapterCore, WeightUpdates
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.image.destinations import Destinations
 from umbra.runtime.weights.image.mapped_image import KeptImage

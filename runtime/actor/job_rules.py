@@ -12,12 +12,16 @@ running ── a stop signal, or a request to stop ──▶ stopping ── the
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.job_stop import STOP_WINDOW_S
 from umbra.runtime.cluster.run_requests import PREEMPT_SIGNAL
 from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET
+
+STOP_WINDOW_S: Final = 1.0
+"""Longest time between the first and the last process receiving the same stop. A longer window
+delays the restart of an actor that was signalled alone; a shorter one mistakes a slow stop for
+many failures."""
 
 
 class StopDecision(StrEnum):

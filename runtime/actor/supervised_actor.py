@@ -7,7 +7,7 @@
     any ──stop()──▶ STOPPED
 
 Every end except those by `stop()` and `restart()` is a failure, whatever the exit status. While the
-whole job is being stopped (`umbra.runtime.actor.job_stop`), engines are not started, but the actors
+whole job is being stopped (`JobStop`), engines are not started, but the actors
 that a checkpoint needs are.
 
 `has_run` is true once the actor has served. `ended` is set once it has ended for good.

@@ -41,7 +41,7 @@ import time
 from typing import TYPE_CHECKING
 
 _SAME_REQUEST_S = 1.0
-"""Signals that come closer together are one request; see `umbra.runtime.actor.job_stop`."""
+"""Signals that come closer together are one request; see `umbra.runtime.actor.node_context`."""
 
 _KILL_DEADLINE_S = 60.0
 """Time for killing. A process in uninterruptible sleep (a hung device or network file system) would

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
+from umbra.trainer.config.algorithm_names import LOSS_ARGS
 from umbra.trainer.config.trainer_config import TrainSection
 
 KlEstimator = Literal["k2", "k3"]
@@ -15,6 +16,8 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 _MAX_LOG_RATIO: Final = 20.0
 """The product over a long sample would exceed float32."""
+_MAX_RATIO: Final = 20.0
+"""Without it, a token whose probability rises from 1e-5 to 0.1 would outweigh a whole batch."""
 
 
 def clipped_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
@@ -94,6 +97,44 @@ def cispo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> 
     clipped = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high)
     loss = -(inputs.weights * clipped * inputs.advantages * logprobs).sum()
     metrics = {"clipped_share": LossMetric(clipped != ratio), "ratio_mean": LossMetric(ratio)}
+    return LossOutput(loss, metrics)
+
+
+def sapo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """Soft Adaptive Policy Optimization, Gao et al. 2025, arXiv:2511.20347.
+
+    A sigmoid of the ratio takes the clip's place: sigmoid(tau (ratio - 1)) 4 / tau, whose slope is
+    1 at a ratio of 1 and falls to both sides. tau is `tau_positive` for positive advantages and
+    `tau_negative` for the others, of `train.loss_args`. Metrics: `ratio_mean`, and `gate_mean` of
+    the slopes, 1 where the ratio is 1.
+    """
+    taus = {**LOSS_ARGS["sapo"], **settings.loss_args}
+    ratio = (logprobs - inputs.rollout_logprobs).exp()
+    tau = torch.where(inputs.advantages > 0, taus["tau_positive"], taus["tau_negative"])
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    loss = -(inputs.weights * 4.0 / tau * gate * inputs.advantages).sum()
+    slope = (4.0 * gate * (1.0 - gate)).detach()
+    metrics = {"ratio_mean": LossMetric(ratio.detach()), "gate_mean": LossMetric(slope)}
+    return LossOutput(loss, metrics)
+
+
+def dppo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """Divergence PPO with the binary total variation, Qi et al. 2026, arXiv:2602.04879.
+
+    A token leaves the loss where its probability has moved too far from the one that it was sampled
+    with, and would move on: up by more than `train.clip_eps_high` with a positive advantage, down
+    by more than `train.clip_eps_low` with another. PPO's bound on the ratio stops rare tokens
+    early and frequent ones late. A token's importance weight, the ratio without gradient, is at
+    most 20. Metrics: `ratio_mean`, and `clipped_share` of tokens left out.
+    """
+    ratio = (logprobs.detach() - inputs.rollout_logprobs).exp()
+    moved = (logprobs.detach().exp() - inputs.rollout_logprobs.exp()).float()
+    is_left_out = torch.where(
+        inputs.advantages > 0, moved > settings.clip_eps_high, moved < -settings.clip_eps_low
+    )
+    importance = torch.where(is_left_out, 0.0, ratio.clamp(max=_MAX_RATIO))
+    loss = -(inputs.weights * importance * inputs.advantages * logprobs).sum()
+    metrics = {"clipped_share": LossMetric(is_left_out), "ratio_mean": LossMetric(ratio)}
     return LossOutput(loss, metrics)
 
 

@@ -15,8 +15,8 @@ LOSSES: Final[Mapping[str, str]] = {
     "decoupled": f"{_FOLDER}.losses:decoupled_loss",
     "gspo": f"{_FOLDER}.losses:gspo_loss",
     "cispo": f"{_FOLDER}.losses:cispo_loss",
-    "sapo": f"{_FOLDER}.sapo:sapo_loss",
-    "dppo": f"{_FOLDER}.dppo:dppo_loss",
+    "sapo": f"{_FOLDER}.losses:sapo_loss",
+    "dppo": f"{_FOLDER}.losses:dppo_loss",
 }
 """Values of `train.loss`; "module:function" names a user's own `PolicyLoss`."""
 

@@ -12,7 +12,7 @@ import pytest
 from rank_processes import Ranks
 from watching import all_end, kill
 
-from umbra.runtime.actor.job_stop import STOP_WINDOW_S
+from umbra.runtime.actor.job_rules import STOP_WINDOW_S
 from umbra.runtime.cluster.run_requests import JobRequest, RunNotice
 from umbra.runtime.errors import ActorNotFound, JobFailed
 from umbra.runtime.rpc.rpc_client import Client

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.job_rules import AfterRanks, JobRules, StopDecision
-from umbra.runtime.actor.job_stop import STOP_WINDOW_S
+from umbra.runtime.actor.job_rules import STOP_WINDOW_S, AfterRanks, JobRules, StopDecision
 from umbra.runtime.cluster.run_requests import PREEMPT_SIGNAL
 from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET
 

@@ -9,7 +9,7 @@ import torch
 from random_tokens import NUM_TOKENS, random_tokens
 from training_models import listed
 
-from umbra.trainer.algorithms.dppo import dppo_loss
+from umbra.trainer.algorithms.losses import dppo_loss
 from umbra.trainer.config.trainer_config import TrainSection
 
 

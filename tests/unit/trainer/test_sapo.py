@@ -10,7 +10,7 @@ import torch
 from random_tokens import NUM_TOKENS, random_tokens
 from training_models import listed
 
-from umbra.trainer.algorithms.sapo import sapo_loss
+from umbra.trainer.algorithms.losses import sapo_loss
 from umbra.trainer.config.trainer_config import TrainSection
 
 
