@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from umbra.runtime.actor.actor_spec import ActorSpec, actor_context, idempotent
     from umbra.runtime.actor.restart_policy import RestartPolicy
     from umbra.runtime.pools.pool_spec import PoolSpec
-    from umbra.runtime.rpc.envelopes import ActorRef
     from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
+    from umbra.runtime.rpc.wire import ActorRef
     from umbra.runtime.session.launch import SessionConfig
     from umbra.runtime.session.session import Session
 

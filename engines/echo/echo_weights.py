@@ -8,10 +8,9 @@ import xxhash
 
 from umbra.engines.shell.engine_core import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.bucket_grid import BucketGrid, Extent
 from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.links.image_source import ImageSource
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.manifest import BucketGrid, Extent, Manifest
 
 _OPEN_TIMEOUT_S = 10.0
 

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
+import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
-from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
 from umbra.engines.embedded.embedded_worker import EmbeddedWorker
 from umbra.engines.shell.engine_core import Core, WeightUpdates
@@ -15,7 +20,13 @@ from umbra.engines.shell.engine_shell import EngineShell
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.engine_api.lora import LoraBase
-from umbra.runtime.engine_api.token_deltas import DeltaColumns
+from umbra.runtime.engine_api.token_deltas import END_TICK_S, DeltaColumns
+from umbra.runtime.errors import EngineError
+
+T = TypeVar("T")
+
+_STOP_TIMEOUT_S: Final = 10.0
+# Limit on waiting for a step in progress: longer than any sane step, shorter than the supervisor's.
 
 
 class EmbeddedEngine(EngineShell["EmbeddedCore"]):
@@ -168,3 +179,184 @@ class EmbeddedUpdates(WeightUpdates):
     async def close(self) -> None:
         """The process's end frees the mappings: unmapping here would wait for a hanging step."""
         self._thread.end_waits()
+
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[EmbeddedWorker], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedJob:
+    job: Job
+    future: asyncio.Future[Any]
+    flushes: bool
+
+
+class ComputeThread:
+    """The one thread that owns an engine's torch work. Owns it, and in it the worker, until `stop`.
+
+        event loop                               compute thread
+          run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
+          future  ◀── call_soon_threadsafe ────── result or error
+          on_batch ◀─ call_soon_threadsafe ────── token deltas: a batch a tick, or at an end
+          failure()   ◀ call_soon_threadsafe ──── a step raised: the thread has ended
+
+    Args:
+        build: makes the worker; called in the thread.
+        on_batch: called on the loop with a batch and the epoch that it belongs to.
+
+    Attributes:
+        num_steps, is_stepping: steps that have ended, and whether one is in progress; the loop
+            may read both.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], EmbeddedWorker],
+        *,
+        tick_s: float,
+        on_batch: Callable[[DeltaColumns, int], None],
+    ) -> None:
+        self._build = build
+        self._tick_s = tick_s
+        self._on_batch = on_batch
+        self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._error: Exception | None = None
+        self._has_failed = asyncio.Event()
+        self._worker: EmbeddedWorker | None = None
+        self.num_steps = 0
+        self.is_stepping = False
+        self._epoch = 0  # of the consumer that batches are made for; set in the thread
+        self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._built
+
+    async def stop(self) -> None:
+        self._jobs.put(None)
+        self.end_waits()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._ended
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def end_waits(self) -> None:
+        """Makes a `load` that waits for ranks raise WeightSyncError soon."""
+        if self._worker is not None:
+            self._worker.receiver.stop()
+
+    async def failure(self) -> Exception:
+        await self._has_failed.wait()
+        assert self._error is not None
+        return self._error
+
+    async def run(self, job: Callable[[EmbeddedWorker], T], *, flushes: bool = False) -> T:
+        """Runs `job` in the thread between two steps, even if the caller is cancelled. With
+        `flushes`, `on_batch` has had all tokens and finishes when it returns. Raises EngineError if
+        the thread failed."""
+        if self._error is not None:
+            raise self._error
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        self._jobs.put(_QueuedJob(job, future, flushes))
+        return await future
+
+    def post(self, job: Job) -> None:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        future.add_done_callback(_log_error)
+        self._jobs.put(_QueuedJob(job, future, flushes=False))
+
+    def begin_epoch(self, epoch: int) -> None:
+        def forget(worker: EmbeddedWorker) -> None:
+            worker.core.forget()
+            self._epoch = epoch
+
+        self.post(forget)
+
+    # The methods from here to `_call_soon` run in the thread.
+
+    def _main(self) -> None:
+        try:
+            worker = self._worker = self._build()
+        except Exception as error:  # noqa: BLE001 - raised to the caller of `start`
+            self._call_soon(_fail_future, self._built, error)
+        else:
+            self._call_soon(_set_result, self._built, None)
+            try:
+                self._serve(worker)
+            except Exception as error:  # a step failed: the engine is broken
+                logger.exception("the engine's compute thread failed")
+                self._call_soon(self._fail, error)
+        self._call_soon(_set_result, self._ended, None)
+
+    def _serve(self, worker: EmbeddedWorker) -> None:
+        last_flush = 0.0
+        while True:
+            can_step = worker.can_step
+            while not can_step or not self._jobs.empty():
+                item = self._jobs.get()
+                if item is None:
+                    return
+                self._run_job(worker, item)
+                can_step = worker.can_step
+                if not can_step and self._jobs.empty():
+                    self._flush(worker)
+            self.is_stepping = True
+            worker.core.step()
+            self.is_stepping = False
+            self.num_steps += 1
+            now = time.monotonic()
+            tick_s = min(END_TICK_S, self._tick_s) if worker.core.has_finishes else self._tick_s
+            if now >= last_flush + tick_s or not worker.can_step:
+                self._flush(worker)
+                last_flush = now
+
+    def _flush(self, worker: EmbeddedWorker) -> None:
+        batch = worker.core.take_deltas()
+        if batch is not None:
+            self._call_soon(self._on_batch, batch, self._epoch)
+
+    def _run_job(self, worker: EmbeddedWorker, queued: _QueuedJob) -> None:
+        try:
+            result = queued.job(worker)
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            self._call_soon(_fail_future, queued.future, error)
+            return
+        if queued.flushes:
+            self._flush(worker)
+        self._call_soon(_set_result, queued.future, result)
+
+    def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody needs the call
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _fail(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        failure = EngineError(f"the engine's compute thread failed: {reason}")
+        failure.__cause__ = error
+        self._error = failure
+        for future in list(self._pending):
+            _fail_future(future, failure)
+        self._has_failed.set()
+
+
+def _set_result(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail_future(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _log_error(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        logger.error("a posted job failed", exc_info=future.exception())

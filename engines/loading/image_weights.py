@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.engines.loading.weight_source import BlockCopy, Regions, wanted_names
-from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.byte_views import buffer_bytes, typed_view
 from umbra.runtime.weights.copy_planner import ShardBlock
-from umbra.runtime.weights.image.fd_client import received_fd
+from umbra.runtime.weights.image.fd_server import received_fd
 from umbra.runtime.weights.image.gpu_copies import GpuCopies
 from umbra.runtime.weights.image.mapped_image import KeptImage, MappedImage
 from umbra.runtime.weights.image.sync_progress import EngineEnd
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.manifest import BucketGrid, Manifest
 
 _OPEN_TIMEOUT_S: Final = 10.0
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Final, Protocol
 import numpy as np
 
 from umbra.engines.shell.adapter_settings import AdapterSettings
-from umbra.engines.shell.adapter_updates import AdapterUpdates
-from umbra.engines.shell.engine_core import AdapterCore
+from umbra.engines.shell.adapter_updates import AdapterCore, AdapterUpdates
 from umbra.engines.shell.engine_shell import EngineShell
 from umbra.engines.shell.polled_requests import PolledRequests
 from umbra.runtime.engine_api.generation_request import GenerationRequest

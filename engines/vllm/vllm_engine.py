@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 import xxhash
 
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
-from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
+from umbra.engines.shell.adapter_updates import AdapterCore
+from umbra.engines.shell.engine_core import NewOutput, Output
 from umbra.engines.shell.follower_group import job_folder
 from umbra.engines.vllm.vllm_library import (
     VllmLibrary,

@@ -37,12 +37,12 @@ from umbra.runtime.process.process_end import STOP_SIGNALS
 from umbra.runtime.process.signal_handling import keep_from_forks
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.loop_socket import endpoint_at
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import from_wire
-from umbra.runtime.tracing.trace_writer import recording
+from umbra.runtime.tracing.spans import recording
 
 T = TypeVar("T")
 

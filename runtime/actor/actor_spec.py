@@ -21,9 +21,9 @@ from typing import Any, Final, Literal
 from umbra.runtime.actor.function_queue import FunctionQueue
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import idempotent
+from umbra.runtime.rpc.wire import ActorRef
 
 __all__ = ["ActorContext", "ActorSpec", "actor_context", "idempotent"]
 

@@ -27,9 +27,9 @@ from umbra.runtime.errors import (
     DeadlineExceeded,
     MailboxClosed,
 )
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.rpc.rpc_server import idempotent
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)

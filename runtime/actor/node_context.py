@@ -14,8 +14,8 @@ from umbra.runtime.actor.job_rules import STOP_WINDOW_S, JobRules
 from umbra.runtime.cluster.attached_ranks import AttachedRanks
 from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.run_events import Notify
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.waiting import first_of
 
 

@@ -20,8 +20,8 @@ from umbra.runtime.errors import (
     UmbraError,
     brief,
 )
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import to_wire
 from umbra.runtime.waiting import first_of
 

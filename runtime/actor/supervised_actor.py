@@ -40,7 +40,7 @@ from umbra.runtime.process.descendants import ProcessTree, is_dying, process_sta
 from umbra.runtime.process.nvml import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.process.process_end import ExitStatus
-from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import to_wire
 from umbra.runtime.tracing.spans import instant, span
 from umbra.runtime.waiting import first_of

@@ -31,8 +31,8 @@ from typing import Any, Final, Protocol
 from umbra.runtime.cluster.environment import TorchrunEnvironment, host_address, slurm_job_id
 from umbra.runtime.errors import ConfigError, JobFailed
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.loop_socket import split_endpoint
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import from_wire, to_wire
 
 _SHARED_FILE: Final = "shared-file"

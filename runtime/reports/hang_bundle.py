@@ -28,8 +28,8 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.reports.hang_verdicts import SeenNode, verdicts
 from umbra.runtime.reports.job_state import EngineStatus, JobState
 from umbra.runtime.reports.process_report import SeenProcess, is_of_user, report_processes
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import DESCRIBE
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)

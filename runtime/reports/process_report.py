@@ -29,8 +29,8 @@ _IDLE: Final = re.compile(r"/(selectors|asyncio/\w+|umbra/runtime/actor/function
 """The innermost file of a thread whose event loop or queue of functions has nothing to do."""
 _WAITING: Final = re.compile(
     r"/(threading|queue|selectors|asyncio/\w+|zmq/.*|concurrent/futures/\w+"
-    r"|umbra/runtime/actor/heartbeat|umbra/trainer/world/signals|umbra/runtime/tracing/trace_writer"
-    r"|umbra/engines/embedded/compute_thread|umbra/runtime/rpc/sync_handle"
+    r"|umbra/runtime/actor/heartbeat|umbra/trainer/world/signals|umbra/runtime/tracing/spans"
+    r"|umbra/engines/embedded/embedded_engine|umbra/runtime/rpc/sync_handle"
     r"|torch/_inductor/.*)\.py$"
 )
 """Files that a thread is in while it waits for work, or for its caller's event."""

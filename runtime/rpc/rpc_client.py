@@ -24,13 +24,13 @@ from umbra.runtime.errors import (
     MailboxClosed,
 )
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import (
+from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
+from umbra.runtime.rpc.wire import (
     CALL,
     CANCEL,
     CREDIT,
     ActorRef,
 )
-from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]

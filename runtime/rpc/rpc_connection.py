@@ -19,7 +19,8 @@ from umbra.runtime.errors import (
     UmbraError,
 )
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import (
+from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S, LoopSocket, Outbox
+from umbra.runtime.rpc.wire import (
     CALL,
     CANCEL,
     END,
@@ -32,10 +33,11 @@ from umbra.runtime.rpc.envelopes import (
     WELCOME,
     ActorRef,
     BadEnvelope,
+    Decoder,
+    Encoder,
+    Frame,
     check_envelope,
 )
-from umbra.runtime.rpc.loop_socket import SILENCE_LIMIT_S, LoopSocket, Outbox
-from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 # Interval of reconnects while a peer starts: shorter burns CPU, longer delays start-up.
 _RECONNECT_INTERVAL_MS: Final = 10

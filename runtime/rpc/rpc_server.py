@@ -23,7 +23,9 @@ from typing import Any, Final, TypeVar, cast
 import zmq
 
 from umbra.runtime.errors import ProtocolError, brief
-from umbra.runtime.rpc.envelopes import (
+from umbra.runtime.rpc.loop_socket import LoopSocket, Outbox
+from umbra.runtime.rpc.rpc_client import DESCRIBE, Client, describe_calls
+from umbra.runtime.rpc.wire import (
     CALL,
     CANCEL,
     CREDIT,
@@ -36,11 +38,11 @@ from umbra.runtime.rpc.envelopes import (
     RESULT,
     WELCOME,
     BadEnvelope,
+    Decoder,
+    Encoder,
+    Frame,
     check_envelope,
 )
-from umbra.runtime.rpc.loop_socket import LoopSocket, Outbox
-from umbra.runtime.rpc.rpc_client import DESCRIBE, Client, describe_calls
-from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, Generic, Self, TypeVar
 import uvloop
 
 from umbra.runtime.errors import JobFailed, MailboxClosed
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.rpc.wire import ActorRef
 
 T = TypeVar("T")
 

@@ -41,13 +41,13 @@ from umbra.runtime.process.nvml import count_gpus, gpu_sizes
 from umbra.runtime.process.signal_handling import delayed_stops
 from umbra.runtime.process.thread_stacks import answering_stack_requests
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import LoopThread, Pool, SyncHandle
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.session.launch import NodeLaunch, SessionConfig
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.supervisor.supervisor_main import supervisor_ref
-from umbra.runtime.tracing.trace_writer import recording
+from umbra.runtime.tracing.spans import recording
 from umbra.runtime.weights.sync_messages import Answer, SyncMessage, decode_answer, encode
 
 logger = logging.getLogger(__name__)

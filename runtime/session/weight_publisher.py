@@ -11,8 +11,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.transports import TRANSPORTS, TransportName
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.weights.bucket_grid import Extent
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.manifest import Extent, Manifest
 from umbra.runtime.weights.shards import (
     Export,
     RankShards,

@@ -36,12 +36,12 @@ from umbra.runtime.process.process_end import STOP_SIGNALS, PidWatch
 from umbra.runtime.process.signal_handling import handle_signals
 from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.loop_socket import endpoint_at
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.supervisor.supervisor import Supervisor, SupervisorConfig
-from umbra.runtime.tracing.trace_writer import recording
+from umbra.runtime.tracing.spans import recording
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.weights.bucket_grid import BucketGrid, BucketPiece, Extent
 from umbra.runtime.weights.byte_views import dtype_name, flatten
 from umbra.runtime.weights.checksum import CastValues, checksums_of
-from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
+from umbra.runtime.weights.manifest import (
+    ITEMSIZES,
+    BucketGrid,
+    BucketPiece,
+    Extent,
+    Manifest,
+    TensorEntry,
+)
 from umbra.runtime.weights.rank_exports import Offer
 from umbra.runtime.weights.sync_messages import Region, SyncGrant, SyncSession
 

@@ -39,8 +39,8 @@ from umbra.runtime.errors import (
     UmbraError,
 )
 from umbra.runtime.rollout.rollout_config import RolloutConfig
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.rpc.wire import ActorRef
 
 logger = logging.getLogger(__name__)
 

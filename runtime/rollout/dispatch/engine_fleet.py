@@ -24,8 +24,8 @@ from umbra.runtime.errors import (
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, Moved
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.rollout_config import DispatchConfig
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.rpc.wire import ActorRef
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from umbra.runtime.weights.exports.segment_memory import (
     map_chunks,
     unmap_chunks,
 )
-from umbra.runtime.weights.image.fd_client import FdDeposit, close_deposits
+from umbra.runtime.weights.image.fd_server import FdDeposit, close_deposits
 from umbra.runtime.weights.rank_exports import (
     Allocation,
     ChunksHandle,

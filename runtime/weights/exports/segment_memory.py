@@ -23,8 +23,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.image.fd_client import FdDeposit, received_deposit
-from umbra.runtime.weights.image.fd_server import MAX_FDS
+from umbra.runtime.weights.image.fd_server import MAX_FDS, FdDeposit, received_deposit
 from umbra.runtime.weights.rank_exports import ChunksHandle
 
 _DEPOSIT_TIMEOUT_S: Final = 5.0

@@ -9,10 +9,16 @@ from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.process.host_memory import populate_range
-from umbra.runtime.weights.bucket_grid import BucketGrid, BucketPiece, Extent
 from umbra.runtime.weights.byte_views import dtype_name, flatten
 from umbra.runtime.weights.checksum import CastValues, checksums_of
-from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
+from umbra.runtime.weights.manifest import (
+    ITEMSIZES,
+    BucketGrid,
+    BucketPiece,
+    Extent,
+    Manifest,
+    TensorEntry,
+)
 
 MAX_MISMATCHES: Final = 32
 # Names in an error; a wrong layout would otherwise list every tensor of the model.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from umbra.runtime.process.host_memory import create_memory, free_pages
-from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.fd_server import FdServer
 from umbra.runtime.weights.image.sync_progress import SyncProgress
+from umbra.runtime.weights.manifest import BucketGrid
 from umbra.runtime.weights.transport import (
     Layout,
     LayoutOrder,

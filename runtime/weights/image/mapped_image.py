@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.process.host_memory import map_memory, populate_mapping, unmap
-from umbra.runtime.weights.bucket_grid import PIECE_NBYTES
-from umbra.runtime.weights.image.fd_client import received_fd
+from umbra.runtime.weights.image.fd_server import received_fd
+from umbra.runtime.weights.manifest import PIECE_NBYTES
 
 if TYPE_CHECKING:
     from umbra.runtime.weights.image.gpu_copies import PageLocks

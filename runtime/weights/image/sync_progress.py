@@ -28,7 +28,7 @@ from typing import Any, Final, Self
 
 from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
 from umbra.runtime.process.host_memory import create_memory, map_memory, unmap
-from umbra.runtime.weights.image.fd_client import received_fd
+from umbra.runtime.weights.image.fd_server import received_fd
 
 _WORD_NBYTES: Final = 4
 _STRIDE: Final = 16  # words: each one has a cache line of its own

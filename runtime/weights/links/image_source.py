@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.image.sync_progress import EngineEnd
+from umbra.runtime.weights.manifest import BucketGrid
 
 if TYPE_CHECKING:
     from umbra.runtime.weights.links.weight_links import NodeReceiver

@@ -23,8 +23,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError, brief
-from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.image_memory import ImageHolder, ImageOrder, PlanParts, numbered
+from umbra.runtime.weights.manifest import BucketGrid
 from umbra.runtime.weights.sync_messages import LinkState, SyncProgressed
 from umbra.runtime.weights.transport import (
     Layout,

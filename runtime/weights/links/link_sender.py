@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import DeadlineExceeded
-from umbra.runtime.weights.bucket_grid import BucketGrid, BucketPiece
 from umbra.runtime.weights.image.gpu_copies import common_device
 from umbra.runtime.weights.image.image_sender import ImageFiller
 from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.links.bucket_deltas import SentShards
 from umbra.runtime.weights.links.weight_links import LinkConnection, SendingLink, byte_runs
+from umbra.runtime.weights.manifest import BucketGrid, BucketPiece
 from umbra.runtime.weights.shards import RankShards, SenderParts, ShardBuckets, ShardReader
 from umbra.runtime.weights.sync_messages import (
     LinkState,

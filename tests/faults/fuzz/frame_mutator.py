@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import msgpack
 from recorded_traffic import Message
 
-from umbra.runtime.rpc.envelopes import CALL
+from umbra.runtime.rpc.wire import CALL
 
 _PLACEHOLDER: Final = b"<nested here>"
 """The packer nests 511 levels at most, so deeper values replace this text once it is packed."""

@@ -40,7 +40,7 @@ from raw_socket import RawSocket, receive_result
 from recorded_traffic import Message, record_traffic
 from rpc_process import ActorProcess, short_folder
 
-from umbra.runtime.rpc.envelopes import CALL
+from umbra.runtime.rpc.wire import CALL
 
 _PROCESS_SHARE: Final = 0.1
 """A message through the process takes about as long as five read here."""

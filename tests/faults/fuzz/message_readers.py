@@ -13,8 +13,16 @@ from recorded_traffic import Message
 from umbra.runtime.actor.heartbeat import Beat
 from umbra.runtime.engine_api.token_deltas import DeltaBatch
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.rpc.envelopes import CALL, CANCEL, CREDIT, HELLO, ITEM, RESULT, check_envelope
-from umbra.runtime.rpc.wire import Decoder
+from umbra.runtime.rpc.wire import (
+    CALL,
+    CANCEL,
+    CREDIT,
+    HELLO,
+    ITEM,
+    RESULT,
+    Decoder,
+    check_envelope,
+)
 from umbra.runtime.weights.exports.exported_image import ExportedImage
 from umbra.runtime.weights.rank_exports import RankExports
 from umbra.runtime.weights.sync_messages import SyncBegin, SyncEnd, SyncProgressed, decode_answer

@@ -25,7 +25,12 @@ from umbra.runtime.rpc.wire import Encoder, Frame
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory
-from umbra.runtime.weights.rank_exports import Allocation, ChunksHandle, RankExports, TensorPart
+from umbra.runtime.weights.rank_exports import (
+    Allocation,
+    ChunksHandle,
+    RankExports,
+    TensorPart,
+)
 from umbra.runtime.weights.sync_messages import SyncAbort, SyncBegin
 
 Message: TypeAlias = list[bytes]

@@ -12,7 +12,7 @@ from frame_mutator import PICKLE
 from fuzz import Fuzz, main
 from message_readers import MessageReader
 
-from umbra.runtime.rpc.envelopes import CALL, RESULT
+from umbra.runtime.rpc.wire import CALL, RESULT
 from umbra.runtime.weights.manifest import Manifest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.rpc.wire import ActorRef
 
 
 class Echo:

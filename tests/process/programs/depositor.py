@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from umbra.runtime.weights.image.fd_client import FdDeposit
-from umbra.runtime.weights.image.fd_server import MAX_FDS
+from umbra.runtime.weights.image.fd_server import MAX_FDS, FdDeposit
 
 
 def main() -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.image.fd_client import received_deposit
-from umbra.runtime.weights.image.fd_server import MAX_FDS, serve_fds
+from umbra.runtime.weights.image.fd_server import MAX_FDS, received_deposit, serve_fds
 
 PROGRAM = Path(__file__).parents[1] / "programs/depositor.py"
 NUM = 2 * MAX_FDS + 7

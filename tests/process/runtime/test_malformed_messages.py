@@ -10,7 +10,7 @@ from raw_socket import RawSocket, receive_result
 from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import ActorProcess
 
-from umbra.runtime.rpc.envelopes import CALL, CANCEL, CREDIT, HELLO, RESULT
+from umbra.runtime.rpc.wire import CALL, CANCEL, CREDIT, HELLO, RESULT
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, run, until
 
 from umbra.runtime.errors import DeadlineExceeded
-from umbra.runtime.rpc.envelopes import CALL, CANCEL, RESULT, WELCOME
+from umbra.runtime.rpc.wire import CALL, CANCEL, RESULT, WELCOME
 
 pytestmark = pytest.mark.process
 

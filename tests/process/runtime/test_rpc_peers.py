@@ -14,9 +14,9 @@ from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, read_all, run, until
 
 from umbra.runtime.errors import ActorNotFound, ConnectionLost, DeadlineExceeded, MailboxClosed
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.wire import ActorRef
 
 pytestmark = pytest.mark.process
 

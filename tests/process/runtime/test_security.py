@@ -24,9 +24,8 @@ from watching import tree
 
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
 from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys, sweep_keys
-from umbra.runtime.rpc.envelopes import CALL, HELLO, ActorRef
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.rpc.wire import Encoder
+from umbra.runtime.rpc.wire import CALL, HELLO, ActorRef, Encoder
 from umbra.runtime.session.session import Session
 from umbra.runtime.testing.factories import SessionFactory
 

@@ -20,8 +20,8 @@ from actor_specs import PROGRAMS, actor
 
 from umbra.runtime.errors import ActorNotFound, MailboxClosed
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.settings import to_wire

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lora import LoraSpec
 from umbra.runtime.session.weight_publisher import WeightPublisher
-from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.fd_server import serve_fds
 from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.manifest import BucketGrid, Manifest
 from umbra.runtime.weights.shards import wire_manifest
 from umbra.runtime.weights.sync_messages import (
     Answer,

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from umbra.runtime.rpc.envelopes import RESULT, ActorRef
+from umbra.runtime.rpc.wire import RESULT, ActorRef
 
 
 class RawSocket:

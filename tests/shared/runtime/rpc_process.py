@@ -22,8 +22,8 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.host_memory import open_memory_file
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.wire import ActorRef
 from umbra.runtime.settings import to_wire
 
 PROGRAMS = Path(__file__).parents[2] / "process/programs"

@@ -21,12 +21,10 @@ from umbra.engines.loading.worker_updates import WorkerMemory
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.process.host_memory import map_memory
-from umbra.runtime.weights.bucket_grid import BucketGrid
-from umbra.runtime.weights.image.fd_client import received_fd
-from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.image.fd_server import received_fd, serve_fds
 from umbra.runtime.weights.image.image_memory import ImageMemory, numbered
 from umbra.runtime.weights.image.sync_progress import SyncProgress
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.manifest import BucketGrid, Manifest
 
 NO_TENSORS = Manifest.layout([]).to_wire()
 WEIGHTS = {"a": torch.randn(300), "b": torch.randn(7, 5)}

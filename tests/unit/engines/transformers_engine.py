@@ -28,7 +28,8 @@ from umbra.engines.loading.watched_loader import WatchedLoader
 from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.adapter_settings import AdapterSettings
-from umbra.engines.shell.engine_core import AdapterCore, NewOutput
+from umbra.engines.shell.adapter_updates import AdapterCore
+from umbra.engines.shell.engine_core import NewOutput
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 logger = logging.getLogger(__name__)

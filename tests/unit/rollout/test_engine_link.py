@@ -20,9 +20,9 @@ from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.trajectory import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.rollout_config import SamplingOptions
-from umbra.runtime.rpc.envelopes import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.wire import ActorRef
 
 ENGINE = EngineId("e", 1)
 

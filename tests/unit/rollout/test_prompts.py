@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.manager.admission import PromptOrder, epoch_order, trajectory_seed
 from umbra.runtime.rollout.prompts import PromptSet, to_row, write_prompts
-from umbra.runtime.rpc.envelopes import CALL
-from umbra.runtime.rpc.wire import Decoder, Encoder
+from umbra.runtime.rpc.wire import CALL, Decoder, Encoder
 
 
 def record(prompt_id: str, tokens: list[int], **row: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import ActorDied, ConnectionLost, UmbraError
 from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
-from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.rpc.wire import ActorRef
 
 
 class Workers:

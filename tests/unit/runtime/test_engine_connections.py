@@ -10,7 +10,7 @@ from local_actors import actor_without_process, lone_node
 
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.pools.pool_engine import PoolEngine
-from umbra.runtime.rpc.envelopes import ActorRef
+from umbra.runtime.rpc.wire import ActorRef
 
 
 def test_an_engine_is_connected_before_the_first_call_to_it(tmp_path: Path) -> None:

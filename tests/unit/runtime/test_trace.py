@@ -22,11 +22,11 @@ from umbra.runtime.tracing.spans import (
     gauge,
     instant,
     past_span,
+    recording,
     set_recording,
     span,
 )
 from umbra.runtime.tracing.trace_files import TraceFiles, trace_json
-from umbra.runtime.tracing.trace_writer import recording
 
 
 def write_file(run_dir: Path, name: str, header: object, events: Sequence[object]) -> None:

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rpc.envelopes import (
+from umbra.runtime.rpc.wire import (
     CALL,
     CANCEL,
     CREDIT,
     END,
     ERROR,
     FIELD_TYPES,
+    FRAME_MIN_NBYTES,
     HELLO,
     ITEM,
     PING,
@@ -30,9 +31,11 @@ from umbra.runtime.rpc.envelopes import (
     WELCOME,
     ActorRef,
     BadEnvelope,
+    Decoder,
+    Encoder,
+    Frame,
     check_envelope,
 )
-from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Decoder, Encoder, Frame
 
 DTYPES = ["?", *"bBhHiIlLqQ", *"efdg", "<i4", ">i4", ">f8", ">u2"]
 

@@ -16,9 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.image import fd_client, fd_server
-from umbra.runtime.weights.image.fd_client import FdDeposit, close_deposits, received_deposit
-from umbra.runtime.weights.image.fd_server import MAX_FDS, FdServer, serve_fds
+from umbra.runtime.weights.image import fd_server
+from umbra.runtime.weights.image.fd_server import (
+    MAX_FDS,
+    FdDeposit,
+    FdServer,
+    close_deposits,
+    received_deposit,
+    serve_fds,
+)
 
 LIMIT_S = 5.0
 
@@ -173,11 +179,11 @@ def test_a_server_that_does_not_answer_holds_up_all_deposits_for_the_time_of_one
         listener.bind(path)
         listener.listen()
         deposits = [Unanswered(path, f"chunks-{idx}", LIMIT_S) for idx in range(6)]
-        monkeypatch.setattr(fd_client, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(fd_server, "time", SimpleNamespace(monotonic=lambda: now_s))
 
         close_deposits(deposits)
 
-    assert now_s == pytest.approx(fd_client._CLOSE_TIMEOUT_S, rel=0.01)  # pyright: ignore[reportPrivateUsage]
+    assert now_s == pytest.approx(fd_server._CLOSE_TIMEOUT_S, rel=0.01)  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

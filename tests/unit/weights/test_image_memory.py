@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.bucket_grid import BucketGrid
 from umbra.runtime.weights.image.fd_server import serve_fds
 from umbra.runtime.weights.image.image_memory import ImageMemory
 from umbra.runtime.weights.image.mapped_image import KeptImage
+from umbra.runtime.weights.manifest import BucketGrid
 
 GRID = BucketGrid(2 * mmap.PAGESIZE, mmap.PAGESIZE)
 

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.weights.bucket_grid import BucketGrid, Extent
-from umbra.runtime.weights.manifest import ALIGNMENT, ITEMSIZES, Manifest, find_gap
+from umbra.runtime.weights.manifest import (
+    ALIGNMENT,
+    ITEMSIZES,
+    BucketGrid,
+    Extent,
+    Manifest,
+    find_gap,
+)
 
 shapes = st.lists(st.integers(0, 9), max_size=3)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEMSIZES)), shapes), max_size=12)
