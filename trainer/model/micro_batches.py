@@ -54,18 +54,20 @@ class MicroBatchBuilder:
 
     def build(self, batch: TrainBatch) -> list[list[MicroBatch]]:
         """The micro-batches of each mini-batch, in the batch's order."""
+        is_trained = batch.has_any(batch.mask != 0)
+        if self.skips_neutral:
+            is_trained &= batch.has_any(batch.columns[ADVANTAGES] != 0)
         return [
-            [self._build_one(batch, each, members) for members in each.micro_batches]
+            [
+                self._build_one(batch, each, [idx for idx in members if is_trained[idx]])
+                for members in each.micro_batches
+            ]
             for each in batch.mini_batches
         ]
 
     def _build_one(
         self, batch: TrainBatch, mini_batch: MiniBatch, members: Sequence[int]
     ) -> MicroBatch:
-        members = [idx for idx in members if batch.mask[batch.span(idx)].any()]
-        if self.skips_neutral:
-            advantages = batch.columns[ADVANTAGES]
-            members = [idx for idx in members if advantages[batch.span(idx)].any()]
         samples = [_sample(batch, idx) for idx in members]
         order = packing_order(samples)
         samples = [samples[idx] for idx in order]

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
 
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.muon import Muon
 
 _dist: Final[Any] = torch.distributed
+_ADAMW_OPTIONS: Final = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")
 EMA: Final = "ema"
 """The kind of state that is a parameter's moving average."""
 Schedule = Literal["constant", "linear", "cosine"]
@@ -72,6 +74,7 @@ class ModelOptimizer:
             if train.ema
         }
 
+    @torch.no_grad()
     def step(self, step: int) -> dict[str, float]:
         """Clips, applies and clears the gradients of optimizer step `step` (from 0). Collective.
         Returns `grad_norm` before clipping and `learning_rate`. If the norm is not finite,
@@ -89,8 +92,8 @@ class ModelOptimizer:
         if math.isfinite(norm):
             limit = train.max_grad_norm
             if limit and norm > limit:
-                for gradient in gradients:
-                    local_shard(gradient).mul_(limit / norm)
+                untyped: Any = torch
+                untyped._foreach_mul_([local_shard(each) for each in gradients], limit / norm)
             self.start()
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
@@ -100,7 +103,6 @@ class ModelOptimizer:
             self.clear_gradients()
         return {"grad_norm": norm, "learning_rate": rate}
 
-    @torch.no_grad()
     def _average(self) -> None:
         for name, average in self._averages.items():
             parameter = local_shard(self._parameters[name]).to(average.dtype)
@@ -132,12 +134,35 @@ class ModelOptimizer:
         }
 
 
-def _make_adamw(parameters: Sequence[nn.Parameter], train: TrainSection) -> torch.optim.AdamW:
+class _AdamW(torch.optim.AdamW):
+    """Computes what torch's does, from the shards: with hundreds of DTensors, their dispatch takes
+    longer than the kernel. `step` needs the state of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            untyped: Any = adamw
+            untyped(
+                [local_shard(p) for p in parameters],
+                [local_shard(p.grad) for p in parameters],
+                [local_shard(state["exp_avg"]) for state in states],
+                [local_shard(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                **{name: group[name] for name in _ADAMW_OPTIONS},
+            )
+
+
+def _make_adamw(parameters: Sequence[nn.Parameter], train: TrainSection) -> _AdamW:
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return _AdamW(
         [group for group in groups if group["params"]],
         lr=train.learning_rate,
         betas=train.betas,
@@ -159,9 +184,15 @@ def _first_state(optimizer: torch.optim.Optimizer, data: Tensor) -> dict[str, Te
 def global_norm(gradients: Sequence[Tensor]) -> float:
     """L2 norm of all gradients, from each rank's shards. Collective. A gradient's square is summed
     over the axes that it is sharded on: ranks on others have the same."""
+    known: dict[object, tuple[ProcessGroup, ...]] = {}  # by the layout, which many share
     shards = defaultdict[tuple[ProcessGroup, ...], list[Tensor]](list)
     for gradient in gradients:
-        shards[_sharding_groups(gradient)].append(local_shard(gradient))
+        layout = (
+            (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+        )
+        if layout not in known:
+            known[layout] = _sharding_groups(gradient)
+        shards[known[layout]].append(local_shard(gradient))
     square = 0.0
     for groups, local_gradients in shards.items():
         total = get_total_norm(local_gradients, foreach=True).double().square()

@@ -13,7 +13,7 @@ L: packed rows; N: samples; M: generated tokens; B, C, K: sequences, queries and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -88,113 +88,136 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) ->
         prompts.setdefault(sample.tokens[: sample.prompt_len].tobytes(), len(prompts))
         for sample in samples
     ]
-    prompt_tokens = [np.frombuffer(prompt, np.int32) for prompt in prompts]
-    prompt_starts = _starts([len(tokens) for tokens in prompt_tokens])
-    first = int(prompt_starts[-1])
-    starts = first + _starts([sample.num_inputs for sample in samples])
-    own_prompt = prompt_starts[prompt_of]  # [N] first row of each sample's prompt
-    inputs = [sample.tokens[sample.prompt_len : -1][: sample.num_inputs] for sample in samples]
-    spans = [
-        _Span(int(starts[idx]), sample.num_inputs, int(own_prompt[idx]), sample.prompt_len)
-        for idx, sample in enumerate(samples)
-    ]
-    prompt_spans = [
-        _Span(int(prompt_starts[idx]), len(tokens), 0, 0)
-        for idx, tokens in enumerate(prompt_tokens)
-    ]
-    positions = [np.arange(len(tokens)) for tokens in prompt_tokens]
-    positions += [np.arange(span.num_rows) + span.prompt_len for span in spans]
+    parts = [np.frombuffer(prompt, np.int32) for prompt in prompts]
+    of_prompts = _Spans.in_order(0, [len(tokens) for tokens in parts])
+    of_completions = _Spans.in_order(
+        of_prompts.end,
+        [sample.num_inputs for sample in samples],
+        of_prompts.first_rows[prompt_of],
+        of_prompts.num_rows[prompt_of],
+    )
+    for sample, num_inputs in zip(samples, of_completions.num_rows, strict=True):
+        parts.append(sample.tokens[sample.prompt_len :][:num_inputs])
     has_kernel = device.type == "cuda" and dtype.itemsize == 2
     return PackedInputs(
-        token_ids=_to_row(prompt_tokens + inputs, device),
-        position_ids=_to_row(positions, device),
-        predicting=_to_row(
-            [_predicting(sample, span) for sample, span in zip(samples, spans, strict=True)], device
-        )[0],
-        varlen=_varlen(prompt_spans, spans, device) if has_kernel else None,
-        blocks=() if has_kernel else _blocks(prompt_spans, spans, dtype, device),
+        token_ids=_to_row(parts, device),
+        position_ids=_to_row([of_prompts.positions(), of_completions.positions()], device),
+        predicting=_to_row([_predicting(samples, of_completions)], device)[0],
+        varlen=_varlen(of_prompts, of_completions, device) if has_kernel else None,
+        blocks=() if has_kernel else _blocks(of_prompts, of_completions, dtype, device),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Rows of one sequence, and of the prompt that it follows (none for a prompt itself)."""
+class _Spans:
+    """Rows of sequences, and of the prompts that they follow (none for prompts); [S] int64 each."""
 
-    first_row: int
-    num_rows: int
-    prompt_row: int
-    prompt_len: int
+    first_rows: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
+    prompt_rows: NDArray[np.int64]
+    prompt_lens: NDArray[np.int64]
+
+    @classmethod
+    def in_order(
+        cls,
+        first: int,
+        num_rows: Sequence[int],
+        prompt_rows: NDArray[np.int64] | None = None,
+        prompt_lens: NDArray[np.int64] | None = None,
+    ) -> _Spans:
+        """Sequences one after the other, from the row `first` on."""
+        none = np.zeros(len(num_rows), np.int64)
+        return cls(
+            first + _starts(num_rows)[:-1],
+            np.asarray(num_rows, np.int64),
+            none if prompt_rows is None else prompt_rows,
+            none if prompt_lens is None else prompt_lens,
+        )
+
+    @property
+    def end(self) -> int:
+        return int(self.first_rows[-1] + self.num_rows[-1])
+
+    @property
+    def num_keys(self) -> NDArray[np.int64]:
+        return self.prompt_lens + self.num_rows
+
+    def positions(self) -> NDArray[np.int64]:
+        """Of all rows, in their texts."""
+        return _within(self.num_rows) + np.repeat(self.prompt_lens, self.num_rows)
 
     def key_rows(self) -> NDArray[np.int64]:
-        own = np.arange(self.first_row, self.first_row + self.num_rows)
-        return np.concatenate([np.arange(self.prompt_row, self.prompt_row + self.prompt_len), own])
+        """The rows of the keys of each sequence: its prompt's, and its own."""
+        return self.rows_of(_within(self.num_keys), self.num_keys)
+
+    def rows_of(
+        self, positions: NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The rows of positions in the texts, `counts` of each sequence."""
+        in_prompt = positions < np.repeat(self.prompt_lens, counts)
+        own = np.repeat(self.first_rows - self.prompt_lens, counts)
+        return positions + np.where(in_prompt, np.repeat(self.prompt_rows, counts), own)
+
+    def __getitem__(self, which: list[int] | NDArray[np.bool_]) -> _Spans:
+        return _Spans(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def followed_by(self, others: _Spans) -> _Spans:
+        pairs = [(getattr(self, f.name), getattr(others, f.name)) for f in fields(self)]
+        return _Spans(*map(np.concatenate, pairs))
 
 
-def _predicting(sample: Sample, span: _Span) -> NDArray[np.int64]:
-    """[G] rows; the prompt's last row predicts the first completion token."""
-    before = sample.generated - 1
-    in_prompt = before < sample.prompt_len
-    return np.where(
-        in_prompt, span.prompt_row + before, span.first_row + before - sample.prompt_len
+def _predicting(samples: Sequence[Sample], spans: _Spans) -> NDArray[np.int64]:
+    """[M] rows; the prompt's last row predicts the first completion token."""
+    before = np.concatenate([sample.generated for sample in samples]) - 1
+    return spans.rows_of(before, [len(sample.generated) for sample in samples])
+
+
+def _varlen(prompts: _Spans, completions: _Spans, device: torch.device) -> VarlenLayout:
+    spans = prompts.followed_by(completions[completions.num_rows > 0])
+    num_rows = int(spans.num_rows.sum())
+    return VarlenLayout(
+        query_starts=torch.as_tensor(_starts(spans.num_rows).astype(np.int32), device=device),
+        key_starts=torch.as_tensor(_starts(spans.num_keys).astype(np.int32), device=device),
+        keys=KeyRows.invert(spans.key_rows(), prompts.end, num_rows, device),
+        max_queries=int(spans.num_rows.max()),
+        max_keys=int(spans.num_keys.max()),
     )
-
-
-def _varlen(prompts: list[_Span], completions: list[_Span], device: torch.device) -> VarlenLayout:
-    return _make_varlen(prompts, [span for span in completions if span.num_rows], device)
 
 
 def _blocks(
-    prompts: list[_Span], completions: list[_Span], dtype: torch.dtype, device: torch.device
+    prompts: _Spans, completions: _Spans, dtype: torch.dtype, device: torch.device
 ) -> tuple[AttentionBlock, ...]:
-    chunks = _chunks(prompts) + _chunks(completions)
+    chunks = [spans[chunk] for spans in (prompts, completions) for chunk in _chunks(spans)]
     return tuple(_make_block(chunk, dtype, device) for chunk in chunks)
 
 
-def _make_varlen(
-    prompts: Sequence[_Span], completions: Sequence[_Span], device: torch.device
-) -> VarlenLayout:
-    spans = [*prompts, *completions]
-    num_queries = [span.num_rows for span in spans]
-    num_keys = [span.prompt_len + span.num_rows for span in spans]
-    key_rows = np.concatenate([span.key_rows() for span in spans])
-    num_prompt_rows = sum(span.num_rows for span in prompts)
-    return VarlenLayout(
-        query_starts=torch.as_tensor(_starts(num_queries).astype(np.int32), device=device),
-        key_starts=torch.as_tensor(_starts(num_keys).astype(np.int32), device=device),
-        keys=KeyRows.invert(key_rows, num_prompt_rows, sum(num_queries), device),
-        max_queries=max(num_queries),
-        max_keys=max(num_keys),
-    )
-
-
-def _chunks(spans: Sequence[_Span]) -> list[list[_Span]]:
+def _chunks(spans: _Spans) -> list[list[int]]:
     """Groups neighbours of similar length into blocks of bounded mask size."""
-    chunks: list[list[_Span]] = []
-    for span in spans:
-        if span.num_rows == 0:
+    chunks: list[list[int]] = []
+    for idx, num_rows in enumerate(spans.num_rows):
+        if num_rows == 0:
             continue
-        if chunks and _fits(chunks[-1], span):
-            chunks[-1].append(span)
+        if chunks and _fits(spans, chunks[-1], idx):
+            chunks[-1].append(idx)
         else:
-            chunks.append([span])
+            chunks.append([idx])
     return chunks
 
 
-def _fits(chunk: list[_Span], span: _Span) -> bool:
-    longest = max(chunk[0].num_rows, span.num_rows)
-    shortest = min(chunk[0].num_rows, span.num_rows)
-    keys = longest + max(chunk[0].prompt_len, span.prompt_len)
-    return (
+def _fits(spans: _Spans, chunk: list[int], idx: int) -> bool:
+    ends = [chunk[0], idx]
+    longest, shortest = spans.num_rows[ends].max(), spans.num_rows[ends].min()
+    keys = longest + spans.prompt_lens[ends].max()
+    return bool(
         shortest >= _BLOCK_LENGTH_RATIO * longest
         and (len(chunk) + 1) * longest * keys <= _MAX_MASK_ELEMENTS
     )
 
 
-def _make_block(spans: list[_Span], dtype: torch.dtype, device: torch.device) -> AttentionBlock:
-    lens = np.asarray([span.num_rows for span in spans])
-    prompt_lens = np.asarray([span.prompt_len for span in spans])
-    num_queries, num_keys = int(lens.max()), int((lens + prompt_lens).max())
-    first, last = spans[0].first_row, spans[-1].first_row + spans[-1].num_rows
+def _make_block(spans: _Spans, dtype: torch.dtype, device: torch.device) -> AttentionBlock:
+    lens = spans.num_rows
+    num_queries, num_keys = int(lens.max()), int(spans.num_keys.max())
+    first, last = int(spans.first_rows[0]), spans.end
     is_dense = bool((lens == num_queries).all())
     query_rows = output_rows = None
     if not is_dense:
@@ -203,16 +226,15 @@ def _make_block(spans: list[_Span], dtype: torch.dtype, device: torch.device) ->
         padded[within] = np.arange(first, last)
         query_rows = torch.as_tensor(padded.reshape(-1), device=device)
         output_rows = torch.as_tensor(np.flatnonzero(within), device=device)
-    key_rows = np.full((len(spans), num_keys), first)
-    for row, span in zip(key_rows, spans, strict=True):
-        row[: span.prompt_len + span.num_rows] = span.key_rows()
+    key_rows = np.full((len(lens), num_keys), first)
+    key_rows[np.arange(num_keys) < spans.num_keys[:, None]] = spans.key_rows()
     return AttentionBlock(
         rows=(first, last),
-        shape=(len(spans), num_queries, num_keys),
+        shape=(len(lens), num_queries, num_keys),
         query_rows=query_rows,
         output_rows=output_rows,
         key_rows=torch.as_tensor(key_rows.reshape(-1), device=device),
-        mask=_mask(prompt_lens, num_queries, num_keys, dtype, device),
+        mask=_mask(spans.prompt_lens, num_queries, num_keys, dtype, device),
     )
 
 
@@ -236,9 +258,15 @@ def _mask(
     return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
 
 
-def _starts(lens: Sequence[int]) -> NDArray[np.int64]:
+def _starts(lens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """[n + 1] exclusive prefix sums."""
     return np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+
+
+def _within(lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Counts from 0 for each of the lengths."""
+    starts = _starts(lens)
+    return np.arange(int(starts[-1])) - np.repeat(starts[:-1], lens)
 
 
 def _to_row(parts: Sequence[NDArray[np.int64] | NDArray[np.int32]], device: torch.device) -> Tensor:
