@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -8,7 +9,7 @@ import torch
 
 from umbra.runtime.cluster.memory_plan import GIB
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS
-from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.errors import UmbraError, WeightSyncError
 from umbra.runtime.session.rollouts import Rollouts
 from umbra.runtime.session.session import Session
 from umbra.runtime.session.weight_publisher import WeightPublisher
@@ -88,8 +89,10 @@ class PolicyEngines:
         self._gpu_memory = gpu_memory
         self._stop = stop
         self._note = note
-        self.room = TrainingRoom(mesh.device, training_nbytes)
-        self._sleeps = SLEEPING_TAGS[config.pool.sleep]
+        self._room = TrainingRoom(mesh.device, training_nbytes)
+        self._shortage = RunDir(config.run.dir).out_of_memory
+        is_short = from_lead(mesh, self._shortage.exists)  # before a resume
+        self._sleeps = ALL_TAGS if is_short else SLEEPING_TAGS[config.pool.sleep]
         self._frees = ALL_TAGS  # in the next sleep and sync: all, until a step has been measured
         self._pool = session.pool(POOL)
         lora = policy.adapters.spec if policy.adapters else None
@@ -161,11 +164,10 @@ class PolicyEngines:
         """Pauses hybrid engines, and gives the memory that `pool.sleep` names to the ranks.
 
         Engines free all of it before the first step, which shows what training takes, and from a
-        step on for which a rank lacks room. Ranks look before each step: one that runs out of
-        memory in it leaves the others in a collective, so the step cannot be repeated.
+        step on for which a rank lacks room.
         """
         if self._is_hybrid:
-            if self.room.is_measured:
+            if self._room.is_measured:
                 self._frees = self._sleeps
             lacks = self._free()
             if self._sleeps != ALL_TAGS and any_rank(bool(lacks)):
@@ -180,7 +182,23 @@ class PolicyEngines:
         if self._mesh.is_lead:
             self._pool.sleep(self._sleep_level, tags=sorted(self._frees))
         any_rank(False)  # a barrier: no rank takes memory before the engines have released it
-        return "" if self._frees == ALL_TAGS else self.room.lack()
+        return "" if self._frees == ALL_TAGS else self._room.lack()
+
+    @contextmanager
+    def training_step(self) -> Generator[None]:
+        """The ranks train in the block. One that runs out of memory leaves the others in a
+        collective, so the step is not repeated: the run ends, and engines sleep when it resumes."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if not self._is_hybrid or self._frees == ALL_TAGS:
+                raise
+            self._shortage.touch()
+            raise UmbraError(
+                f"training ran out of memory beside engines that stayed awake: {error}. Resume the "
+                "run: from now on, its engines sleep while the trainer computes"
+            ) from error
+        self._room.measure()
 
     def sleep_if_awake(self) -> None:
         if any_rank(self._offload.is_away):  # a signal may have reached only some ranks

@@ -273,8 +273,8 @@ class TrainingRun:
             with span("put engines to sleep") as sleeping:
                 self._engines.sleep()
             self._row["time/sleep_s"] = sleeping.seconds
-            yield
-            self._engines.room.measure()
+            with self._engines.training_step():
+                yield
 
     def add_advantages(self, batch: TrainBatch) -> None:
         add_advantages(self.config, self._estimate, batch)

@@ -68,6 +68,20 @@ def test_engines_free_what_is_asked_from_the_second_step_on(
         assert freed(events, engine) == [BOTH, *later]
 
 
+def test_a_run_that_ran_out_of_memory_resumes_with_engines_that_sleep(folder: Path) -> None:
+    _, events, output = trained(
+        folder,
+        "pool.sleep=none",
+        "train.loss=short_losses:loss_that_lacks_memory",
+        "train.checkpoint_every=1",
+        "train.micro_batches=1",
+        torchrun=("--standalone", "--max-restarts=1"),
+    )
+
+    assert "training ran out of memory beside engines that stayed awake" in output
+    assert freed(events) == [BOTH] * 3  # in the first step, and in the two after the restart
+
+
 def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
     folder: Path, rewards_asleep: list[float]
 ) -> None:

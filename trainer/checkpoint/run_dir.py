@@ -42,6 +42,7 @@ _EARLIER: Final = (
     "wandb",
     "versions.jsonl",
     "resumed.json",
+    "out-of-memory",
     "checkpoints",
     "ledger",
     "export",
@@ -60,6 +61,7 @@ _KEPT_WITHOUT_CHECKPOINT: Final = (
     "eval_prompts.msgpack",
     "versions.jsonl",
     "events.jsonl",
+    "out-of-memory",
 )
 NEW_RUN: Final = (
     "begin a new run (run.resume = 'never' and run.overwrite = true, or another run.dir)"
@@ -78,6 +80,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.versions = path / "versions.jsonl"
         self.resumed = path / "resumed.json"
+        self.out_of_memory = path / "out-of-memory"
         self.report = path / "report.html"
         self.plot = path / "metrics.png"
         self.replaced = path / _REPLACED

@@ -41,7 +41,7 @@ def read_one_engine_config(
 ) -> tuple[ServeConfig, ServedPoolConfig]:
     """A config for one engine of the named pool (None: the policy's), of another kind if given."""
     pool = _find_pool(read_serve_config(source, overrides), name)
-    more = [f"{pool.section}.count=1", "pool.staged_updates=false"]
+    more = [f"{pool.section}.count=1", "pool.staged_updates=false", "pool.sleep=auto"]
     if engine:
         more.append(f"{pool.section}.engine={engine}")
     return read_serve_config(source, [*overrides, *more]), pool

@@ -265,6 +265,14 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
             "pool.staged_updates=true (command line): pool: staged_updates is for mode",
         ),
         (
+            ["pool.sleep=all", "pool.mode=standalone"],
+            "pool.sleep=all pool.mode=standalone (command line): pool: sleep is for mode 'hybrid'",
+        ),
+        (
+            ["pool.engine=vllm", "pool.sleep=weights"],
+            "pool.engine=vllm pool.sleep=weights (command line): pool: sleep 'weights' is for",
+        ),
+        (
             ["train.offload=all", "train.steps=3", "pool.mode=standalone"],
             "train.offload=all pool.mode=standalone (command line): train.offload = 'all' and",
         ),
