@@ -134,7 +134,7 @@ JOBS: Final = {
     "trainer": tests_of(
         "",
         "tests/gpu/trainer/test_gpu_training.py tests/gpu/trainer/test_packed_attention_gpu.py "
-        "tests/unit/trainer/test_scoring.py tests/unit/trainer/test_memory_account.py "
+        "tests/unit/trainer/test_scoring.py tests/unit/trainer/test_metric_totals.py "
         "tests/process/trainer/test_sharded_loading.py",
     ),
     "doctor": tests_of("", "tests/gpu/trainer/test_doctor_gpu.py"),

@@ -1,25 +1,12 @@
-"""The quickstart's reward, slow or with a judge's answer.
-
-`slow` makes a step of 32 groups take a second or more.
-"""
+"""The quickstart's reward with a judge's answer."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from umbra.runtime.rollout.agents.auxiliary_pool import RewardContext
 from umbra.trainer.quickstart.quickstart_task import reward
-
-_GROUP_S = 1 / 32
-
-
-def slow(
-    prompts: list[str], completions: list[str], *, answer: list[str], **columns: list[Any]
-) -> list[float]:
-    time.sleep(_GROUP_S)
-    return reward(prompts, completions, answer=answer)
 
 
 async def judged(

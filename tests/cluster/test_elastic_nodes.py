@@ -240,26 +240,13 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
     nodes.check()
 
 
-def test_a_killed_rank_restarts_all_nodes_and_no_engine(hosts: Hosts, home_of_run: Path) -> None:
-    with ElasticNodes(hosts, home_of_run, steps=14) as nodes:
-        step = nodes.await_step(after=4)
-        kept = [pid for node in range(3) for pid in nodes.kept(node)]
-        (rank,) = nodes.ranks(1)
-        os.kill(rank, signal.SIGKILL)
-        nodes.await_step(after=step)
-        assert all(process_stat(pid) is not None for pid in kept)
-        assert nodes.job.wait(LIMIT_S) == [0, 0, 0], nodes.text()
-
-    assert set(nodes.groups()) == {1, 2}
-    nodes.check()
-
-
-def test_a_machine_that_only_generates_leaves_when_a_rank_fails(
+def test_a_killed_rank_restarts_all_nodes_and_no_engine_and_a_generating_machine_leaves(
     hosts: Hosts, home_of_run: Path
 ) -> None:
     log = home_of_run / "joined.log"
     with ElasticNodes(hosts, home_of_run, steps=14, num_nodes=2) as nodes:
         nodes.await_step(after=1)
+        kept = [pid for node in (0, 1) for pid in nodes.kept(node)]
         command = [sys.executable, "-m", "umbra.runtime.node", "--join", str(home_of_run / "run")]
         with hosts.start(2, command, log, {}) as program:
             try:
@@ -271,20 +258,11 @@ def test_a_machine_that_only_generates_leaves_when_a_rank_fails(
             finally:
                 program.kill()
         nodes.await_step(after=step)
+        assert all(process_stat(pid) is not None for pid in kept)
         assert nodes.job.wait(LIMIT_S) == [0, 0], nodes.text()
 
+    assert set(nodes.groups()) == {1, 2}
     assert "rank 1 failed: its process" in log.read_text()
-    nodes.check()
-
-
-def test_a_node_that_comes_later_takes_part(hosts: Hosts, home_of_run: Path) -> None:
-    with ElasticNodes(hosts, home_of_run, steps=30, num_nodes=2) as nodes:
-        nodes.await_step(after=2)
-        kept = [pid for node in (0, 1) for pid in nodes.kept(node)]
-        nodes.job.start_next()
-        nodes.await_group(incarnation=2, num_ranks=3)
-        assert all(process_stat(pid) is not None for pid in kept)
-        assert nodes.job.wait(2 * LIMIT_S) == [0, 0, 0], nodes.text()
     nodes.check()
 
 
@@ -293,8 +271,10 @@ def test_umbra_stop_ends_all_nodes_for_good_also_one_that_came_later(
 ) -> None:
     with ElasticNodes(hosts, home_of_run, steps=1000, num_nodes=2) as nodes:
         nodes.await_step(after=0)
+        kept = [pid for node in (0, 1) for pid in nodes.kept(node)]
         nodes.job.start_next()
         nodes.await_group(incarnation=2, num_ranks=3)
+        assert all(process_stat(pid) is not None for pid in kept)
         nodes.await_step(after=nodes.await_step(after=0))
         command = [sys.executable, "-m", "umbra.runtime.cli.umbra_command", "stop"]
         subprocess.run([*command, str(home_of_run / "run")], check=True, timeout=LIMIT_S)

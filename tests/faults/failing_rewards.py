@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import sys
@@ -25,21 +24,6 @@ def never_returns(prompts: list[str], completions: list[str], **columns: Column)
         time.sleep(1.0)
 
 
-async def never_answers(
-    prompts: list[str], completions: list[str], **columns: Column
-) -> list[float]:
-    await asyncio.Event().wait()
-    return zero(prompts, completions)
-
-
-def raises_for_5(
-    prompts: list[str], completions: list[str], *, answer: Column, **columns: Column
-) -> list[float]:
-    if "5" in answer:
-        raise ValueError("no digit in the completion")
-    return zero(prompts, completions)
-
-
 async def loop_that_fails_for_3_and_5(ctx: Any, sample: dict[str, Any]) -> float:
     if sample["answer"] in ("3", "5"):
         raise ValueError(f"no tool for {sample['answer']}")
@@ -49,11 +33,6 @@ async def loop_that_fails_for_3_and_5(ctx: Any, sample: dict[str, Any]) -> float
 
 async def loop_that_never_generates(ctx: Any, sample: dict[str, Any]) -> float:
     return float(len(sample["answer"]))
-
-
-def exits(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
-    """Ends the worker's process without a message, like a crash in native code."""
-    os._exit(3)
 
 
 def leaves_a_daemon(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:

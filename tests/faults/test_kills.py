@@ -23,7 +23,6 @@ ALL = ("torchrun", "rank 0", "rank 1", "guardian", "supervisor", *ACTORS)
     ("victim", "witnesses", "words"),
     [
         ("rank 0", [1], ["JobFailed: rank 0 failed", "killed (out of memory?) or crashed"]),
-        ("rank 1", [0], ["JobFailed: rank 1 failed", "killed (out of memory?) or crashed"]),
         (
             "guardian",
             [0, 1],

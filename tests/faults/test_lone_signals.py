@@ -68,14 +68,6 @@ def check_stopped(run: Run, *sent: signal.Signals) -> None:
     assert f"exitcode  : {128 + number}" in ended.output, ended.output
 
 
-def test_a_signal_to_one_rank_ends_every_ranks_wait(folder: Path) -> None:
-    with held_run(folder) as (run, places):
-        run.wait_for_step(1)
-        stop_in(run, places, "evaluation", signal.SIGTERM, rank=0)
-
-        check_stopped(run, signal.SIGTERM)
-
-
 @pytest.mark.parametrize(("place", "rank"), [("sync", 0), ("step", 1)])
 def test_a_signal_to_one_rank_lets_the_ranks_end_what_they_do_together(
     folder: Path, place: str, rank: int

@@ -22,7 +22,6 @@ from umbra.trainer.reporting.metrics_loggers import read_metrics
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LONG = "train.steps=1000"
-SLOW = "pool.engine_args={vocab_size=42, tokens_per_s=0.01}"
 
 
 def umbra(
@@ -105,24 +104,6 @@ def test_torchrun_does_not_restart_a_job_that_was_stopped(
     resume(folder, run, run.num_steps() + 1)
 
 
-def test_a_preemption_in_the_first_step_ends_it_and_the_run_starts_over(folder: Path) -> None:
-    with start_run(folder, LONG, SLOW) as run:
-        log = run.run_dir / "logs" / "supervisor.log"
-        run.wait_for(
-            "the first sync",
-            lambda: (log.exists() and "version 1 is on policy-0" in log.read_text()) or None,
-            timeout_s=START_LIMIT_S,
-        )
-        done = umbra("preempt", run.run_dir)
-        ended = run.wait(END_LIMIT_S)
-
-    assert done.returncode == 0, done.stderr
-    assert ended.output.count("exitcode  : 75") == 2, ended.output
-    assert (run.run_dir / "preempted").exists()
-    assert checkpoints(run) == []
-    resume(folder, run, 1)
-
-
 def test_a_preemption_before_there_is_something_to_save_ends_the_ranks(folder: Path) -> None:
     with start_run(folder, LONG) as run:
         run.wait_for(
@@ -200,22 +181,4 @@ def test_a_step_longer_than_the_time_given_is_cut(folder: Path) -> None:
     assert cause in done.stdout
     assert ended.status == 1
     assert (run.run_dir / "preempted").exists()
-    assert checkpoints(run) == []
-
-
-def test_a_second_stop_does_not_wait_for_the_step(folder: Path) -> None:
-    with start_run(folder, LONG, WAITING) as run:
-        in_a_long_step(folder, run)
-        with ThreadPoolExecutor() as threads:
-            first = threads.submit(umbra, "stop", run.run_dir)
-            log = run.run_dir / "logs" / "supervisor.log"
-            run.wait_for(
-                "the stop", lambda: "umbra stop asked" in log.read_text() or None, END_LIMIT_S
-            )
-            time.sleep(2.0)
-            second = umbra("stop", run.run_dir)
-            codes = [first.result().returncode, second.returncode]
-        run.wait(END_LIMIT_S)
-
-    assert codes == [3, 3]
     assert checkpoints(run) == []

@@ -65,9 +65,8 @@ ACTORS = ("rollouts", "worker-0", "policy-0")
         (signal.SIGINT, (*LAUNCHED, *ACTORS), ()),
         (signal.SIGTERM, ACTORS, LAUNCHED),
         (signal.SIGTERM, ("supervisor",), ()),
-        (signal.SIGTERM, ("guardian",), ()),
     ],
-    ids=["all at once", "actors first", "supervisor", "guardian"],
+    ids=["all at once", "actors first", "supervisor"],
 )
 def test_a_signal_is_one_stop_whichever_processes_it_reaches(
     folder: Path, number: signal.Signals, names: tuple[str, ...], others: tuple[str, ...]

@@ -343,17 +343,3 @@ def test_sigterm_while_memory_is_offloaded_ends_the_run_with_a_checkpoint(folder
     assert summary["stopped_by"] == "SIGTERM", ended.output
     checkpoint = folder / "run/checkpoints" / f"step-{summary['steps']:06d}"
     assert (checkpoint / "COMPLETE").exists()
-
-
-def test_two_ranks_train_engines_that_get_weights_over_the_network(folder: Path) -> None:
-    config = write_config(folder, engines=2)
-
-    run(config, 2, "pool.transport=tcp", "train.steps=3", "train.eval_every=0")
-
-    log = (folder / "run" / "logs" / "supervisor.log").read_text()
-    assert "weights travel by tcp: pool.transport sets it" in log
-    steps = [row for row in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    # The engines' logprobs are the policy's own, so their weights are.
-    assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
-    assert read_summary(folder)["engine_restarts"] == 0

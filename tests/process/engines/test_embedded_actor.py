@@ -232,25 +232,6 @@ def test_requests_of_one_call_share_their_prompt_s_prefill(
     assert shapes == [(2, 3)]
 
 
-IMPORTS = """
-import sys, json
-import {module}
-print(json.dumps([name for name in ("torch", "transformers") if name in sys.modules]))
-"""
-
-
-@pytest.mark.process
-def test_the_echo_engine_needs_no_torch() -> None:
-    assert run_program(IMPORTS.format(module="umbra.engines.echo.echo_engine")) == []
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_the_embedded_engine_needs_no_transformers() -> None:
-    loaded = run_program(IMPORTS.format(module="umbra.engines.embedded.embedded_engine"))
-    assert loaded == ["torch"]
-
-
 MEMORY = """
 import asyncio, json, sys
 sys.path.insert(0, sys.argv[2])

@@ -88,10 +88,6 @@ class Echo:
         """Ends the process without a word."""
         os._exit(status)
 
-    async def exit(self) -> None:
-        """As user code that calls sys.exit()."""
-        sys.exit()
-
     async def cancel(self, whom: str) -> None:
         """Cancels the process's main task, or all tasks, as careless user code does."""
         for task in asyncio.all_tasks():

@@ -7,12 +7,10 @@ standard output. What follows depends on the scenario; RANK names the one it is 
 - block: all block in a call, until the job fails: {"event": "failed", "message"}, exit status 3
 - raise: RANK raises, the others block
 - raise-once: the same in the job's first incarnation; later ones leave
-- exit: RANK exits with status 5 by sys.exit, the others block
 - early: RANK leaves, the others meet again a while later and leave
 - pause: all meet again after four seconds and leave
 - absent: RANK never attaches; the others wait ten seconds for it
 - late: RANK attaches a while after the others have left
-- crash: the actor ends by a signal, again and again, the ranks block
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from pathlib import Path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.errors import ActorDied, ConnectionLost, JobFailed
+from umbra.runtime.errors import ActorDied, JobFailed
 from umbra.runtime.session.launch import SessionConfig
 from umbra.runtime.session.session import Session
 
@@ -65,8 +63,6 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
     is_first = session.incarnation == 1
     if scenario in ("raise", "raise-once") and chosen and is_first:
         raise ValueError("loss is NaN")
-    if scenario == "exit" and chosen:
-        sys.exit(5)
     if scenario == "early" and not chosen:
         time.sleep(AFTER_A_WHILE_S)
         meeting.call("arrive", "second", session.world_size - 1, timeout_s=60.0)
@@ -75,13 +71,8 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
         time.sleep(4.0)
         meeting.call("arrive", "second", session.world_size, timeout_s=60.0)
         say(event="met again")
-    if scenario in ("block", "raise", "exit") or (scenario == "raise-once" and is_first):
+    if scenario in ("block", "raise") or (scenario == "raise-once" and is_first):
         meeting.call("arrive", "never", 10**6, timeout_s=60.0)
-    while scenario == "crash":
-        try:
-            session.actor("echo").call("leave", 9, timeout_s=60.0)
-        except ConnectionLost:
-            continue
 
 
 def say(**fields: object) -> None:

@@ -1,4 +1,4 @@
-"""Agent loops and rewards ask a judge, which is awake always or in turn with the policy."""
+"""Agent loops and rewards ask a judge, always awake or in turn, or an adapter of a pool."""
 
 from __future__ import annotations
 
@@ -202,3 +202,33 @@ async def test_time_before_the_start_and_in_a_pause_does_not_count_against_the_d
             with deadline.paused():
                 await pass_time(5.0)
             await pass_time(11.0)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_tokens_of_an_adapter_are_given_and_stay_when_the_loop_runs_again(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        agent="asks_adapters",
+        reward="",
+        pool=ADAPTED,
+        config={"max_new_tokens": 15, "max_failed_share": 0.0},
+    )
+    live.publish(0)
+
+    samples = merged(live.next_batch(0))
+
+    assert (tmp_path / "marker").exists()
+    assert len(samples) == 16
+    for sample in samples.values():
+        said = sample["completion"][5:9]
+        asked = EchoTokens(CRITIC_SEED, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
+        assert said == asked.draw(4).tokens.tolist()
+        assert sum(sample["mask"]) == 15
+        assert len(sample["completion"]) == 15 + 4 + 3
+    agents = live.manager.call("stats")["agents"]
+    assert agents["replayed_turns"] >= 2
+    assert agents["diverged"] == 0

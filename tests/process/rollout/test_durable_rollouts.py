@@ -14,7 +14,7 @@ import torch
 from ledger_replay import replay
 from live_rollouts import LiveRollouts, killing, ledger_of, merged, while_generating
 from session_rank import SessionRank
-from test_live_rollouts import expected_completions, expected_samples, pause_again_and_again
+from test_live_rollouts import expected_completions, pause_again_and_again
 
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.ledger_history import read_history
@@ -69,153 +69,6 @@ def test_a_killed_manager_resumes_where_it_was(umbra_session: Session, tmp_path:
     state = ledger_of(live)
     assert state.counts[SampleState.LEASED] == 16
     assert state.totals.generated_tokens == 16 * 64
-
-
-def text_of(tokens: list[int]) -> str:
-    """As `write_tokenizer` decodes them."""
-    return " ".join(f"t{token}" for token in tokens)
-
-
-def until_stop(completion: list[int], stop: str) -> list[int]:
-    """The tokens up to the one that completes a stop text."""
-    beginnings = (completion[:num] for num in range(1, len(completion)))
-    return next((tokens for tokens in beginnings if stop in text_of(tokens)), completion)
-
-
-def test_stop_texts_are_found_across_the_deaths_of_engine_and_manager(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    config = {"stop": ("7 t1",), "tokenizer_path": str(tmp_path / "tokenizer.json")}
-    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0}, config=config)
-    live.publish(1)
-
-    with (
-        killing(live, "policy-0", after_tokens=100),
-        killing(live, "rollouts", after_tokens=250),
-    ):
-        samples = merged(live.next_batch(0))
-    made = tokens_made(live)
-    evaluation = live.evaluate(0)[0]
-
-    expected = {name: until_stop(c, "7 t1") for name, c in expected_completions(0).items()}
-    assert completions(samples) == expected
-    for name, sample in samples.items():
-        is_stopped = "7 t1" in text_of(expected[name])
-        assert sample["finish_reason"] == ("stop" if is_stopped else "length")
-        assert len(sample["logprobs"]) == len(expected[name])
-    assert evaluation["tokens"] < 8 * 64
-    for sample in evaluation["samples"]:
-        assert sample["tokens"] == until_stop(sample["tokens"], "7 t1")
-    # The engines stop, too: they make less than half of what they would make if they did not.
-    too_many = tokens_made(live) - made - evaluation["tokens"]
-    assert too_many < (8 * 64 - evaluation["tokens"]) / 2
-
-
-def test_killed_between_batches_it_delivers_the_next_as_if_undisturbed(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    settings = {"max_staleness": 1, "groups_per_step": 2}
-    live = LiveRollouts(umbra_session, tmp_path, config=settings, engine={"tokens_per_s": 200.0})
-    order = [*expected_completions(0).items(), *expected_completions(1).items()]
-    for step in range(4):
-        live.announce(step, step)
-        live.publish(step)
-        batch = merged(live.next_batch(step))
-        assert completions(batch) == dict(order[8 * step : 8 * step + 8])
-        live.signal("rollouts", signal.SIGKILL)
-        again = merged(live.next_batch(step))
-        assert again == batch, "asked anew for the same step"
-
-    state = ledger_of(live)
-    assert state.counts[SampleState.TRAINED] == 8 * 3
-    assert state.counts[SampleState.DROPPED] == 0
-
-
-def test_a_killed_manager_resumes_from_its_newest_snapshot(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    live = LiveRollouts(
-        umbra_session,
-        tmp_path,
-        config={"max_staleness": 1, "groups_per_step": 2},
-        manager="frequent_snapshots:FrequentSnapshots",
-    )
-    order = [*expected_completions(0).items(), *expected_completions(1).items()]
-    for step in range(4):
-        live.announce(step, step)
-        live.publish(step)
-        batch = merged(live.next_batch(step))
-        assert completions(batch) == dict(order[8 * step : 8 * step + 8])
-        if step:
-            wait_for_snapshot(live, step)
-            live.replace_manager()
-        assert merged(live.next_batch(step)) == batch
-
-    state = ledger_of(live)
-    assert state.counts[SampleState.TRAINED] == 8 * 3
-    log = (umbra_session.log_dir / "rollouts.log").read_text()
-    assert log.count(" bytes of the ledger behind 00000") == 3, log
-
-
-def wait_for_snapshot(live: LiveRollouts, steps_done: int) -> None:
-    """Until there is one with so many steps."""
-    deadline = time.monotonic() + 60.0
-    while not list(live.ledger_path.glob(f"[0-9]*-{steps_done}.snapshot")):
-        assert time.monotonic() < deadline, [*live.ledger_path.iterdir()]
-        time.sleep(0.01)
-
-
-def wait_for_progress(live: LiveRollouts, name: str, count: int) -> None:
-    """Until `stats` counts so many; nothing that a rank calls."""
-    deadline = time.monotonic() + 60.0
-    while (found := live.manager.call("stats")["training"][name]) < count:
-        assert time.monotonic() < deadline, f"{found} {name}"
-        time.sleep(0.002)
-
-
-def test_killed_while_the_ranks_train_it_resumes_before_they_ask(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    settings = {"max_staleness": 1, "groups_per_step": 2}
-    live = LiveRollouts(umbra_session, tmp_path, config=settings, engine={"tokens_per_s": 200.0})
-    order = [*expected_completions(0).items(), *expected_completions(1).items()]
-    live.announce(0, 0)
-    live.publish(0)
-    live.next_batch(0)
-
-    live.replace_manager()
-    wait_for_progress(live, "groups_ready", 2)
-    live.replace_manager()
-    wait_for_progress(live, "groups_ready", 2)
-    live.announce(1, 1)
-    live.publish(1)
-    batch = merged(live.next_batch(1))
-
-    assert completions(batch) == dict(order[8:16])
-    assert all(set(sample["versions"]) == {0} for sample in batch.values())
-    assert ledger_of(live).counts[SampleState.TRAINED] == 8
-
-
-def test_a_manager_that_went_on_by_itself_still_takes_back(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, config={"max_staleness": 1})
-    batches: list[dict[str, dict[str, Any]]] = []
-    for step in range(2):
-        live.announce(step, step)
-        live.publish(step)
-        batches.append(merged(live.next_batch(step)))
-    live.replace_manager()
-    wait_for_progress(live, "groups_ready", 4)
-
-    live.manager.call("begin", 0, 0, "")
-    live.announce(10, 0)
-    live.publish(10)
-
-    assert completions(merged(live.next_batch(0))) == completions(batches[0])
-    state = ledger_of(live)
-    assert state.totals.restores == 1
-    assert state.counts[SampleState.LEASED] == 16
 
 
 def test_the_ranks_get_an_error_that_recovery_failed_with(
@@ -276,21 +129,6 @@ def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager
 
     assert again == evaluation[1]
     assert completions(merged(batch)) == expected_completions(0)
-
-
-def test_after_a_rollback_an_evaluation_is_repeated(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path)
-    live.publish(0)
-    evaluation = live.evaluate(0)
-    made = tokens_made(live)
-
-    live.replace_manager()
-    assert live.evaluate(0) == evaluation
-    assert tokens_made(live) == made
-    live.manager.call("begin", 0, 0, "")
-
-    assert live.evaluate(0)[0]["accuracy"] == evaluation[0]["accuracy"]
-    assert tokens_made(live) > made
 
 
 def test_ranks_that_the_call_for_weights_did_not_reach_are_sent_after_the_others(
@@ -362,51 +200,6 @@ def test_a_rank_that_is_merely_late_is_waited_for(umbra_session: Session, tmp_pa
     assert completions(merged(batch)) == expected_completions(0)
 
 
-def test_a_rollback_takes_back_what_came_after_the_checkpoint(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    """A snapshot of the ledger is taken after each step, also after the checkpoint."""
-    live = LiveRollouts(
-        umbra_session,
-        tmp_path,
-        config={"max_staleness": 1},
-        manager="frequent_snapshots:FrequentSnapshots",
-    )
-    steps = {1: 0, 2: 1, 3: 2, 4: 3, 12: 2, 13: 3}  # of versions
-    batches: list[dict[str, dict[str, Any]]] = []
-    position = ""
-    for step in range(4):
-        live.announce(step + 1, step)
-        live.publish(step + 1)
-        batches.append(merged(live.next_batch(step)))
-        if step == 1:  # after the step that the batch of step 1 was for
-            position = live.manager.call("position")
-            live.manager.call("checkpointed", 2, 2, [2])
-    wait_for_progress(live, "groups_ready", 4)  # with weights that came after the checkpoint
-    made = tokens_made(live)
-    wait_for_snapshot(live, 3)
-
-    kept = live.manager.call("begin", 2, 2, position)
-    for step in (2, 3):
-        live.announce(step + 10, step)
-        live.publish(step + 10)
-        again = merged(live.next_batch(step))
-        assert completions(again) == completions(batches[step]), "the same prompts, seeds, order"
-        ages = [step - steps[v] for sample in again.values() for v in sample["versions"]]
-        assert 0 <= min(ages) <= max(ages) <= 1
-        if step == 2:
-            assert again == batches[2], "it was made before the checkpoint: nothing is made anew"
-
-    assert kept["groups"] > 0
-    wait_for_progress(live, "groups_ready", 4)
-    assert tokens_made(live) > made
-    state = ledger_of(live)
-    assert state.totals.restores == 1
-    assert state.totals.rolled_back_tokens > 0
-    assert state.counts[SampleState.DROPPED] == 0
-    assert state.counts[SampleState.TRAINED] == 16 * 3
-
-
 def test_what_an_agent_loop_generated_and_did_is_not_done_again(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -424,47 +217,3 @@ def test_what_an_agent_loop_generated_and_did_is_not_done_again(
     stats = live.manager.call("stats")
     assert stats["agents"]["replayed_turns"] > 0
     assert stats["agents"]["diverged"] == 0
-
-
-def test_agent_loops_continue_under_a_new_manager(umbra_session: Session, tmp_path: Path) -> None:
-    settings = {"max_new_tokens": 40}
-    live = LiveRollouts(
-        umbra_session,
-        tmp_path,
-        agent="two_turns",
-        config=settings,
-        engine={"tokens_per_s": 40.0},
-    )
-    live.publish(4)
-
-    with killing_manager(live, after_tokens_on_disk=400):  # in the second turn
-        samples = merged(live.next_batch(0))
-
-    for name, expected in expected_samples(0).items():
-        assert samples[name]["completion"] == expected.two_turns(35)
-        assert samples[name]["mask"] == [0] * 3 + [1] * 5 + [0] * 2 + [1] * 35
-    assert live.manager.call("stats")["agents"]["replayed_turns"] >= 16
-    assert tokens_made(live) <= 16 * 40 + (16 * 40 - 400)
-    assert ledger_of(live).counts[SampleState.LEASED] == 16
-
-
-def test_a_loop_that_fails_costs_its_group_and_is_accounted_for(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    settings = {"max_failed_share": 0.9, "agent_timeout_s": 2.0, "agent_retries": 1}
-    live = LiveRollouts(
-        umbra_session, tmp_path, agent="raises_for_some", reward="", config=settings
-    )
-    live.publish(4)
-
-    batch = live.next_batch(0)
-    again = live.next_batch(0)
-
-    prompts = {group.partition("/")[2] for group in batch[0]["group_ids"] + batch[1]["group_ids"]}
-    assert merged(again) == merged(batch)
-    assert not prompts & {"p2", "p3"}, "t3 and t4 are their prompts"
-    state = ledger_of(live)
-    dropped = state.drop_reasons["agent loop failed"]
-    assert dropped == state.counts[SampleState.DROPPED]
-    assert dropped in (4, 8)
-    assert state.counts[SampleState.LEASED] == 16

@@ -183,7 +183,7 @@ def test_a_machine_ends_with_a_job_that_fails(
         assert "rank 0 failed: loss is NaN" in node.text()
 
 
-@pytest.mark.parametrize("which", range(3), ids=["program", "guardian", "supervisor"])
+@pytest.mark.parametrize("which", [0, 2], ids=["program", "supervisor"])
 def test_a_machine_of_which_a_process_is_killed_leaves(
     umbra_session_factory: SessionFactory, tmp_path: Path, which: int
 ) -> None:

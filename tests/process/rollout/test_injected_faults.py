@@ -2,7 +2,7 @@
 
 Whatever happens to one of two engines, or both, the batch is that of an undisturbed run: the same
 tokens, because they depend on seed, position and context alone, and the logprobs of the published
-weights. `test_exact_tokens` has the embedded engine under faults.
+weights.
 """
 
 from __future__ import annotations
@@ -200,20 +200,6 @@ def test_the_batch_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_slow_engine_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
-    fault = {"kind": "slow", "for_s": 0.3, "after_tokens": 100, "engines": ["policy-0"]}
-    live = start_live(umbra_session, tmp_path, fault, config=PATIENT)
-    live.publish(1)
-
-    batches = live.next_batch(0)
-
-    assert_whole(batches, undisturbed(0))
-    assert injected(tmp_path, "policy-0") == ["slow (0.3 s)"]
-    assert batches[0]["metrics"]["gen_s"] > 3 * 0.3  # many batches are late
-    assert counters(live)["engines_lost"] == 0
-
-
-@pytest.mark.slow
 def test_a_pool_that_stalls_as_a_whole_continues_once_it_can(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -250,21 +236,6 @@ def test_a_stall_may_outlast_a_sync(umbra_session: Session, tmp_path: Path) -> N
     assert batches[0]["metrics"]["gen_s"] > 5.0
     assert complete_at - published_at[0] > 1.0, "the sync did not wait for the stall's end"
     assert counters(live)["engines_lost"] == 0
-
-
-@pytest.mark.slow
-def test_requests_that_an_engine_does_not_take_are_offered_again(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    refusals = {"kind": "error", "call": "submit", "after_tokens": 0, "times": 3}
-    live = start_live(umbra_session, tmp_path, refusals, config=PATIENT)
-    live.publish(1)
-
-    batches = live.next_batch(0)
-
-    assert_whole(batches, undisturbed(0))
-    assert injected(tmp_path, "policy-0") == ["error (submit)"] * 3
-    assert batches[0]["metrics"]["interruptions"] > 0
 
 
 @pytest.mark.slow

@@ -148,23 +148,6 @@ def test_a_sync_in_mid_generation_only_changes_versions(
 
 
 @pytest.mark.slow
-def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
-    live.publish(1)
-    pool = umbra_session.pool("policy")
-
-    def pause_and_resume() -> None:
-        for mode in ("abort", "keep", "drain"):
-            pool.pause(mode)
-            pool.resume()
-
-    with while_generating(live, 100, pause_and_resume):
-        samples = merged(live.next_batch(0))
-
-    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
-
-
-@pytest.mark.slow
 def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(
         umbra_session, tmp_path, reward="starts_with_answer", config={"accuracy_threshold": 0.5}
@@ -196,23 +179,6 @@ def test_a_bad_reward_fails_every_rank_in_this_step_and_later(
     for failure in [*failures, live.failure_of_next_batch(0, 1)]:
         assert isinstance(failure, RewardError)
         assert "user_rewards:raises raised KeyError: 'no such answer'" in str(failure)
-
-
-@pytest.mark.slow
-def test_several_rewards_add_up_and_are_logged_by_name(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    rewards = {name: f"user_rewards:{name}" for name in ("constant", "punishes_length")}
-    worker = {"rewards": rewards, "reward_weights": {"punishes_length": 0.01}}
-    live = LiveRollouts(umbra_session, tmp_path, worker=worker)
-    live.publish(0)
-
-    batches = live.next_batch(0)
-
-    metrics = batches[0]["metrics"]
-    assert metrics["reward/constant_mean"] == 0.5
-    assert metrics["reward/punishes_length_mean"] == -164.0  # 64 tokens, and not at an end
-    assert metrics["reward_mean"] == pytest.approx(0.5 - 1.64)
 
 
 @pytest.mark.slow

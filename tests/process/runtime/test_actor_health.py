@@ -64,7 +64,7 @@ def test_an_actor_above_its_memory_limit_is_replaced_and_the_limit_named(
         echo.call("take_memory", 400 * 2**20)
     wait_for_incarnation(session, 2, echo.ref.name)
 
-    assert was_reported(shared, echo, "above its memory limit of 200 MiB")
+    assert was_reported(shared, echo, "above its memory limit of 200 MiB: raise the limit")
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from umbra.runtime.errors import (
     ActorDied,
     ActorNotFound,
     ConfigError,
-    DeadlineExceeded,
-    RemoteError,
 )
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.session.session import Session
@@ -63,41 +61,6 @@ def test_command_lines_identify_the_processes(shared: SessionFactory, spawn: Spa
     assert "umbra.runtime.supervisor.supervisor_main" in command_line(supervisor)
     assert run_dir in command_line(supervisor)
     assert run_dir in command_line(parent_of(supervisor))
-
-
-def test_a_remote_error_brings_its_traceback(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo"))
-
-    with pytest.raises(RemoteError, match="ValueError: reward is NaN") as caught:
-        echo.call("fail", "reward is NaN")
-
-    assert "in fail\n" in caught.value.remote_traceback
-
-
-def test_closing_a_stream_early_cancels_the_generator(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo"))
-    items = echo.stream("count", 10**9, credits=2)
-
-    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
-    items.close()
-
-    assert echo.call("echo", 1) == 1
-
-
-def test_a_deadline_cancels_the_call_at_the_actor(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo"))
-
-    with pytest.raises(DeadlineExceeded, match=r"actor-\d+#1@.*\.sleep did not answer in"):
-        echo.call("sleep", 60.0, timeout_s=0.1)
-
-    assert echo.call("cancelled") == 1
-
-
-def test_an_actor_calls_another(spawn: Spawn) -> None:
-    first = spawn(actor("Echo"))
-    second = spawn(actor("Echo"))
-
-    assert first.call("ask", second.ref, "who")["name"] == second.ref.name
 
 
 def test_environment_and_kwargs_reach_the_actor(spawn: Spawn) -> None:
@@ -154,14 +117,6 @@ def test_an_actor_that_dies_at_start_reports_its_status_and_last_output(
 ) -> None:
     with pytest.raises(ActorDied, match=r"exited with status 7(.|\n)*last words"):
         spawn(actor("ExitsAtStart"))
-
-
-@pytest.mark.slow
-def test_an_actor_that_is_never_ready_fails(spawn: Spawn) -> None:
-    spec = actor("SlowStart", start_timeout_s=2.0, grace_s=0.5)
-
-    with pytest.raises(ActorDied, match=r"start_timeout_s = 2(.|\n)*starting for ever"):
-        spawn(spec)
 
 
 def test_a_failed_start_leaves_the_name_free_and_the_job_alive(spawn: Spawn) -> None:

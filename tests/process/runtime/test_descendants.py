@@ -1,13 +1,15 @@
-"""Processes below one of ours: found whatever they do, and ended."""
+"""Processes below one of ours, and any others: found, watched, reaped and ended."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 import pytest
 from child_processes import *  # noqa: F403 - the fixtures
@@ -15,6 +17,7 @@ from child_processes import DEADLINE_S, PROGRAMS, Run, family, read_pids, wait_e
 
 from umbra.runtime.process import descendants
 from umbra.runtime.process.child_process import ChildProcess
+from umbra.runtime.process.process_end import PidWatch
 
 pytestmark = pytest.mark.process
 
@@ -58,32 +61,6 @@ def test_orphans_of_a_dead_child_are_ended_and_the_living_left_alone() -> None:
         }
         assert not any(Path(f"/proc/{pid}").exists() for pid in living.values())
         assert keeper.wait(DEADLINE_S) == 0
-
-
-MAKES_NAMES = """
-import os, signal
-from multiprocessing import shared_memory
-from umbra.runtime.process import descendants, prctl
-prctl.become_subreaper()
-read_fd, write_fd = os.pipe()
-if os.fork() == 0:
-    memory = shared_memory.SharedMemory(create=True, size=100)
-    os.write(write_fd, memory.name.encode())
-    signal.pause()
-print(os.read(read_fd, 100).decode(), flush=True)
-assert descendants.kill_all_descendants(20.0) == []
-"""
-
-
-@pytest.mark.slow
-def test_names_of_shared_memory_go_with_all_descendants() -> None:
-    argv = [sys.executable, "-c", MAKES_NAMES]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
-        name = maker.communicate(timeout=DEADLINE_S)[0].strip()
-
-    assert name.startswith("psm_")
-    assert maker.returncode == 0
-    assert not Path("/dev/shm", name).exists()
 
 
 def test_children_are_found_with_and_without_the_kernels_listing(
@@ -191,3 +168,96 @@ def test_a_process_that_has_ended_and_is_not_reaped_is_ending() -> None:
     assert not alive.is_ending
     assert ended is not None
     assert ended.is_ending
+
+
+def test_a_watch_reports_the_end_of_any_process(
+    run: Run, stranger: subprocess.Popen[bytes]
+) -> None:
+    async def body() -> None:
+        ended = asyncio.Event()
+        with PidWatch(stranger.pid, ended.set):
+            stranger.kill()
+            await ended.wait()
+
+    run(body())
+    stranger.wait(DEADLINE_S)
+
+
+def test_a_watch_of_an_ended_process_calls_back_at_once(
+    run: Run, stranger: subprocess.Popen[bytes]
+) -> None:
+    stranger.kill()
+    stranger.wait(DEADLINE_S)
+
+    async def body() -> None:
+        ended = asyncio.Event()
+        with PidWatch(stranger.pid, ended.set):
+            await ended.wait()
+
+    run(body())
+
+
+def test_a_closed_watch_is_silent(run: Run, stranger: subprocess.Popen[bytes]) -> None:
+    async def body() -> None:
+        calls: list[str] = []
+        last = asyncio.Event()
+        with PidWatch(stranger.pid, lambda: calls.append("closed")):
+            pass
+        with PidWatch(stranger.pid, last.set):
+            stranger.kill()
+            await last.wait()
+        assert calls == []
+
+    run(body())
+
+
+def test_a_parent_other_than_expected_counts_as_ended(run: Run) -> None:
+    async def body() -> None:
+        ended = asyncio.Event()
+        with PidWatch.of_parent(os.getpid(), ended.set):
+            await ended.wait()
+        with PidWatch.of_parent(os.getppid(), ended.clear):
+            assert ended.is_set()
+
+    run(body())
+
+
+@pytest.mark.slow
+def test_adopted_processes_are_reaped_and_own_children_keep_their_status() -> None:
+    program = Path(__file__).parents[1] / "programs" / "adopting_parent.py"
+    done = subprocess.run(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+
+    before, after, statuses = json.loads(done.stdout)
+    assert (before, after) == (5, 0)
+    assert statuses == {
+        "subprocess": 3,
+        "os.fork": 4,
+        "fork": 5,
+        "spawn": 5,
+        "posix_spawn": 7,
+        "asyncio": 6,
+    }
+
+
+PROGRAM: Final = Path(__file__).parents[1] / "programs" / "forking_parent.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parent", ["loop", "rank"])
+def test_sigterm_to_a_forked_child_ends_the_child_and_only_the_child(parent: str) -> None:
+    command = [sys.executable, str(PROGRAM), parent]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    ends, seen_by_parent = json.loads(done.stdout)
+
+    assert ends == {
+        "fork": [-15] * 20,
+        "spawn": -15,
+        "pool": "[1, 2]",
+        "executor": "[1, 2]",
+        "os.fork": [-15] * 20,
+        "program": -15,
+        "program with preexec_fn": -15,
+    }
+    assert seen_by_parent == ["SIGTERM"]  # the one that it sent itself

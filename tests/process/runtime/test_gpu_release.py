@@ -230,27 +230,6 @@ def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("nvml_library_path")
-@pytest.mark.parametrize("gpus", [("0",), ()])
-def test_an_engine_does_not_wait_for_memory_of_gpus_that_are_not_its_own(
-    fake_nvml: FakeNvml, umbra_session: Session, gpus: tuple[str, ...]
-) -> None:
-    fake_nvml.show(FREE, FREE)
-    engine = umbra_session.spawn(actor("Engine", role="engine", gpus=gpus))
-    pid = int(engine.call("who")["pid"])
-    fake_nvml.show(FREE, replace(HOLDING, pid=pid))
-
-    kill(pid)
-
-    # The wait for memory would take twice as long.
-    ref = umbra_session.supervisor_call(
-        "resolve", engine.ref.name, 60.0, engine.ref.incarnation, timeout_s=61.0
-    )
-    assert ref.incarnation == engine.ref.incarnation + 1
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.usefixtures("nvml_library_path")
 def test_an_engine_that_lacks_memory_at_its_first_start_reports_who_holds_it(
     fake_nvml: FakeNvml, umbra_session: Session
 ) -> None:

@@ -115,18 +115,6 @@ def test_a_supervisor_that_ignores_the_request_is_killed_after_its_grace(job: Jo
     assert not job.socket_dir.path.exists()
 
 
-@pytest.mark.parametrize("job", [("polite", 0.2)], indirect=True)
-def test_a_stopped_supervisor_does_not_outlive_its_owner(job: Job) -> None:
-    job.wait_ready()
-    os.kill(job.pids["supervisor"], signal.SIGSTOP)
-
-    job.owner.kill()
-
-    assert job.guardian.wait(DEADLINE_S) is not None
-    job.wait_all_ended()
-    assert not job.socket_dir.path.exists()
-
-
 def test_supervisor_death_ends_everything_at_once(job: Job) -> None:
     job.wait_ready()
 

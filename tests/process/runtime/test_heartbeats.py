@@ -34,14 +34,7 @@ def test_a_heartbeat_arrives_as_it_was_sent() -> None:
     assert Beat.decode(Beat(3, 0.5, 0.0).encode()) == Beat(3, 0.5, 0.0)
 
 
-@pytest.mark.parametrize(
-    "beat",
-    [b"", b"\xc1", b"\x91" * 1000, msgpack.packb([1, "old", None]), msgpack.packb([1, 2])],
-    ids=["empty", "no msgpack", "deep", "other types", "too short"],
-)
-def test_an_actor_whose_heartbeats_are_malformed_counts_as_silent(
-    beat: bytes, folder: Path
-) -> None:
+def test_an_actor_whose_heartbeats_are_malformed_counts_as_silent(folder: Path) -> None:
     async def main() -> str:
         context = zmq.asyncio.Context()
         router = context.socket(zmq.ROUTER)
@@ -52,7 +45,7 @@ def test_an_actor_whose_heartbeats_are_malformed_counts_as_silent(
             while True:
                 identity, _ = await router.recv_multipart()
                 await router.send(identity, zmq.SNDMORE)
-                await router.send(beat)
+                await router.send(b"\xc1")
 
         spec = ActorSpec(name="probe", target="rpc_probe:Probe", hung_limit_s=0.4)
         watchdog = Watchdog(zmq.Context(context), endpoint, os.getpid(), spec)

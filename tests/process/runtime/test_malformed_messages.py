@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from raw_socket import RawSocket, receive_result
 from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import ActorProcess
@@ -64,26 +62,6 @@ def test_malformed_messages_are_dropped_and_the_actor_lives(
         assert receive_result(honest, 99) == "alive"
         hostile.send(ECHO)
         assert receive_result(hostile, 99) == "alive"
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.lists(st.binary(max_size=100), min_size=1, max_size=3))
-def test_random_garbage_is_dropped_and_the_actor_lives(
-    shared: ActorProcess, frames: list[bytes]
-) -> None:
-    with RawSocket(shared.ref) as socket:
-        socket.send_multipart(frames)  # pyright: ignore[reportUnknownMemberType]
-        socket.send(ECHO)
-        assert receive_result(socket, 99) == "alive"
-
-
-def test_a_good_call_behind_a_bad_one_in_another_message_is_answered(shared: ActorProcess) -> None:
-    with RawSocket(shared.ref) as socket:
-        socket.send(ECHO[:-1])
-        socket.send(ECHO)
-        assert receive_result(socket, 99) == "alive"
 
 
 def test_a_flood_of_garbage_takes_few_lines_of_the_log(actor: ActorProcess) -> None:

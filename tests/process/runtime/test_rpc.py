@@ -76,18 +76,6 @@ def test_large_arrays_travel_bit_for_bit_without_a_copy(shared: ActorProcess, dt
     run(main())
 
 
-def test_results_larger_than_a_socket_buffer_arrive_whole(shared: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            arrays = await asyncio.gather(
-                *[probe.call("ramp", 2_000_000 + idx, timeout_s=30.0) for idx in range(4)]
-            )
-        for idx, array in enumerate(arrays):
-            assert np.array_equal(array, np.arange(2_000_000 + idx))
-
-    run(main())
-
-
 @pytest.mark.parametrize("method", ["fail", "fail_async"])
 def test_a_remote_error_has_type_message_and_traceback(shared: ActorProcess, method: str) -> None:
     async def main() -> None:
@@ -153,13 +141,7 @@ def test_a_callee_that_is_cancelled_from_within_still_answers(
     run(main())
 
 
-UNSENDABLE = [
-    "set", "huge int", "int keys", "nested int keys", "surrogate", "memoryview with gaps",
-    "objects", "long bytes",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", UNSENDABLE)
+@pytest.mark.parametrize("kind", ["set", "surrogate", "long bytes"])
 def test_a_result_without_a_wire_form_is_an_error_at_once(shared: ActorProcess, kind: str) -> None:
     async def main() -> None:
         async with connected(shared.ref) as probe:
@@ -175,16 +157,8 @@ def test_a_result_without_a_wire_form_is_an_error_at_once(shared: ActorProcess, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "argument",
-    [{1, 2}, 1 << 70, {1: "one"}, {"a": {2: 3}}, "\udc80", bytes(33 << 20), ["x" * (9 << 20)] * 8],
-    ids=[
-        "set",
-        "huge int",
-        "int keys",
-        "nested int keys",
-        "surrogate",
-        "long bytes",
-        "long header",
-    ],
+    [{1, 2}, bytes(33 << 20), ["x" * (9 << 20)] * 8],
+    ids=["set", "long bytes", "long header"],
 )
 def test_an_argument_without_a_wire_form_is_an_error_at_once(
     shared: ActorProcess, argument: object

@@ -25,7 +25,7 @@ from watching import tree
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
 from umbra.runtime.rpc.curve_keys import CurveKeys, holding_keys, sweep_keys
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.rpc.wire import CALL, HELLO, ActorRef, Encoder
+from umbra.runtime.rpc.wire import CALL, ActorRef
 from umbra.runtime.session.session import Session
 from umbra.runtime.testing.factories import SessionFactory
 
@@ -88,21 +88,6 @@ def call_from_node_a(
     return asyncio.run(make())
 
 
-def knock(endpoint: str, configure: CurveKeys | None, server: CurveKeys) -> bool:
-    """Whether a plain ZMQ client gets any answer within a while."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    if configure is not None:
-        socket.curve_publickey, socket.curve_secretkey = configure.public, configure.secret
-        socket.curve_serverkey = server.public
-    socket.connect(endpoint)
-    socket.send(Encoder().encode((HELLO,))[0])  # Every actor answers it.
-    answered = bool(socket.poll(700))
-    context.destroy(linger=0)
-    return answered
-
-
 # -- two nodes -----------------------------------------------------------------------------
 
 
@@ -119,31 +104,9 @@ def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]
     here.stop(local.ref.name)
 
 
-@pytest.mark.slow
-def test_a_rank_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) -> None:
-    here, remote = nodes
-
-    assert here.connect(remote).call("who", timeout_s=30.0)["node_id"] == "b"
-
-
 def test_an_actor_without_tcp_is_an_error(remote: ActorRef, keys: CurveKeys) -> None:
     with pytest.raises(ActorNotFound, match="no endpoint reachable from node a"):
         call_from_node_a(keys, replace(remote, tcp_endpoint=""))
-
-
-def test_the_jobs_own_key_is_admitted(remote: ActorRef, keys: CurveKeys) -> None:
-    assert knock(remote.tcp_endpoint, keys, keys)
-    assert call_from_node_a(keys, remote)
-
-
-@pytest.mark.slow
-def test_another_key_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
-    stranger = CurveKeys.generate()
-
-    assert not knock(remote.tcp_endpoint, stranger, keys)
-    with pytest.raises(ConnectionLost):
-        call_from_node_a(stranger, remote)
-    assert call_from_node_a(keys, remote)
 
 
 def test_a_stranger_that_knows_the_public_key_gets_a_refusal(
@@ -158,14 +121,6 @@ def test_a_stranger_that_knows_the_public_key_gets_a_refusal(
 
     with pytest.raises(ConnectionLost, match="refused this job's key"):
         call_from_node_a(Impostor(public=fresh.public, secret=fresh.secret), remote)
-
-
-@pytest.mark.slow
-def test_a_client_without_curve_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
-    assert not knock(remote.tcp_endpoint, None, keys)
-    with pytest.raises(UmbraError):
-        call_from_node_a(None, remote, timeout_s=0.7)
-    assert call_from_node_a(keys, remote)
 
 
 # -- strangers -----------------------------------------------------------------------------

@@ -129,10 +129,6 @@ def test_a_lock_handed_on_keeps_the_directory(root: Path) -> None:
     assert sweep(root) == [made.path]
 
 
-def test_what_is_not_there_is_not_in_use(root: Path) -> None:
-    assert not is_in_use(root / "job-node")
-
-
 def test_a_sweep_leaves_what_it_does_not_know(root: Path) -> None:
     make_dead(root, "job")
     (root / "file").touch()
@@ -156,15 +152,6 @@ def test_a_sweep_removes_half_made_directories_only_when_they_are_old(root: Path
     sweep(root)
 
     assert [entry.name for entry in root.iterdir()] == [".new-young"]
-
-
-def test_removing_twice_is_harmless(root: Path) -> None:
-    made = SocketDir.create("job", "node", root)
-
-    made.remove()
-    made.remove()
-
-    assert not made.path.exists()
 
 
 def test_a_root_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:

@@ -68,14 +68,13 @@ def adopter(kind: str, folder: Path, program: Sequence[str]) -> list[str]:
         ("torchrun of another job", "python"),
     ],
 )
-@pytest.mark.parametrize("program", [TRAINER, [str(PROGRAMS / "rank.py"), "run", "leave"]])
 def test_a_rank_that_was_adopted_before_it_looked_ends_at_once(
-    tmp_path: Path, kind: str, name: str, program: list[str]
+    tmp_path: Path, kind: str, name: str
 ) -> None:
     job = {
-        "rank": [sys.executable, "-u", *program],
+        "rank": [sys.executable, "-u", *TRAINER],
         "environ": START | {"UMBRA_SOCKET_ROOT": str(tmp_path / "s")},
-        "adopter": adopter(kind, tmp_path / "bin", program),
+        "adopter": adopter(kind, tmp_path / "bin", TRAINER),
     }
     with (
         (tmp_path / "errors").open("wb") as errors,
@@ -157,11 +156,8 @@ def test_a_launcher_that_ends_during_the_start_leaves_no_socket_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "torchrun", [["-m", "torch.distributed.run"], [str(Path(sys.executable).with_name("torchrun"))]]
-)
 def test_torchrun_may_be_the_first_process_of_a_container(
-    tmp_path: Path, socket_root: Path, torchrun: list[str]
+    tmp_path: Path, socket_root: Path
 ) -> None:
     pytest.importorskip("torch")
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -173,7 +169,7 @@ def test_torchrun_may_be_the_first_process_of_a_container(
     rank = [str(PROGRAMS / "rank.py"), str(tmp_path / "run"), "leave"]
 
     done = subprocess.run(
-        [*unshare, sys.executable, *torchrun, *OPTIONS, *rank],
+        [*unshare, sys.executable, "-m", "torch.distributed.run", *OPTIONS, *rank],
         env={**os.environ, "UMBRA_SOCKET_ROOT": str(socket_root)},
         capture_output=True,
         text=True,

@@ -8,7 +8,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,39 +140,6 @@ def test_a_stream_is_interrupted_for_the_judge_and_continues(server: Server) -> 
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
-def test_busy_pools_have_their_turns_until_all_is_answered(server: Server) -> None:
-    bodies = [
-        {"model": model, "prompt": PROMPT, "max_tokens": 600, "seed": seed, "n": 4}
-        for seed in range(3)
-        for model in SEEDS
-    ]
-    expected = [server.complete(**body)["choices"] for body in bodies]
-
-    with ThreadPoolExecutor(len(bodies)) as clients:
-        calls = [clients.submit(server.complete, **body) for body in bodies]
-
-    assert [call.result()["choices"] for call in calls] == expected
-
-
-@pytest.mark.parametrize("asleep", ["judge", "tiny"])
-@pytest.mark.umbra_allow_leaks("the server, which other tests share, starts another engine")
-def test_an_engine_that_dies_asleep_is_there_in_its_turn(server: Server, asleep: str) -> None:
-    awake = "tiny" if asleep == "judge" else "judge"
-    body = {"model": asleep, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-    text = server.complete(**body)["choices"][0]["text"]
-    server.complete(model=awake, prompt=PROMPT, max_tokens=1)
-    engine = {"judge": "judge-0", "tiny": "policy-0"}[asleep]
-    name = next(key for key in server.ask("/health")[1]["engines"] if key.startswith(engine))
-
-    os.kill(server.pids()[engine], signal.SIGKILL)
-    wait_for_state(server, name, "DEAD")
-    status, health = server.ask("/health")
-    answer = server.complete(**body)
-
-    assert (status, health["status"]) == (200, "ok")
-    assert answer["choices"][0]["text"] == text
-
-
 @pytest.mark.umbra_allow_leaks("the server, which other tests share, starts another front")
 def test_a_front_that_dies_while_a_pool_is_asked_serves_both_again(server: Server) -> None:
     bodies = [{"model": model, "prompt": PROMPT, "max_tokens": 20, "seed": 1} for model in SEEDS]
@@ -196,11 +162,6 @@ def wait_for_front(server: Server) -> None:
                 return
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def wait_for_state(server: Server, engine: str, state: str) -> None:
-    engines = server.ask("/health")[1]["engines"]
-    server.wait_for_health(engines={**engines, engine: {"state": state, "requests": 0}})
 
 
 def test_one_prompt_can_be_asked_of_either(server: Server, folder: Path) -> None:
@@ -244,22 +205,3 @@ def test_a_config_that_cannot_be_served_is_an_error_before_anything_starts(
     for arguments, problem in wrong:
         assert main([str(argument) for argument in arguments]) == 2, arguments
         assert problem in capsys.readouterr().err, arguments
-
-
-def test_a_judge_without_a_tokenizer_is_named(folder: Path, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "bare")
-    (model / "tokenizer.json").unlink()
-
-    echo = [
-        f"{section}.{setting}"
-        for section in ("pool", "pools.judge", "pools.referee")
-        for setting in ("engine=echo", "engine_args.vocab_size=64")
-    ]
-
-    done = run_umbra(
-        folder, "serve", folder / "serve.toml", f"run.dir={tmp_path / 'run'}", *echo,
-        f"pools.judge.model_path={model}", "--port", 0,
-    )  # fmt: skip
-
-    assert done.returncode == 1, done.stderr
-    assert f"pools.judge.model_path: {model} holds no usable tokenizer" in done.stderr

@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +209,6 @@ def test_a_killed_engine_costs_a_stream_nothing(server: Server) -> None:
     assert "trajectories keep" in (server.folder / "stderr.txt").read_text(), "it was in the middle"
 
 
-def test_many_clients_at_a_time_get_their_own_answers(server: Server) -> None:
-    bodies = [{"prompt": PROMPT, "max_tokens": 40, "seed": seed} for seed in range(12)]
-    alone = [server.complete(**body)["choices"][0]["text"] for body in bodies]
-
-    with ThreadPoolExecutor(12) as clients:
-        calls = [clients.submit(server.complete, **body) for body in bodies]
-
-    assert [call.result()["choices"][0]["text"] for call in calls] == alone
-
-
 def test_what_is_not_possible_is_refused_in_the_apis_own_form(server: Server) -> None:
     prompt = {"prompt": PROMPT}
     wrong: list[tuple[str, dict[str, Any], int, str | None, str]] = [
@@ -260,15 +249,6 @@ def test_what_is_not_possible_is_refused_in_the_apis_own_form(server: Server) ->
         assert (status, error["param"]) == (expected, param), (body, answer)
         assert problem in error["message"], (body, answer)
         assert set(error) == {"message", "type", "param", "code"}
-
-
-def test_what_changes_nothing_is_taken(server: Server) -> None:
-    answer = server.complete(
-        prompt=PROMPT, max_tokens=4, temperature=0, user="me", metadata={"a": 1}, top_p=1.0,
-        presence_penalty=0, logit_bias=None, seed=None,
-    )  # fmt: skip
-
-    assert answer["usage"]["completion_tokens"] == 4
 
 
 def test_a_malformed_request_is_an_error(server: Server) -> None:

@@ -66,19 +66,6 @@ async def pays_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     return float(receipt["amount"])
 
 
-async def raises_for_some(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    """Never for most prompts, the first time for t2, each time for t3; hangs for t4."""
-    tokens = [*ctx.prompt_tokens]
-    tokens += await ctx.generate(tokens, max_new_tokens=5)
-    if ctx.prompt == "t4":
-        await asyncio.sleep(60.0)
-    tried = Path(sample["marker"]).with_name(f"tried-{ctx.prompt}-{tokens[-1]}")
-    if ctx.prompt == "t3" or (ctx.prompt == "t2" and not tried.exists()):
-        tried.touch()
-        raise LookupError(f"no tool for {ctx.prompt}")
-    return 1.0
-
-
 async def raises(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     await ctx.generate(ctx.prompt_tokens, max_new_tokens=3)
     raise LookupError("the tool is gone")
@@ -237,11 +224,6 @@ async def asks_adapters(ctx: AgentContext, sample: dict[str, Any]) -> float | No
     tokens += await ctx.generate(tokens, max_new_tokens=5)
     die_the_first_time(Path(sample["marker"]))
     await ctx.generate(tokens, max_new_tokens=5)
-    return 1.0
-
-
-async def asks_unknown_adapter(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    await ctx.generate(ctx.prompt_tokens, 3, lora="nobody")
     return 1.0
 
 

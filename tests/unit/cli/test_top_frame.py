@@ -1,8 +1,11 @@
-"""A frame of `umbra top` from a state and a run's files."""
+"""What `umbra top` shows of a job, and Ctrl-C while it asks."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+
+import pytest
 
 from umbra.runtime.cli.top_command import RunSnapshot, frame
 from umbra.runtime.cluster.run_events import RunEvent
@@ -16,6 +19,7 @@ from umbra.runtime.reports.job_state import (
     RolloutStatus,
     describe_phase,
 )
+from umbra.runtime.supervisor.live_job import run_interruptibly
 
 ROW = {
     "rollout/reward_mean": 0.4314,
@@ -165,3 +169,16 @@ def test_checkpoints_do_not_push_a_restart_out_of_sight() -> None:
 
     shown = [line for line in lines if "it died" in line or "after step" in line]
     assert [line.rpartition("  ")[2] for line in shown] == ["it died", "after step 180"]
+
+
+def test_ctrl_c_is_not_lost_where_a_call_does_not_wait() -> None:
+    async def never_waits() -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "nothing runs"
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_interruptibly(never_waits())
+    finally:
+        signal.signal(signal.SIGINT, former)

@@ -1,16 +1,20 @@
-"""The samples that the page lists, from a ledger that grows, is begun again, or goes back."""
+"""What the dash page reads of a run: its files, and samples as text."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from byte_tokenizer import byte_tokenizer
 from ledger_samples import admitted, life_of_a_group, runs_of
 
+from umbra.runtime.dash.run_view import JsonLines, RunView
 from umbra.runtime.dash.sample_texts import Order, SampleIndex
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Event,
@@ -96,3 +100,45 @@ def test_a_text_is_read_from_the_frames_of_its_sample(tmp_path: Path) -> None:
         1.0,
         [0, 1],
     )
+
+
+def test_files_that_cannot_be_read_are_an_error_only_for_who_asks_for_them(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "ledger").symlink_to("ledger")
+    (tmp_path / "settings.json").write_text("[]")
+    view = RunView(tmp_path)
+
+    asyncio.run(view.read_ahead())
+
+    for reading in (view.metrics(0), view.samples("newest", None)):
+        with pytest.raises(OSError, match=str(tmp_path)):
+            asyncio.run(reading)
+    assert '"steps": null' in asyncio.run(view.state())
+
+
+def test_a_run_directory_that_was_removed_is_reported_as_gone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"the run directory {tmp_path}/run is gone"):
+        asyncio.run(RunView(tmp_path / "run").state())
+
+
+def test_lines_are_read_once_and_from_the_beginning_if_the_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path, ("step",))
+    lines.read_on()
+    assert lines.rows == []
+
+    path.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"st')
+    lines.read_on()
+    assert lines.rows == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write('ep": 3}\nnot JSON\n[4]\n')
+    lines.read_on()
+    lines.read_on()
+    assert lines.encoded == ['{"step": 1}', '{"step": 2, "loss": null}', '{"step": 3}']
+    assert lines.times_replaced == 0
+
+    (tmp_path / "new").write_text('{"step": 1}\n{"step": 2}\n{"step": 5}\n{"step": 6}\n')
+    (tmp_path / "new").replace(path)
+    lines.read_on()
+    assert [row["step"] for row in lines.rows] == [1, 2, 5, 6]
+    assert lines.times_replaced == 1

@@ -1,4 +1,4 @@
-"""The wrapper in this process, around the engine without a model: all faults but the signals."""
+"""The faulty engine, and the deltas that it falsifies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from async_tests import skip_time
 from engine_runs import Collector, on_the_engines_loop, run_async, running, wire_request
+from hypothesis import given
+from hypothesis import strategies as st
 
 from umbra.engines.echo.echo_engine import EchoEngine, EchoTokens
 from umbra.engines.faulty.fault import CALLS
-from umbra.engines.faulty.faulty_engine import FaultyEngine
-from umbra.runtime.engine_api.token_deltas import DeltaColumns
+from umbra.engines.faulty.faulty_engine import FaultyEngine, first_halves, without_run
+from umbra.runtime.engine_api.token_deltas import DeltaBatch, DeltaBuffer, DeltaColumns
 from umbra.runtime.errors import ConfigError, EngineError
 
 VOCAB_SIZE = 97
@@ -225,3 +228,73 @@ class BareEngine:
 
     def __init__(self, **settings: Any) -> None:
         self.stats = EchoEngine(**settings).stats
+
+
+Run = tuple[int, int, list[int]]  # id, position, tokens
+
+
+def make_batch(lengths: list[int]) -> DeltaColumns:
+    """Run r belongs to request 10 + r, starts at r, and ends it; token and logprob encode r."""
+    buffer = DeltaBuffer()
+    for run, length in enumerate(lengths):
+        tokens = np.arange(length, dtype=np.int32) + 100 * run
+        buffer.add_runs(
+            ids=np.array([10 + run]),
+            positions=np.array([run]),
+            counts=np.array([length]),
+            tokens=tokens,
+            logprobs=-tokens.astype(np.float32),
+            version=run,
+        )
+        buffer.add_finish(10 + run, "length")
+    batch = buffer.take()
+    assert batch is not None
+    return batch
+
+
+def runs_of(batch: DeltaColumns) -> list[Run]:
+    """Its runs, checked as the manager checks them."""
+    checked = DeltaBatch.from_wire(batch)
+    assert checked.logprobs.tolist() == (-checked.tokens).tolist()
+    assert checked.versions.tolist() == (checked.ids - 10).tolist()
+    return [
+        (
+            int(checked.ids[run]),
+            int(checked.positions[run]),
+            checked.tokens[checked.bounds[run] : checked.bounds[run + 1]].tolist(),
+        )
+        for run in range(len(checked.ids))
+    ]
+
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@given(lengths=LENGTHS, data=st.data())
+def test_a_lost_run_leaves_the_others_and_all_finishes(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    batch = make_batch(lengths)
+    whole = runs_of(batch)
+    lost = data.draw(st.integers(0, len(lengths) - 1))
+
+    spoiled = without_run(batch, lost)
+
+    assert runs_of(spoiled) == whole[:lost] + whole[lost + 1 :]
+    assert spoiled["finished_ids"].tolist() == batch["finished_ids"].tolist()
+    assert spoiled["finish_reasons"] == batch["finish_reasons"]
+    assert runs_of(batch) == whole, "the batch itself stays as it is"
+
+
+@given(lengths=LENGTHS)
+def test_first_halves_begin_where_the_runs_do_and_finish_nothing(lengths: list[int]) -> None:
+    batch = make_batch(lengths)
+    whole = runs_of(batch)
+
+    halves = first_halves(batch)
+
+    assert runs_of(halves) == [
+        (request, position, tokens[: (len(tokens) + 1) // 2]) for request, position, tokens in whole
+    ]
+    assert len(halves["finished_ids"]) == len(halves["finish_reasons"]) == 0
+    assert runs_of(batch) == whole, "the batch itself stays as it is"

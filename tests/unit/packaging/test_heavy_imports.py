@@ -42,12 +42,17 @@ _POOLS_ONLY = {
         ("umbra.runtime.supervisor.supervisor_main", _NEVER_IN_A_SUPERVISOR | _POOLS_ONLY),
         ("umbra.runtime.actor.actor_host", _NEVER_IN_A_SUPERVISOR),
         ("umbra.runtime.process.guardian", _NEVER_IN_A_SUPERVISOR),
+        (
+            "umbra.runtime.testing.plugin",
+            {"torch", "zmq", "numpy", "msgpack", "uvloop", "pydantic"},
+        ),
         ("umbra", _TRAINING_ONLY),
         ("umbra.runtime.session.session", _TRAINING_ONLY),
         ("umbra.runtime.rollout.manager.rollout_manager", _TRAINING_ONLY | {"pydantic"}),
         ("umbra.runtime.rollout.agents.rollout_worker", {"torch", "transformers", "pydantic"}),
         ("umbra.runtime.cli.umbra_command", _TRAINING_ONLY),
         ("umbra.engines.echo.echo_engine", _TRAINING_ONLY),
+        ("umbra.engines.embedded.embedded_engine", {"transformers"}),
         ("umbra.trainer.quickstart.quickstart_task", _TRAINING_ONLY),
         ("umbra.trainer.command_line", _TRAINING_ONLY),  # a run is checked before they are loaded
         ("umbra.trainer.config.config_file", {"torch", "transformers", "numpy"}),

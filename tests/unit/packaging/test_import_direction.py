@@ -1,9 +1,9 @@
-"""The layout that docs/architecture.md draws: imports run downward, without circles, and a name
-says where you are without its folder."""
+"""Folders import downward, names are unique, and those that texts or users name exist."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+
+import umbra.runtime
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 
@@ -180,3 +182,39 @@ def test_no_two_public_classes_share_a_name() -> None:
                 homes[node.name].append(module)
 
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+REPOSITORY = Path(__file__).parents[3]
+FOLDERS = ("runtime", "engines", "trainer", "tests")
+NAME = re.compile(r"\bumbra([./])((?:runtime|engines|trainer)(?:\1\w+)*)")
+
+
+def named_modules() -> Iterator[tuple[str, str]]:
+    """(where, path from the repository) of each module that a text names; docstrings included."""
+    for folder in FOLDERS:
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    for separator, name in NAME.findall(node.value):
+                        where = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                        yield where, name.replace(separator, "/")
+
+
+def exists(name: str) -> bool:
+    """Whether it is a module, a folder, or a name in a module."""
+    path = REPOSITORY / name
+    return path.is_dir() or any(Path(f"{module}.py").is_file() for module in (path, path.parent))
+
+
+def test_modules_that_texts_name_exist() -> None:
+    named = list(named_modules())
+
+    gone = [f"{where}: {name}" for where, name in named if not exists(name)]
+
+    assert len(named) > 100
+    assert not gone, "\n".join(gone)
+
+
+@pytest.mark.parametrize("name", umbra.runtime.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(umbra.runtime, name).__name__ == name

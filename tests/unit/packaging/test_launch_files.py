@@ -28,11 +28,10 @@ def test_a_script_parses_and_fails_on_errors(script: Path) -> None:
     assert "set -euo pipefail" in script.read_text()
 
 
-@pytest.mark.parametrize(
-    "script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("script", SCRIPTS[:-1], ids=lambda path: path.name)
 def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> None:
-    done = subprocess.run([script], capture_output=True, text=True, timeout=10, check=False)
+    command = ["bash", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
 
     assert done.returncode == 2
     assert "usage:" in done.stderr

@@ -1,14 +1,20 @@
-"""Scores of evaluations: pass@k against all subsets, intervals, and the sets of a prompt file."""
+"""Scores of held-out prompts: samples that are kept, intervals, comparisons."""
 
 from __future__ import annotations
 
-from itertools import combinations
+import math
+from collections.abc import Sequence
+from itertools import combinations, product
 
+import msgpack
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from rollout_samples import arrays, make_trajectory
 
-from umbra.runtime.rollout.accuracy_statistics import mean_interval
-from umbra.runtime.rollout.manager.evaluation import evaluation_scores, pass_at_k
+from umbra.runtime.rollout.accuracy_statistics import mean_interval, paired_interval, sign_flip_p
+from umbra.runtime.rollout.dispatch.trajectory import Group
+from umbra.runtime.rollout.manager.evaluation import evaluation_scores, pass_at_k, worst_and_best
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
 
 
@@ -67,3 +73,177 @@ def test_one_greedy_completion_each_has_no_more_than_an_accuracy() -> None:
 
     assert scores["pass_at"] == {"1": scores["accuracy"]} == {"1": 0.5}
     assert scores["sets"] == {}
+
+
+def group_with(rewards: Sequence[float]) -> Group:
+    """One sample for each reward, whose only token is its index."""
+    samples = [make_trajectory() for _ in rewards]
+    for idx, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):
+        sample.append_generated(*arrays([idx]), 0)
+        sample.reward = reward
+        sample.finish("stop")
+    return Group("eval", samples)
+
+
+def test_the_worst_and_the_best_are_chosen() -> None:
+    groups = [group_with([0.5, -1.0, 3.0, 0.0]), group_with([0.25, 2.0, 1.0, 0.75])]
+
+    found = worst_and_best(groups)
+
+    assert [sample["reward"] for sample in found] == [-1.0, 0.0, 0.25, 1.0, 2.0, 3.0]
+    assert [sample["tokens"] for sample in found] == [[1], [3], [0], [2], [1], [2]]
+
+
+def test_none_occurs_twice_where_there_are_few() -> None:
+    found = worst_and_best([group_with([1.0, 0.0, 0.5, 0.5])])
+
+    assert [sample["tokens"] for sample in found] == [[1], [2], [3], [0]]
+
+
+def test_turns_and_their_versions_are_kept() -> None:
+    sample = make_trajectory([1, 2])
+    sample.append_generated(*arrays([10, 11]), 3)
+    sample.extend_context(np.asarray([1, 2, 10, 11, 90], np.int32))
+    sample.append_generated(*arrays([12]), 4)
+    sample.finish("stop")
+    sample.reward = 1.0
+
+    assert worst_and_best([Group("eval", [sample])]) == [
+        {
+            "prompt_id": "p",
+            "prompt_tokens": [1, 2],
+            "num_prompt_tokens": 2,
+            "tokens": [10, 11, 90, 12],
+            "num_tokens": 4,
+            "segments": [[0, 2, 3], [2, 3, -1], [3, 4, 4]],
+            "reward": 1.0,
+            "finish_reason": "stop",
+        }
+    ]
+
+
+def test_long_samples_are_cut_around_the_end_of_the_prompt() -> None:
+    tokens = np.arange(100_000, 104_000)
+    samples = [
+        make_trajectory(tokens.tolist(), budget=4000, max_context_len=8000) for _ in range(20)
+    ]
+    for sample in samples:
+        for version in range(4):
+            part = tokens[1000 * version : 1000 * (version + 1)].tolist()
+            sample.append_generated(*arrays(part), version)
+        sample.reward = 0.0
+
+    found = worst_and_best([Group("eval", samples)])
+
+    assert len(found) == 6
+    assert found[0]["prompt_tokens"] == tokens[-1024:].tolist()
+    assert found[0]["tokens"] == tokens[:1024].tolist()
+    assert found[0]["segments"] == [[0, 1000, 0], [1000, 1024, 1]]
+    assert (found[0]["num_prompt_tokens"], found[0]["num_tokens"]) == (4000, 4000)
+    assert len(msgpack.packb(found)) < 64 * 1024
+
+
+def pairs(both: int, only_a: int, only_b: int, neither: int) -> NDArray[np.float64]:
+    """Right samples [2, P] of A and B, one of each prompt."""
+    rows = [(1, 1)] * both + [(1, 0)] * only_a + [(0, 1)] * only_b + [(0, 0)] * neither
+    return np.asarray(rows, np.float64).T
+
+
+@pytest.mark.parametrize(
+    ("num_right", "num_prompts", "published"),
+    [
+        (81, 263, (0.2553, 0.3662)),
+        (15, 148, (0.0624, 0.1605)),
+        (0, 20, (0.0, 0.1611)),
+        (1, 29, (0.0061, 0.1718)),
+    ],
+)
+def test_one_sample_a_prompt_has_wilsons_interval(
+    num_right: int, num_prompts: int, published: tuple[float, float]
+) -> None:
+    """Newcombe 1998, Statistics in Medicine 17:857, table I, method 3."""
+    shares = np.asarray([1.0] * num_right + [0.0] * (num_prompts - num_right))
+
+    assert mean_interval(shares, 1) == pytest.approx(published, abs=5e-5)
+
+
+def test_several_samples_a_prompt_are_clustered() -> None:
+    """By hand: the shares 0, 0.5, 0.5, 0.75 have a mean of 0.4375, squared deviations that add up
+    to 0.296875, and so a standard error of (0.296875 / 3 / 4) ** 0.5 = 0.157288."""
+    found = mean_interval(np.asarray([0.0, 0.5, 0.5, 0.75]), 4)
+
+    assert found == pytest.approx((0.4375 - 0.308279, 0.4375 + 0.308279), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "expected"), [(1, 7, 0.0703), (6, 16, 0.0525), (0, 0, 1.0), (3, 3, 1.0)]
+)
+def test_one_sample_a_prompt_has_mcnemars_exact_test(
+    only_a: int, only_b: int, expected: float
+) -> None:
+    """The first is the example of Fagerland, Lydersen and Laake, BMC Medical Research Methodology
+    2013, 13:91, which is 2 * (1 + 8) / 2**8; the second is 2 * 110056 / 2**22, and 110056 the
+    number of ways to choose up to 6 out of 22."""
+    gained = np.asarray([-1] * only_a + [1] * only_b + [0] * 50)
+
+    assert sign_flip_p(gained) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    "gained", [[3, -1, 2, 0, 4, 1, -2, 2], [-9, 9, 9, -8, 1, 5, 5, -7, 2, 0, 6], [7], [0, 0]]
+)
+def test_several_samples_a_prompt_have_the_share_of_flips_with_as_large_a_sum(
+    gained: list[int],
+) -> None:
+    sums = [sum(flip) for flip in product(*((step, -step) for step in gained))]
+
+    share = sum(abs(total) >= abs(sum(gained)) for total in sums) / len(sums)
+
+    assert sign_flip_p(np.asarray(gained)) == pytest.approx(share, rel=1e-12)
+    assert sign_flip_p(-np.asarray(gained)) == pytest.approx(share, rel=1e-12)
+
+
+def test_many_prompts_of_many_samples_come_near_the_normal_distribution() -> None:
+    gained = np.random.default_rng(0).integers(-8, 9, 14_000)
+
+    expected = math.erfc((abs(gained.sum()) - 1) / math.sqrt(2 * (gained**2).sum()))
+
+    assert sign_flip_p(gained) == pytest.approx(expected, rel=1e-3)
+
+
+def test_of_many_prompts_the_smallest_chances_are_right() -> None:
+    assert sign_flip_p(np.ones(1000, np.int64)) == pytest.approx(2.0**-999)
+
+
+def test_one_sample_a_prompt_has_newcombes_interval() -> None:
+    """By hand, for Altman, Statistics with Confidence, 2000, table 6.2: 14 both, 5 only A, 22
+    neither. Wilson's intervals are 19/41: [0.3208, 0.6125] and 14/41: [0.2160, 0.4945]."""
+    a, b = pairs(14, 5, 0, 22)
+    phi = (14 * 22) / (19 * 22 * 14 * 27) ** 0.5
+    below = (0.3415 - 0.2160, 0.6125 - 0.4634)
+    above = (0.4945 - 0.3415, 0.4634 - 0.3208)
+    low, high = ((x * x - 2 * phi * x * y + y * y) ** 0.5 for x, y in (below, above))
+
+    found = paired_interval(a, b, 1)
+
+    assert found == pytest.approx((-5 / 41 - low, -5 / 41 + high), abs=2e-4)
+
+
+def test_several_samples_a_prompt_have_the_normal_interval_of_differences() -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(0, 9, (2, 40)) / 8
+    differences = b - a
+    half = 1.959964 * differences.std(ddof=1) / 40**0.5
+
+    found = paired_interval(a, b, 8)
+
+    expected = (differences.mean() - half, differences.mean() + half)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_equal_results_have_an_interval_with_a_width() -> None:
+    right = np.ones(20)
+
+    low, high = paired_interval(right, right, 4)
+
+    assert high == -low == pytest.approx(1 - mean_interval(right, 1)[0])

@@ -1,6 +1,6 @@
 """Dispatcher and engine cores in one process: a trajectory may be cut after any token.
 
-The quick part of `test_exact_tokens`, without processes, sockets and clocks.
+There are no processes, sockets and clocks; `make chaos` has those.
 """
 
 from __future__ import annotations

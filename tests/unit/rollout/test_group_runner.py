@@ -1,18 +1,35 @@
-"""Calls that a group makes of rollout workers."""
+"""Groups from their admission to their rewards: run, recovered, failed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from ledger_samples import runs_of
 from recorded_world import Workers
+from rollout_samples import make_trajectory
 
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.worker_pool import WorkerJob
 from umbra.runtime.rollout.dispatch.trajectory import Group, Trajectory, Turn
+from umbra.runtime.rollout.ledger.ledger_events import (
+    Admitted,
+    Event,
+    Finished,
+    RewardParts,
+    Scored,
+    Started,
+    TeacherLogprobs,
+    Version,
+    uids_of,
+)
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.dropped_groups import FailedGroups
+from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner, overlong_share
 from umbra.runtime.rollout.prompts import Prompt, to_row
 from umbra.runtime.rollout.rollout_config import (
@@ -232,3 +249,134 @@ def test_evaluations_have_no_teacher() -> None:
     start(Group("eval/0", [finished(PROMPT, 0)]), neighbours, has_teacher=True)
 
     assert not neighbours.questions
+
+
+BOTH = uids_of(0, 1)
+
+
+def recovered(*parts: Event, names: tuple[str, ...] = ("exact", "short")) -> Group:
+    """The group of two scored samples, as a manager that compares `names` has it again."""
+    return recover(*parts, names=names).ready[0]
+
+
+def recover(*parts: Event, names: tuple[str, ...] = (), has_teacher: bool = False) -> Recovered:
+    state = LedgerState()
+    for event in (
+        Version(0, 0),
+        Admitted(0, "g", "p", 0, 0, np.zeros(2, np.int64)),
+        Started(BOTH),
+        runs_of((0, 0, 0, [5]), (1, 0, 0, [6])),
+        Finished(BOTH, ["stop", "stop"]),
+        *parts,
+        Scored(BOTH, np.asarray([1.0, 1.0])),
+    ):
+        state.apply(event)
+    samples = [make_trajectory(sample_id=f"g/{k}") for k in range(2)]
+    return recover_groups(
+        state, lambda idx: Group("g", samples, idx, names), has_teacher=has_teacher
+    )
+
+
+def test_a_group_waits_for_its_teacher_again_unless_the_ledger_has_all_answers() -> None:
+    answers = [TeacherLogprobs(uid, np.asarray([-uid - 0.5], np.float32)) for uid in (0, 1)]
+
+    whole, half = recover(*answers, has_teacher=True), recover(answers[0], has_teacher=True)
+
+    assert [sample.teacher_logprobs for sample in whole.ready[0].trajectories] == [[-0.5], [-1.5]]
+    assert [sample.teacher_logprobs for sample in half.open[0].trajectories] == [[-0.5], None]
+
+
+def test_a_run_without_a_teacher_has_no_answers_of_an_earlier_one() -> None:
+    """They would be a column of some of a batch's samples."""
+    group = recover(TeacherLogprobs(0, np.asarray([-0.5], np.float32))).ready[0]
+
+    assert [sample.teacher_logprobs for sample in group.trajectories] == [None, None]
+
+
+def test_parts_of_rewards_are_compared_again_after_a_recovery() -> None:
+    values = np.asarray([0.25, math.nan, 1.0, 0.5])  # sample after sample
+
+    group = recovered(RewardParts(BOTH, ["short", "exact"], values))
+
+    assert str(group.compared_rewards.tolist()) == "[[nan, 0.5], [0.25, 1.0]]"
+    assert not group.has_zero_variance
+
+
+def test_rewards_without_the_parts_to_compare_are_refused() -> None:
+    of_one = RewardParts(BOTH, ["exact"], np.zeros(2))
+
+    with pytest.raises(
+        LedgerError, match=r"reward of g/0 without the part 'short', which train.ad"
+    ):
+        recovered(of_one)
+    with pytest.raises(LedgerError, match="reward of g/0 without the part 'exact'"):
+        recovered()
+    assert recovered(names=()).compared_rewards.tolist() == [[1.0, 1.0]]
+
+
+class World:
+    """Failing groups, at a time that the test says."""
+
+    def __init__(self, max_failed_share: float = 1.0) -> None:
+        self.now = 1000.0
+        self.notes: list[str] = []
+        self._num_failed = 0
+        self.groups = FailedGroups(max_failed_share, self.notes.append, lambda: self.now)
+
+    def fail(self, error: RolloutError, text: str = "3,7=") -> None:
+        prompt = Prompt("p", text, np.zeros(1, np.int32), {})
+        sample = Trajectory("g/0", prompt, 0, budget=4, max_context_len=8)
+        self._num_failed += 1
+        self.groups.failed(Group(f"g{self._num_failed}", [sample]), error, num_admitted=400)
+
+
+def test_a_failed_group_is_reported_with_its_prompt_and_its_reason() -> None:
+    world = World(0.05)
+
+    world.fail(RewardError("took longer than 120 s"))
+
+    assert world.notes == [
+        "group g1 (prompt '3,7=') is dropped: took longer than 120 s "
+        "(1 of the last 200 groups failed, 10 may)"
+    ]
+
+
+def test_a_long_prompt_and_a_long_reason_are_cut() -> None:
+    world = World()
+
+    world.fail(RewardError("<html>" + 9000 * "x"), text="begin" + 9000 * "-" + "end")
+
+    assert "'begin--" in world.notes[0]
+    assert "--end'" in world.notes[0]
+    assert len(world.notes[0]) < 1300
+
+
+def test_many_groups_at_once_are_counted_and_reported_with_a_later_one() -> None:
+    world = World()
+    for _ in range(8):
+        world.fail(RewardError("no"))
+        world.now += 1.0
+    assert len(world.notes) == 5
+
+    world.now += 55.0
+    world.fail(RewardError("no"))
+
+    assert world.notes[5:] == [
+        "group g9 (prompt '3,7=') is dropped: no (9 of the last 200 groups failed, 200 may; for "
+        "the 3 before it see umbra ledger RUN_DIR --state dropped)"
+    ]
+
+
+@pytest.mark.parametrize("kind", [RewardError, RolloutError])
+def test_more_than_allowed_end_the_run_with_the_last_reason(kind: type[RolloutError]) -> None:
+    world = World(0.01)
+    world.fail(kind("no"))
+    for _ in range(199):
+        world.groups.scored()
+
+    world.fail(kind("no"))  # the first is no longer among the last 200
+    world.fail(kind("no"))
+    with pytest.raises(kind, match=r"^not again; 3 of the last 200 groups failed; .*= 0.01 allow"):
+        world.fail(kind("not again"))
+
+    assert len(world.notes) == 3

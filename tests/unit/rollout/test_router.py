@@ -1,11 +1,15 @@
+"""Which engine gets a request, and how engines' speeds and idle times are measured."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.rollout.dispatch.pool_load import EngineIdleness
+from umbra.runtime.rollout.dispatch.router import EngineId, EngineSpeed, Router
 
 A, B, C = EngineId("a", 1), EngineId("b", 1), EngineId("c", 1)
 
@@ -217,3 +221,149 @@ def test_nothing_is_counted_twice_or_lost(
     for what, engine, amount in actions:
         checked.do(what, engine, amount)
         checked.check()
+
+
+def measured(tokens_per_s: float, num_requests: int, seconds: float = 30.0) -> EngineSpeed:
+    """The measured speed of an engine that was this fast, from batches of half a second."""
+    speed = EngineSpeed()
+    feed(speed, tokens_per_s, num_requests, 0.0, seconds)
+    return speed
+
+
+def feed(
+    speed: EngineSpeed, tokens_per_s: float, num_requests: int, start_s: float, stop_s: float
+) -> None:
+    for tick in range(int(start_s * 2), int(stop_s * 2) + 1):
+        speed.observe(int(tokens_per_s / 2), num_requests, tick / 2)
+
+
+def test_an_engine_that_makes_a_third_of_the_tokens_has_a_third_of_the_speed() -> None:
+    assert measured(300, 8).value == pytest.approx(measured(100, 8).value * 3)
+
+
+def test_a_batch_or_two_are_no_measurement() -> None:
+    speed = EngineSpeed()
+    assert speed.value == 0
+
+    speed.observe(50, 1, 10.0)
+    speed.observe(50, 1, 10.3)
+    assert speed.value == 0
+
+    speed.observe(50, 1, 10.6)
+    assert speed.value == pytest.approx(100 / 0.6)
+
+
+@pytest.mark.parametrize("growth", [1.0, 0.5, 0.0])
+def test_the_engine_with_less_to_do_seems_no_slower_than_it_has_less_to_do(growth: float) -> None:
+    """Tokens a second grow with the requests, or with their square root, or not at all."""
+    few, many = measured(20 * 4**growth, 4), measured(20 * 64**growth, 64)
+
+    assert 4 / few.value < 64 / many.value
+
+
+def test_idle_time_does_not_count() -> None:
+    speed = measured(100, 4)
+    before = speed.value
+
+    speed.pause()
+    feed(speed, 100, 4, 1000, 1010)
+    assert speed.value == pytest.approx(before)
+
+    speed.observe(0, 0, 2000.0)  # nothing is in flight: a pause as well
+    feed(speed, 100, 4, 3000, 3010)
+    assert speed.value == pytest.approx(before)
+
+
+def test_an_engine_that_is_throttled_is_noticed_within_a_few_times_ten_seconds() -> None:
+    speed = measured(300, 8)
+
+    feed(speed, 100, 8, 30.5, 60)
+
+    assert speed.value == pytest.approx(measured(100, 8).value, rel=0.15)
+
+
+A_AGAIN = EngineId("a", 2)
+
+_ENGINES = st.builds(EngineId, st.sampled_from("abc"), st.integers(1, 2))
+_EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # seconds that pass before
+        st.one_of(
+            st.tuples(_ENGINES, st.sampled_from(EngineState)),
+            st.tuples(_ENGINES, st.booleans()),
+            st.just("take"),
+        ),
+    ),
+    max_size=40,
+)
+
+
+class World:
+    """The accumulator, and beside it every second of every engine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.idleness = EngineIdleness(lambda: self.now)
+        self.lives: dict[str, tuple[EngineId, EngineState]] = {}
+        self.holding: set[EngineId] = set()
+        self.uses: list[str] = []
+
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        for engine, state in list(self.lives.values()) * seconds:
+            is_able = state in ("SERVING", "PAUSED")
+            idle = "no work" if state == "SERVING" else "unavailable"
+            self.uses.append("busy" if is_able and engine in self.holding else idle)
+
+    def report(self, engine: EngineId, state: EngineState) -> None:
+        self.lives[engine.name] = (engine, state)
+        self.idleness.report(engine, state)
+
+    def hold(self, engine: EngineId, holds: bool) -> None:
+        self.holding = self.holding | {engine} if holds else self.holding - {engine}
+        self.idleness.hold(engine, holds)
+
+    def check_shares(self) -> None:
+        shares, uses, self.uses = self.idleness.take_shares(), self.uses, []
+        if not uses:
+            assert shares == {}
+            return
+        idle = 1 - uses.count("busy") / len(uses)
+        assert shares["engine_idle_share"] == pytest.approx(idle)
+        assert shares["engine_no_work_share"] == pytest.approx(uses.count("no work") / len(uses))
+        assert 0 <= shares["engine_no_work_share"] <= shares["engine_idle_share"] <= 1
+
+
+@example(  # a drain is work, frozen requests are not
+    [
+        (0, (A, EngineState.SERVING)),
+        (0, (A, True)),
+        (0, (A, EngineState.PAUSED)),
+        (2, (A, EngineState.UPDATING)),
+        (6, "take"),
+    ]
+)
+@example(  # the link of the last incarnation ends late
+    [
+        (0, (A, EngineState.SERVING)),
+        (0, (A, True)),
+        (0, (A_AGAIN, EngineState.SERVING)),
+        (1, (A, False)),
+        (0, (A_AGAIN, True)),
+        (1, "take"),
+    ]
+)
+@given(events=_EVENTS)
+def test_shares_are_those_of_every_second_looked_at(events: list[tuple[int, object]]) -> None:
+    world = World()
+    for seconds, event in events:
+        world.wait(seconds)
+        match event:
+            case (EngineId() as engine, EngineState() as state):
+                world.report(engine, state)
+            case (EngineId() as engine, bool() as holds):
+                world.hold(engine, holds)
+            case _:
+                world.check_shares()
+        world.idleness.check_integrity(world.holding)
+    world.check_shares()

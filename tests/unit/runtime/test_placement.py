@@ -32,82 +32,71 @@ def gpus(plan: Plan, pool: str = "policy") -> list[tuple[int, ...]]:
     return [place.gpus for place in plan.engines[pool]]
 
 
-def test_hybrid_engines_share_the_ranks_gpus() -> None:
-    plan = plan_placement([node(2, 2)], [policy()])
+@pytest.mark.parametrize(
+    ("of_node", "pools", "expected"),
+    [
+        (node(2, 2), [policy()], {"policy": [(0,), (1,)]}),
+        (node(8, 8), [policy(num_gpus=4)], {"policy": [(0, 1, 2, 3), (4, 5, 6, 7)]}),
+        (node(8, 8), [policy(count=3)], {"policy": [(0,), (1,), (2,)]}),
+        (node(2, 2), [policy("standalone", num_gpus=2, count=0)], {"policy": []}),
+        (node(8, 2), [policy("standalone", num_gpus=2)], {"policy": [(2, 3), (4, 5), (6, 7)]}),
+        (
+            node(8, 2),
+            [policy("standalone"), judge("standalone", 2, count=1)],
+            {"policy": [(4,), (5,), (6,), (7,)], "judge": [(2, 3)]},
+        ),
+        (
+            node(8, 4),
+            [judge(num_gpus=2), policy("standalone")],
+            {"policy": [(4,), (5,), (6,), (7,)], "judge": [(4, 5), (6, 7)]},
+        ),
+        (
+            node(4, 0),
+            [policy("hybrid"), judge("standalone", count=1)],
+            {"policy": [(1,), (2,), (3,)], "judge": [(0,)]},
+        ),
+        (node(2, 0), [policy(), judge("standalone")], {"policy": [(1,)], "judge": [(0,)]}),
+        (
+            node(4, 1),
+            [policy("standalone"), judge("standalone")],
+            {"policy": [(2,), (3,)], "judge": [(1,)]},
+        ),
+        (
+            node(4, 2),
+            [policy("standalone"), judge(gpus=(3, 3))],
+            {"policy": [(2,), (3,)], "judge": [(3,), (3,)]},
+        ),
+        (node(1, 1), [policy("standalone", gpus=(0, 0))], {"policy": [(0,), (0,)]}),
+        (
+            node(4, 1),
+            [policy("standalone"), judge("standalone", gpus=(2,))],
+            {"policy": [(1,), (3,)], "judge": [(2,)]},
+        ),
+    ],
+    ids=[
+        "hybrid engines are on the ranks' GPUs",
+        "a tensor-parallel engine has neighbouring GPUs",
+        "a number of engines leaves the other GPUs to the ranks",
+        "a pool without engines on these nodes",
+        "standalone engines are on GPUs without ranks",
+        "a pool with a number comes before one that gets the rest",
+        "a colocated judge is on the GPUs of its host",
+        "without ranks on GPUs all are for engines",
+        "the first pool without a number gets what the others leave",
+        "and beside ranks",
+        "a colocated pool chooses among the GPUs of its host",
+        "GPUs by hand override the mode and may be shared",
+        "other pools avoid GPUs that were chosen by hand",
+    ],
+)
+def test_where_the_engines_of_one_node_are(
+    of_node: Node, pools: list[PoolRequest], expected: dict[str, list[tuple[int, ...]]]
+) -> None:
+    plan = plan_placement([of_node], pools)
 
-    assert [rank.gpus for rank in plan.ranks] == [(0,), (1,)]
-    assert gpus(plan) == [(0,), (1,)]
-
-
-def test_a_tensor_parallel_engine_has_neighbouring_gpus() -> None:
-    plan = plan_placement([node(8, 8)], [policy(num_gpus=4)])
-
-    assert gpus(plan) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-
-
-def test_a_number_of_engines_leaves_the_other_gpus_to_the_ranks() -> None:
-    plan = plan_placement([node(8, 8)], [policy(count=3)])
-
-    assert gpus(plan) == [(0,), (1,), (2,)]
-
-
-def test_a_pool_may_have_no_engine_on_these_nodes() -> None:
-    plan = plan_placement([node(2, 2)], [policy("standalone", num_gpus=2, count=0)])
-
-    assert gpus(plan) == []
-    assert plan.num_gpus == {"policy": 2}
-
-
-def test_standalone_engines_get_the_gpus_without_ranks() -> None:
-    plan = plan_placement([node(8, 2)], [policy("standalone", num_gpus=2)])
-
-    assert gpus(plan) == [(2, 3), (4, 5), (6, 7)]
-
-
-def test_standalone_pools_with_a_number_are_served_before_one_that_gets_the_rest() -> None:
-    plan = plan_placement([node(8, 2)], [policy("standalone"), judge("standalone", 2, count=1)])
-
-    assert gpus(plan, "judge") == [(2, 3)]
-    assert gpus(plan) == [(4,), (5,), (6,), (7,)]
-
-
-def test_a_colocated_judge_is_on_the_gpus_of_its_host() -> None:
-    plan = plan_placement([node(8, 4)], [judge(num_gpus=2), policy("standalone")])
-
-    assert gpus(plan) == [(4,), (5,), (6,), (7,)]
-    assert gpus(plan, "judge") == [(4, 5), (6, 7)]
-
-
-def test_without_ranks_on_gpus_all_gpus_are_for_engines() -> None:
-    plan = plan_placement([node(4, 0)], [policy("hybrid"), judge("standalone", count=1)])
-
-    assert gpus(plan, "judge") == [(0,)]
-    assert gpus(plan) == [(1,), (2,), (3,)]
-
-
-def test_of_pools_without_a_number_the_first_one_takes_what_the_others_leave() -> None:
-    two = plan_placement([node(2, 0)], [policy(), judge("standalone")])
-    eight = plan_placement([node(8, 0)], [policy(), judge("standalone", 2)])
-    trained = plan_placement([node(4, 1)], [policy("standalone"), judge("standalone")])
-
-    assert (gpus(two), gpus(two, "judge")) == ([(1,)], [(0,)])
-    assert (len(gpus(eight)), gpus(eight, "judge")) == (6, [(0, 1)])
-    assert (gpus(trained), gpus(trained, "judge")) == ([(2,), (3,)], [(1,)])
-
-
-def test_a_colocated_pool_chooses_among_the_gpus_of_its_host() -> None:
-    pools = [policy("standalone"), judge(gpus=(3, 3))]
-
-    plan = plan_placement([node(4, 2)], pools)
-
-    assert gpus(plan) == [(2,), (3,)]
-    assert gpus(plan, "judge") == [(3,), (3,)]
-
-
-def test_gpus_by_hand_override_the_mode_and_may_be_shared() -> None:
-    by_hand = policy("standalone", gpus=(0, 0))
-
-    assert gpus(plan_placement([node(1, 1)], [by_hand])) == [(0,), (0,)]
+    assert {name: gpus(plan, name) for name in plan.engines} == expected
+    assert plan.num_gpus == {pool.name: pool.num_gpus for pool in pools}
+    assert [rank.gpus for rank in plan.ranks] == [(idx,) for idx in range(of_node.num_ranks)]
 
 
 def test_a_pool_stays_on_the_nodes_that_were_chosen() -> None:
@@ -148,12 +137,6 @@ def test_on_the_cpu_the_chosen_nodes_take_turns() -> None:
     plan = plan_placement([node(0, 0)] * 3, [policy(num_gpus=0, nodes=(2, 1), count=3)])
 
     assert [place.node for place in plan.engines["policy"]] == [2, 1, 2]
-
-
-def test_other_pools_avoid_gpus_that_were_chosen_by_hand() -> None:
-    plan = plan_placement([node(4, 1)], [policy("standalone"), judge("standalone", gpus=(2,))])
-
-    assert gpus(plan) == [(1,), (3,)]
 
 
 def test_on_the_cpu_a_pool_has_one_engine_or_as_many_as_set() -> None:

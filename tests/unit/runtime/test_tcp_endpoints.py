@@ -1,10 +1,11 @@
-"""Addresses of both versions of IP in the text of an endpoint."""
+"""Addresses and API keys."""
 
 from __future__ import annotations
 
 import pytest
 
-from umbra.runtime.cluster.environment import host_address
+from umbra.runtime.cluster.environment import api_key, host_address
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.rpc.loop_socket import endpoint_at, is_ipv6, split_endpoint
 
 
@@ -25,3 +26,15 @@ def test_no_endpoint_has_no_address() -> None:
 
 def test_the_address_of_a_host_may_be_in_brackets() -> None:
     assert host_address({"UMBRA_HOST_ADDRESS": "[fd00::1]"}) == "fd00::1"
+
+
+def test_a_key_is_given_or_from_the_environment() -> None:
+    assert api_key(None, {"UMBRA_API_KEY": "sk-1"}) == "sk-1"
+    assert api_key("sk-2", {"UMBRA_API_KEY": "sk-1"}) == "sk-2"
+    assert api_key(None, {}) == ""
+
+
+@pytest.mark.parametrize("key", [" sk", "sk\n", "schlüssel"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="UMBRA_API_KEY: a key has printable ASCII"):
+        api_key(None, {"UMBRA_API_KEY": key})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from umbra.trainer.algorithms.base import LossInputs, LossOutput
 from umbra.trainer.algorithms.losses import (
     Aggregation,
     KlEstimator,
+    cispo_loss,
     clipped_loss,
+    gspo_loss,
     kl_terms,
     kl_to_go,
     token_weights,
@@ -187,3 +190,165 @@ def test_sums_of_the_kl_are_exact_in_the_last_of_many_samples() -> None:
     assert listed(kl_to_go(logprobs, torch.zeros(40_000), lens)[-3:]) == [
         pytest.approx(-0.1, abs=1e-8), -2.0, -1.0,
     ]  # fmt: skip
+
+
+NUM_CISPO_TOKENS = 40
+
+
+def cispo_tokens() -> tuple[Tensor, LossInputs]:
+    """Logprobs of the policy, and what belongs to them; weights as "token" has them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(NUM_CISPO_TOKENS, generator=generator, dtype=torch.float64)
+
+    old = normal() - 2
+    logprobs = old + 0.7 * normal()
+    inputs = LossInputs(
+        rollout_logprobs=old,
+        proximal_logprobs=logprobs,
+        advantages=normal(),
+        weights=torch.full((NUM_CISPO_TOKENS,), 1 / NUM_CISPO_TOKENS, dtype=torch.float64),
+        sample_lens=torch.tensor([NUM_CISPO_TOKENS]),
+    )
+    return logprobs, inputs
+
+
+def cispo_settings(low: float, high: float) -> TrainSection:
+    return TrainSection(steps=1, clip_eps_low=low, clip_eps_high=high)
+
+
+def naive_weights(logprobs: Tensor, inputs: LossInputs, low: float, high: float) -> list[float]:
+    """The clipped importance weights, which have no gradient."""
+    pairs = zip(listed(logprobs), listed(inputs.rollout_logprobs), strict=True)
+    return [min(max(math.exp(new) / math.exp(old), 1 - low), 1 + high) for new, old in pairs]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.3, 1.0), (1.0, 0.5)])
+def test_loss_and_gradient_of_cispo_are_the_papers_formula(low: float, high: float) -> None:
+    logprobs, inputs = cispo_tokens()
+    weights = naive_weights(logprobs, inputs, low, high)
+    terms = list(zip(weights, listed(inputs.advantages), listed(logprobs), strict=True))
+    policy = logprobs.clone().requires_grad_()
+
+    loss = cispo_loss(policy, inputs, cispo_settings(low, high)).loss
+    (gradient,) = torch.autograd.grad(loss, policy)
+
+    assert float(loss.detach()) == pytest.approx(
+        -sum(w * a * new for w, a, new in terms) / NUM_CISPO_TOKENS
+    )
+    assert listed(gradient) == pytest.approx([-w * a / NUM_CISPO_TOKENS for w, a, _ in terms])
+
+
+def test_clipped_tokens_are_counted_and_keep_their_gradient() -> None:
+    logprobs, inputs = cispo_tokens()
+    policy = logprobs.clone().requires_grad_()
+
+    result = cispo_loss(policy, inputs, cispo_settings(0.2, 0.2))
+    (gradient,) = torch.autograd.grad(result.loss, policy)
+
+    ratios = (logprobs - inputs.rollout_logprobs).exp()
+    clipped: list[Any] = listed((ratios < 0.8) | (ratios > 1.2))
+    assert 0 < sum(clipped) < NUM_CISPO_TOKENS
+    assert listed(result.metrics["clipped_share"].values) == clipped
+    torch.testing.assert_close(result.metrics["ratio_mean"].values, ratios)
+    assert (gradient != 0).all()
+
+
+def test_a_low_of_one_is_no_lower_bound() -> None:
+    logprobs, inputs = cispo_tokens()
+    ratios = (logprobs - inputs.rollout_logprobs).exp()
+
+    clipped = cispo_loss(logprobs, inputs, cispo_settings(1.0, 0.2)).metrics["clipped_share"].values
+
+    assert listed(clipped) == listed(ratios > 1.2)
+
+
+GSPO_LENS = [3, 1, 5, 0, 2, 4, 7]
+LOW, HIGH = 0.1, 0.15
+SETTINGS = TrainSection(steps=1, clip_eps_low=LOW, clip_eps_high=HIGH)
+
+
+def gspo_tokens() -> tuple[Tensor, LossInputs]:
+    """Logprobs of the policy, and what belongs to them; weights as "sequence" has them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(count, generator=generator, dtype=torch.float64)
+
+    lens, old = torch.tensor(GSPO_LENS), normal(sum(GSPO_LENS)) - 2
+    logprobs = old + 0.4 * normal(sum(GSPO_LENS))
+    inputs = LossInputs(
+        rollout_logprobs=old,
+        proximal_logprobs=logprobs,
+        advantages=torch.repeat_interleave(normal(len(GSPO_LENS)), lens),
+        weights=torch.repeat_interleave(1 / (len(GSPO_LENS) * lens.double()), lens),
+        sample_lens=lens,
+    )
+    return logprobs, inputs
+
+
+def samples_of(values: Tensor) -> list[list[float]]:
+    return [listed(own) for own in torch.split(values, GSPO_LENS)]
+
+
+def naive_gspo_loss(logprobs: Tensor, inputs: LossInputs) -> float:
+    samples = zip(
+        *map(samples_of, (logprobs, inputs.rollout_logprobs, inputs.advantages)), strict=True
+    )
+    total = 0.0
+    for new, old, advantages in samples:
+        if new:
+            ratio = sequence_ratio(new, old)
+            clipped = min(max(ratio, 1 - LOW), 1 + HIGH)
+            total += min(ratio * advantages[0], clipped * advantages[0])
+    return -total / len(GSPO_LENS)
+
+
+def sequence_ratio(new: Sequence[float], old: Sequence[float]) -> float:
+    probability, old_probability = math.exp(sum(new)), math.exp(sum(old))
+    return (probability / old_probability) ** (1 / len(new))
+
+
+def test_the_gspo_loss_is_the_papers_formula() -> None:
+    logprobs, inputs = gspo_tokens()
+
+    assert float(gspo_loss(logprobs, inputs, SETTINGS).loss) == pytest.approx(
+        naive_gspo_loss(logprobs, inputs)
+    )
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    logprobs, inputs = gspo_tokens()
+    policy = logprobs.clone().requires_grad_()
+
+    (gradient,) = torch.autograd.grad(gspo_loss(policy, inputs, SETTINGS).loss, policy)
+
+    step = 1e-6
+    for idx in range(len(logprobs)):
+        shift = torch.zeros_like(logprobs)
+        shift[idx] = step
+        above, below = (
+            naive_gspo_loss(logprobs + shift, inputs),
+            naive_gspo_loss(logprobs - shift, inputs),
+        )
+        assert float(gradient[idx]) == pytest.approx((above - below) / (2 * step), abs=1e-8)
+
+
+def test_the_clip_takes_whole_samples() -> None:
+    logprobs, inputs = gspo_tokens()
+    policy = logprobs.clone().requires_grad_()
+
+    result = gspo_loss(policy, inputs, SETTINGS)
+    (gradient,) = torch.autograd.grad(result.loss, policy)
+
+    shares = samples_of(result.metrics["clipped_share"].values)
+    ratios = samples_of(result.metrics["ratio_mean"].values.detach())
+    assert {len(set(own)) for own in (*shares, *ratios)} == {0, 1}
+    assert {own[0] for own in shares if own} == {True, False}
+    for own, share in zip(samples_of(gradient), shares, strict=True):
+        assert [value == 0 for value in own] == share
+    expected = map(
+        sequence_ratio, samples_of(logprobs)[:3], samples_of(inputs.rollout_logprobs)[:3]
+    )
+    assert [own[0] for own in ratios[:3]] == pytest.approx(list(expected))

@@ -1,24 +1,34 @@
-"""Tokens to text in pieces, and stops that are texts, against doing it all at once."""
+"""Requests of clients and the text that they get; which model and stops are served."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_folders import SPECIAL, write_model_folder
 from tokenizers import Tokenizer, decoders, models
 
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.serving.choice import StopScanner, TextStream
 from umbra.trainer.serving.openai_requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    RequestBodies,
     parse_body,
 )
+from umbra.trainer.serving.served_config import read_serve_config, served_pools, trained_instead
+from umbra.trainer.serving.served_pool import GenerationJob, ServedPool
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
@@ -165,3 +175,90 @@ def test_a_wrong_parameter_is_named(changes: dict[str, Any], param: str) -> None
 
     assert (caught.value.status, caught.value.param) == (400, param)
     assert len(str(caught.value)) < 300
+
+
+def test_a_trained_model_that_is_not_the_one_served_is_found(tmp_path: Path) -> None:
+    start = tmp_path / "model"
+    start.mkdir()
+    own = [f"run.dir={tmp_path / 'run'}"]
+    export = tmp_path / "run/export"
+
+    before = trained_instead(read_serve_config(str(start), own))
+    export.mkdir(parents=True)
+
+    assert before is None
+    assert trained_instead(read_serve_config(str(start), own)) == export
+    assert trained_instead(read_serve_config(str(export), own)) is None
+
+
+def test_engines_hold_more_completions_than_they_work_on(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    values = {"model": {"path": str(folder)}, "pool": {"max_num_seqs": 8}}
+    (config,) = served_pools(check_config(ServeConfig, values, "config"))
+
+    assert config.dispatch.max_inflight_per_engine == 10
+
+
+def test_the_stops_of_rollouts_end_served_completions_too(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    rollout = {"stop": ["</a>", SPECIAL[-1]], "stop_token_ids": [9]}
+    values = {"model": {"path": str(folder)}, "rollout": rollout}
+    (config,) = served_pools(check_config(ServeConfig, values, "config"))
+    request = parse_body({"prompt": "1", "stop": "own"}, CompletionRequest)
+
+    async def job() -> GenerationJob:
+        context: Any = SimpleNamespace(supervisor=None)
+        pool = ServedPool(config, context, print)
+        async with pool.text:
+            return await pool.completion(request)
+
+    sampling = asyncio.run(job()).sampling
+
+    assert sampling.stops == ["own", "</a>", SPECIAL[-1]]
+    assert {9, len(SPECIAL) - 1} <= set(sampling.options.stop_token_ids)
+
+
+async def arriving(*sizes: int, ends: bool = True) -> AsyncGenerator[bytes]:
+    """Chunks of these sizes, and then the end, or nothing, as of a client that stops there."""
+    for size in sizes:
+        yield b"x" * size
+    if not ends:
+        await asyncio.Event().wait()
+
+
+def test_bytes_count_from_their_arrival_until_the_answer() -> None:
+    async def read() -> None:
+        with bodies.holding() as first, bodies.holding() as second:
+            for body, chunks in ((first, arriving(5, 5, 99)), (second, arriving(5))):
+                with contextlib.suppress(ApiError):
+                    await bodies.read(chunks, body)
+            with bodies.holding() as third:
+                await bodies.read(arriving(1), third)
+
+    bodies = RequestBodies(max_nbytes=10, max_held_nbytes=15, limit_s=30.0)
+
+    for _ in range(2):
+        with pytest.raises(ApiError, match="have 15 of at most 15 bytes; try again") as error:
+            asyncio.run(read())
+        assert error.value.status == 429
+
+
+def test_no_more_is_read_of_a_body_above_its_limit() -> None:
+    bodies = RequestBodies(max_nbytes=10, max_held_nbytes=100, limit_s=30.0)
+
+    with bodies.holding() as body, pytest.raises(ApiError, match="exceeds 10 bytes") as error:
+        asyncio.run(bodies.read(arriving(8, 3, ends=False), body))
+
+    assert (error.value.status, len(body)) == (413, 8)
+
+
+def test_a_body_that_stops_in_the_middle_is_refused_after_a_while() -> None:
+    bodies = RequestBodies(max_nbytes=10, max_held_nbytes=10, limit_s=0.05)
+
+    with (
+        bodies.holding() as body,
+        pytest.raises(ApiError, match=r"^8 bytes of the body arrived in 0.05 s") as error,
+    ):
+        asyncio.run(bodies.read(arriving(8, ends=False), body))
+
+    assert error.value.status == 408

@@ -156,13 +156,11 @@ def test_an_engine_that_dies_in_mid_transfer_does_not_hold_the_others(
 
 
 @pytest.mark.slow
-def test_an_engine_that_stands_still_is_replaced(
-    sources: dict[str, Tensor], small: SyncSettings
-) -> None:
+def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> None:
     stuck, sound = (ThreadEngine(name, empty_like(sources)) for name in ("stuck", "sound"))
     stuck.hang_at = "load"
     begun_at = time.monotonic()
-    with local_pool([stuck, sound], small) as supervisor:
+    with local_pool([stuck, sound], SMALL) as supervisor:
         report = publish(supervisor, sources, timeout_s=4.0)
 
     assert time.monotonic() - begun_at > 2.0
@@ -176,11 +174,11 @@ def test_an_engine_that_stands_still_is_replaced(
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout_s", "is_in_time"), [(4.0, False), (20.0, True)])
 def test_how_long_a_load_may_stand_still_is_up_to_the_time_of_the_sync(
-    sources: dict[str, Tensor], small: SyncSettings, timeout_s: float, is_in_time: bool
+    sources: dict[str, Tensor], timeout_s: float, is_in_time: bool
 ) -> None:
     slow, sound = (ThreadEngine(name, empty_like(sources)) for name in ("slow", "sound"))
     slow.load_takes_s = 3.5
-    with local_pool([slow, sound], small) as supervisor:
+    with local_pool([slow, sound], SMALL) as supervisor:
         report = publish(supervisor, sources, timeout_s=timeout_s)
 
     assert list(report.engines) == (["slow", "sound"] if is_in_time else ["sound"])
@@ -188,10 +186,10 @@ def test_how_long_a_load_may_stand_still_is_up_to_the_time_of_the_sync(
 
 
 def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
-    sources: dict[str, Tensor], small: SyncSettings
+    sources: dict[str, Tensor],
 ) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], small) as supervisor:
+    with local_pool([engine], SMALL) as supervisor:
         publish(supervisor, sources, timeout_s=3600.0)
 
     assert engine.limits_s.keys() == {"prepare_update", "verify_update"}
@@ -199,10 +197,10 @@ def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
 
 
 def test_an_engine_that_fails_in_each_incarnation_leaves_one_note(
-    sources: dict[str, Tensor], small: SyncSettings
+    sources: dict[str, Tensor],
 ) -> None:
     engine = ThreadEngine("broken", empty_like(sources))
-    with local_pool([engine], small) as supervisor:
+    with local_pool([engine], SMALL) as supervisor:
         for life in range(1, 4):
             engine.incarnation, engine.lifecycle = life, EngineLifecycle().started()
             engine.fail_at = "load"
@@ -219,9 +217,7 @@ def test_an_engine_that_fails_in_each_incarnation_leaves_one_note(
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_not_the_fault_of_an_engine(
-    sources: dict[str, Tensor], small: SyncSettings
-) -> None:
+def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -> None:
     class Slow(LocalSupervisor):
         def sync(self, message: Any) -> Any:
             answer = super().sync(message)
@@ -230,7 +226,7 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(
             return answer
 
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], small) as plain:
+    with local_pool([engine], SMALL) as plain:
         slow = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         report = publish(slow, sources, timeout_s=6.0)  # of which an engine may have 4 s
 
@@ -341,7 +337,7 @@ def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
 
 
 def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
-    sources: dict[str, Tensor], small: SyncSettings
+    sources: dict[str, Tensor],
 ) -> None:
     """Over several nodes, an abort frees the memory that the engine is about to map."""
     aborted = threading.Event()
@@ -360,7 +356,7 @@ def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
         aborted.set()
 
     engine = GetsReadyLate("engine", empty_like(sources))
-    with local_pool([engine], small) as supervisor:
+    with local_pool([engine], SMALL) as supervisor:
         in_threads(publish_in_vain, lambda: supervisor.lose_rank(0, engine.hanging))
 
     assert engine.killed is None
@@ -439,9 +435,7 @@ def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(sources: dict[st
         assert str(engine.lifecycle) == "SERVING(1)"
 
 
-def test_a_rank_cannot_report_twice_that_it_is_done(
-    sources: dict[str, Tensor], small: SyncSettings
-) -> None:
+def test_a_rank_cannot_report_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
     class Twice(LocalSupervisor):
         def sync(self, message: Any) -> Any:
             if isinstance(message, SyncFilled):
@@ -450,7 +444,7 @@ def test_a_rank_cannot_report_twice_that_it_is_done(
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "verify_update"
-    with local_pool([engine], small) as plain:
+    with local_pool([engine], SMALL) as plain:
         twice = Twice(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(WeightSyncError, match="in phase VERIFYING"):
             publish(twice, sources, timeout_s=3.0)
