@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActorRef": "rpc.envelopes",
+    "ActorRef": "rpc.wire",
     "ActorSpec": "actor.actor_spec",
     "Pool": "rpc.sync_handle",
     "PoolSpec": "pools.pool_spec",
