@@ -186,9 +186,8 @@ JOBS: Final = {
     "hybrid-of-two-killed": training_run(f"--ranks 2 --kill policy-0 pool.engine_args={EAGER}", 16),
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
     "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
-    "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
-    "standalone-keep-wide": training_run(
-        f"--ranks 1 --trace LOG.json.gz {STANDALONE} pool.on_update=keep pool.max_num_seqs=256", 22
+    "standalone-wide": training_run(
+        f"--ranks 1 --trace LOG.json.gz {STANDALONE} pool.max_num_seqs=256", 22
     ),
     # Four GPUs. Step over the longer of `time/rollout_s` of the second and `time/train_s`.
     "standalone-2-2": training_run(f"{TWO_AND_TWO} rollout.max_staleness=2", 14),

@@ -240,7 +240,8 @@ class Trajectory:
     def cut(self) -> None:
         """Marks its generation as interrupted; all tokens stay."""
         self.num_interruptions += 1
-        self.num_refilled_tokens += len(self)
+        if self.num_generated:  # else nothing of it was computed, or its prompt alone
+            self.num_refilled_tokens += len(self)
         self.state = TrajectoryState.PARTIAL
 
     def segments(self) -> list[Segment]:

@@ -20,6 +20,8 @@ from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 def test_runs_keep_their_tokens_logprobs_and_versions() -> None:
     sample = make_trajectory(prompt=[1, 2, 3])
 
+    sample.cut()
+    assert sample.num_refilled_tokens == 0
     sample.append_generated(*arrays([10, 11], -0.5), 4)
     sample.cut()
     sample.append_generated(*arrays([12], -0.25), 5)
@@ -28,7 +30,7 @@ def test_runs_keep_their_tokens_logprobs_and_versions() -> None:
     assert sample.logprobs.tolist() == [-0.5, -0.5, -0.25]
     assert sample.versions.tolist() == [4, 4, 5]
     assert sample.segments() == [Segment(0, 2, 4), Segment(2, 3, 5)]
-    assert sample.num_interruptions == 1
+    assert sample.num_interruptions == 2
     assert sample.num_refilled_tokens == 5
 
 
