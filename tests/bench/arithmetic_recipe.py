@@ -3,7 +3,8 @@
     python tests/bench/arithmetic_recipe.py umbra --metrics FILE [--task sums] [--seed 1]
         [--steps 250] [--learning-rate 1e-5] [--groups 32] [--group-size 16] [--eval-every 50]
         [--seconds 520] [--kill-at STEP] [section.key=value ...]
-    TRL_PYTHON tests/bench/arithmetic_recipe.py trl --metrics FILE [the same, but for the last two]
+    TRL_PYTHON tests/bench/arithmetic_recipe.py trl --metrics FILE [the same, without --kill-at]
+        [FIELD=VALUE ... of TRL's GRPOConfig]
 
 Both train the same model on the same problems and rewards, with vLLM on the same GPU; `--assets` is
 the folder that `make smollm2` made. `--kill-at` kills umbra's whole job after that step and starts
@@ -68,7 +69,7 @@ def main() -> int:
     parser.add_argument("trainer", choices=["umbra", "trl"])
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--assets", type=Path, help="default: where `make smollm2` has it")
-    parser.add_argument("--task", default="sums", help="sums or sorting")
+    parser.add_argument("--task", default="sums", help="sums or boxed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
@@ -78,7 +79,9 @@ def main() -> int:
     parser.add_argument("--eval-limit", type=int, default=512, help="held-out problems")
     parser.add_argument("--seconds", type=float, default=520.0, help="for all of it")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
-    parser.add_argument("settings", nargs="*", help="of umbra: section.key=value")
+    parser.add_argument(
+        "settings", nargs="*", help="section.key=value of umbra, or FIELD=VALUE of TRL's GRPOConfig"
+    )
     options = parser.parse_intermixed_args()
     if options.assets is None:
         options.assets = runpy.run_path(str(RECIPE / "arithmetic_assets.py"))["assets_folder"]()
@@ -215,7 +218,7 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
             write(row)
 
     with tempfile.TemporaryDirectory(prefix="trl-recipe-") as folder:
-        config = GRPOConfig(
+        own: dict[str, Any] = dict(
             output_dir=folder,
             max_steps=options.steps,
             per_device_train_batch_size=options.groups * options.group_size,
@@ -246,6 +249,8 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
             disable_tqdm=True,
             seed=options.seed,
         )
+        given = (setting.partition("=")[::2] for setting in options.settings)
+        config = GRPOConfig(**own | {name: as_value(text) for name, text in given})
         model = str(options.assets / "model")
         trainer = GRPOTrainer(
             model=model,
@@ -260,6 +265,13 @@ def run_trl(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
         end["final_accuracy"] = accuracy_of(trainer.model, options)
         write(end | {"wall_s": time.time() - STARTED})
     return 0
+
+
+def as_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def reward_of(options: argparse.Namespace) -> Callable[..., list[float]]:

@@ -3,10 +3,10 @@
     python launch/recipes/arithmetic/arithmetic_assets.py
 
 ```
-~/.cache/umbra/smollm2-3/
+~/.cache/umbra/smollm2-4/
     model/        SmolLM2-135M-Instruct for transformers: config, weights, tokenizer, chat template
     sums/         train.jsonl, eval.jsonl: {"messages": [...], "answer": ...}
-    sorting/      the same for the second task
+    boxed/        the same problems, to be answered as \\boxed{number}
 ```
 
 Needs what `make smollm2` installs (requirements.txt). `$XDG_CACHE_HOME` replaces `~/.cache`.
@@ -21,20 +21,16 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Raise it with every change of what is made: folders of other formats stay and are not read."""
 NUM_TRAIN: Final = 16384
 NUM_EVAL: Final = 512
 EVAL_SEED, TRAIN_SEED = 0, 1_000_000
 """Item i of seed s is that of seed s + i, so these are further apart than the sets are long."""
-TASKS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "sums": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-    "sorting": (
-        "number_sorting",
-        {"min_numbers": 2, "max_numbers": 4, "max_decimals": 0, "min_value": 0, "max_value": 99},
-    ),
-}
-"""Folder -> generator of reasoning-gym, its settings."""
+SUMS: Final = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+"""Settings of reasoning-gym's generator `chain_sum`."""
+TASKS: Final = {"sums": "", "boxed": "\nWrite the answer as \\boxed{number}."}
+"""Folder -> what each question ends with."""
 
 
 def assets_folder() -> Path:
@@ -81,9 +77,8 @@ def write_data(task: str, folder: Path) -> None:
 def draw(task: str, seed: int, size: int) -> Generator[dict[str, Any]]:
     import reasoning_gym
 
-    generator, settings = TASKS[task]
-    for item in reasoning_gym.create_dataset(generator, seed=seed, size=size, **settings):
-        message = {"role": "user", "content": item["question"]}
+    for item in reasoning_gym.create_dataset("chain_sum", seed=seed, size=size, **SUMS):
+        message = {"role": "user", "content": item["question"] + TASKS[task]}
         yield {"messages": [message], "answer": item["answer"]}
 
 
