@@ -53,22 +53,18 @@ def test_the_last_number_of_a_sum_has_to_be_its_value(
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        ("['4.0', '40.0', '75.0']", 1.0),
-        ("As in ['1', '2'], this is ['4.0', '40.0', '75.0'].", 1.0),
-        ("['40.0', '4.0', '75.0']", 0.1 + 0.4 + 0.5 / 3),
-        ("['4.0', '40.0']", 0.1 + (0.4 + 0.5) * 2 / 3),
-        ("['9.0', '8.0', '7.0']", 0.1),
-        ("[4.0, 40.0, 75.0]", 0.0),
-        ("4.0, 40.0, 75.0", 0.0),
+        (r"12 - 40 = \boxed{-28}.", 1.0),
+        (r"\boxed{5} or rather \boxed{-28}", 1.0),
+        (r"\boxed{-28} or rather \boxed{5}", 0.0),
+        ("12 - 40 = -28", 0.0),
+        (r"\boxed{}", 0.0),
     ],
 )
-def test_a_sorted_list_gets_more_the_more_of_it_is_right(completion: str, reward: float) -> None:
+def test_only_a_right_answer_in_its_form_is_rewarded(completion: str, reward: float) -> None:
     module = runpy.run_path(str(RECIPES / "arithmetic" / "arithmetic_reward.py"))
-    sorted_list: Any = module["sorted_list"]
+    boxed: Any = module["boxed"]
 
-    rewards = sorted_list(["?"], [completion], answer=["['4.0', '40.0', '75.0']"])
-
-    assert rewards == pytest.approx([reward])
+    assert boxed(["?"], [completion], answer=["-28"]) == [reward]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.stem)
