@@ -405,8 +405,8 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="prompts exchanged",
         path="trainer/model/packing.py",
-        old="own_prompt = prompt_starts[prompt_of]",
-        new="own_prompt = prompt_starts[sorted(prompt_of)]",
+        old="of_prompts.first_rows[prompt_of],",
+        new="of_prompts.first_rows[sorted(prompt_of)],",
         command=_PACKING,
         says=r"Tensor-likes are not close",
     ),
@@ -457,8 +457,8 @@ _TRAINER_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="versions of prompts",
         path="trainer/data/train_batch.py",
-        old="is_other = (self.mask == 1) & (self.versions != version)",
-        new="is_other = self.versions != version",
+        old="(self.mask == 1) & (self.versions != version)",
+        new="self.versions != version",
         command=_pytest(
             "unit/trainer/test_packing.py::test_a_sample_is_of_a_version_if_that_generated_all_"
             "its_tokens"
