@@ -285,7 +285,8 @@ def print_profile(case: Case) -> None:
     kernels: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     for event in recorded.events() or []:
-        if event.device_type.name == "CUDA":
+        # Annotations, such as FSDP's, are no kernels.
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
             kernels[event.name] += event.time_range.elapsed_us() / 1e3
             numbers[event.name] += 1
     busy, launched = sum(kernels.values()), sum(numbers.values())
@@ -355,7 +356,7 @@ def run_mode(mode: str, cases: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", default=["SmolLM2", "SmolLM2/root", "0.6B"])
+    parser.add_argument("--cases", nargs="+", default=["SmolLM2", "0.6B", "SmolLM2/root", "0.6B/root"])
     parser.add_argument("--modes", nargs="+", default=["cold", "warm", "eager"])
     parser.add_argument("--in-process", action="store_true", help="of one mode, here")
     options = parser.parse_args()

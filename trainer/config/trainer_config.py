@@ -164,7 +164,8 @@ class ModelSection(Settings):
         attention: "packed" computes a group's common prompt once and pads nothing. "padded" uses
             the model's own attention. "auto" is "packed" where the model allows it.
         fsdp_wrap: What FSDP gathers at a time: "layer" one decoder layer, "root" the whole model,
-            with less communication and more memory. "auto" is "root" below 64 M parameters.
+            with less communication and more memory. "auto" is "root" below 64 M parameters, and
+            below 1 B where the memory plan has room.
         trust_remote_code: Whether to run Python code that comes with the model directory.
         lora: Adapters that are trained in place of the model's weights.
     """

@@ -48,6 +48,10 @@ _CONTEXT_NBYTES: Final = 2816 << 20
 give back between training steps: 1.2 GiB in docs/runs/hybrid-vllm-1xh100.jsonl (reserved less
 allocated in generation). A sync with vLLM 0.33 then takes what is planned
 (docs/results/memory-plan-h200.json)."""
+_WHOLE_MAX_PARAMETERS: Final = 1_000_000_000
+"""Up to this size, FSDP gathers and reduces the whole model once a step, where there is memory: by
+layers, it does so for each micro-batch, which takes a small model longer than its kernels. Higher
+leaves the GPU idle while much is gathered, before a step's first kernel."""
 _COMPILED_SHARE: Final = 0.65
 """Share of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200."""
 
@@ -59,14 +63,32 @@ def plan_job_memory(
     gpu_nbytes: Sequence[Sequence[int]],
     device_type: str,
 ) -> tuple[MemoryPlan, TrainerConfig]:
-    """Plans the job's memory, and settles two settings that may be "auto":
+    """Plans the job's memory, and settles three settings that may be "auto":
     `train.activation_checkpointing` is "full" if training may not fit otherwise, then `pool.sleep`
-    is the least with which it still fits, and engines lack no KV cache for a step's samples.
+    is the least with which it still fits, and engines lack no KV cache for a step's samples. Then
+    `model.fsdp_wrap` is "root" for a model that is not large, if that changes nothing else.
 
     The plan is empty where sizes are not known: engines then choose their KV caches' sizes, and
     sleep. `gpu_nbytes` has the memory of the GPUs by node, none on the CPU. Raises ConfigError if a
     phase does not fit a GPU.
     """
+    memory, settled = _plan_by_layers(config, host, plan, gpu_nbytes, device_type)
+    is_open = settled.model.fsdp_wrap == "auto" and memory.expected_nbytes
+    if not is_open or ModelSizes.read(config.model.path).num_parameters > _WHOLE_MAX_PARAMETERS:
+        return memory, settled
+    whole = replace(settled, model=replace(settled.model, fsdp_wrap="root"))
+    found = plan_memory(plan, gpu_nbytes, *job_needs(whole, host, len(plan.ranks), device_type))
+    fits = found.activations_fit and found.kv_num_tokens == memory.kv_num_tokens
+    return (found, whole) if fits else (memory, settled)
+
+
+def _plan_by_layers(
+    config: TrainerConfig,
+    host: str,
+    plan: Plan,
+    gpu_nbytes: Sequence[Sequence[int]],
+    device_type: str,
+) -> tuple[MemoryPlan, TrainerConfig]:
     option, sleep = config.train.activation_checkpointing, config.pool.sleep
     options: list[Literal["none", "full"]] = ["none", "full"] if option == "auto" else [option]
     most = sleep
@@ -99,8 +121,12 @@ def plan_job_memory(
 
 def planned_settings(config: TrainerConfig) -> str:
     """The values that a plan has settled, for the user."""
-    checkpointing = config.train.activation_checkpointing
-    return f"train.activation_checkpointing = {checkpointing!r}, pool.sleep = {config.pool.sleep!r}"
+    values = {
+        "train.activation_checkpointing": config.train.activation_checkpointing,
+        "pool.sleep": config.pool.sleep,
+        "model.fsdp_wrap": config.model.fsdp_wrap,
+    }
+    return ", ".join(f"{name} = {value!r}" for name, value in values.items() if value != "auto")
 
 
 def _settled(
