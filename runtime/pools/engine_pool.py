@@ -230,15 +230,16 @@ class EnginePool:
                 f"together, got {tags}"
             )
         await self._after_sync(timeout_s)
-        if not tags:
-            await self._pause("abort", timeout_s)
-            return
         if level == 2 and "weights" in tags and (self.spec.load_weights or self.spec.lora_rank):
             raise EngineError(
                 f"pool {self.spec.name}: level 2 would lose the weights, and no sync restores "
                 "them: sleep at level 1"
             )
-        self._freed, self._served_before = (level, frozenset(tags)), None
+        self._served_before = None
+        if not tags:
+            await self._pause("abort", timeout_s)
+            return
+        self._freed = level, frozenset(tags)
         if self.spec.mode == "hybrid":
             self.may_start.clear()
         else:

@@ -1,4 +1,4 @@
-"""A loss for which memory is short once."""
+"""Losses that do something in their third call, which is in the third step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from long_steps import waiting_loss
 from torch import Tensor
 
 from umbra.trainer.algorithms.base import LossInputs, LossOutput
@@ -15,13 +16,22 @@ from umbra.trainer.config.trainer_config import TrainSection
 num_calls = 0
 
 
+def is_third() -> bool:
+    global num_calls
+    num_calls += 1
+    return num_calls == 3
+
+
+def loss_that_waits(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    loss = waiting_loss if is_third() else cispo_loss
+    return loss(logprobs, inputs, settings)
+
+
 def loss_that_lacks_memory(
     logprobs: Tensor, inputs: LossInputs, settings: TrainSection
 ) -> LossOutput:
-    """In the third call on rank 1, while there is no file `short`."""
-    global num_calls
-    num_calls += 1
-    if num_calls == 3 and os.environ["RANK"] == "1" and not Path("short").exists():
+    """On rank 1, while there is no file `short`."""
+    if is_third() and os.environ["RANK"] == "1" and not Path("short").exists():
         Path("short").touch()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return cispo_loss(logprobs, inputs, settings)

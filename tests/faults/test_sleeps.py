@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trace_event_format import Event, read_timeline, spans_of
-from whole_runs import start_run, write_config
+from whole_runs import START_LIMIT_S, start_run, write_config
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.trainer.reporting.metrics_loggers import read_metrics
@@ -23,6 +25,8 @@ SETTINGS = [
     "model.dtype=float64",
     "reward.function=plain_rewards:distinct",
     "train.learning_rate=0.01",
+    "train.loss=cispo",
+    "train.micro_batches=1",
 ]
 BOTH = "kv_cache, weights"
 
@@ -68,13 +72,29 @@ def test_engines_free_what_is_asked_from_the_second_step_on(
         assert freed(events, engine) == [BOTH, *later]
 
 
+def test_an_awake_engine_that_dies_in_training_is_back_before_its_end(
+    folder: Path, rewards_asleep: list[float]
+) -> None:
+    settings = ("pool.sleep=none", "train.loss=short_losses:loss_that_waits")
+    with start_run(folder, *SETTINGS, f"train.steps={STEPS}", *settings) as run:
+        waiting = folder / "waiting"
+        run.wait_for("the third step", lambda: waiting.exists() or None, START_LIMIT_S)
+        os.kill(run.pid_of("policy-0"), signal.SIGKILL)
+        run.wait_for_restart("policy-0", START_LIMIT_S)
+        (folder / "go_on").touch()
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    rows = read_metrics(run.run_dir / "metrics.jsonl")
+    assert [row["rollout/reward_mean"] for row in rows] == rewards_asleep
+
+
 def test_a_run_that_ran_out_of_memory_resumes_with_engines_that_sleep(folder: Path) -> None:
     _, events, output = trained(
         folder,
         "pool.sleep=none",
         "train.loss=short_losses:loss_that_lacks_memory",
         "train.checkpoint_every=1",
-        "train.micro_batches=1",
         torchrun=("--standalone", "--max-restarts=1"),
     )
 
