@@ -5,7 +5,6 @@ Draws depend on where a trajectory was cut, so only greedy trajectories resume t
 
 from __future__ import annotations
 
-import asyncio
 import os
 import struct
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -16,13 +15,14 @@ import xxhash
 
 from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.shell.adapter_updates import AdapterCore
-from umbra.engines.shell.engine_core import NewOutput, Output
+from umbra.engines.shell.engine_core import Output
 from umbra.engines.shell.follower_group import job_folder
 from umbra.engines.vllm.vllm_library import (
     VllmLibrary,
     file_variables,
     unlink_shared_memory,
 )
+from umbra.engines.vllm.vllm_outputs import ForcedOutput, VllmOutput, gather_outputs
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import ConfigError, EngineError, UmbraError
@@ -112,6 +112,7 @@ class VllmCore(AdapterCore):
             raise EngineError(
                 f"vLLM {library.version} did not start: {text}{_memory_hint(text)}"
             ) from error
+        gather_outputs(self._llm.output_processor, self.ended)
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
         # The workers are watched, too: EngineCore reports a dead worker only after all have ended.
         asked = self._llm.collective_rpc("umbra_measure")
@@ -172,7 +173,10 @@ class VllmCore(AdapterCore):
         adapter = self._adapters.get(request.lora)
         adding = self._llm.add_request(key, prompt, params, lora_request=adapter)
         collector = await self.call(adding)
-        return ForcedOutput(collector, request) if request.forced.size else VllmOutput(collector)
+        processor = self._llm.output_processor
+        if request.forced.size:
+            return ForcedOutput(collector, processor, request)
+        return VllmOutput(collector, processor)
 
     async def abort(self, keys: Iterable[str]) -> None:
         """The last tokens, which are on their way from EngineCore, are lost."""
@@ -240,62 +244,6 @@ def _children_since(ticks: int) -> set[int]:
     return {pid for pid, stat in found if stat is not None and stat.start_ticks >= ticks}
 
 
-class VllmOutput:
-    """Wraps RequestOutputCollector, which merges outputs that were not taken."""
-
-    def __init__(self, collector: Any) -> None:
-        self._collector = collector
-
-    @property
-    def changed(self) -> asyncio.Event:
-        ready: asyncio.Event = self._collector.ready
-        return ready
-
-    def take(self) -> NewOutput | None:
-        output = self._collector.get_nowait()
-        if output is None:
-            return None
-        completion = output.outputs[0]
-        return NewOutput(
-            tokens=completion.token_ids,
-            logprobs=_sampled_logprobs(completion),
-            finish_reason=str(completion.finish_reason) if output.finished else None,
-        )
-
-
-class ForcedOutput(VllmOutput):
-    """The logprobs of forced tokens, which vLLM has as the end of its prompt. It generates one more
-    token, which is dropped."""
-
-    def __init__(self, collector: Any, request: GenerationRequest) -> None:
-        super().__init__(collector)
-        self._tokens: list[int] = request.forced.tolist()
-
-    def take(self) -> NewOutput | None:
-        output = self._collector.get_nowait()
-        if output is None or not output.finished:
-            return None
-        reason = str(output.outputs[0].finish_reason)
-        if reason == "abort":
-            return NewOutput(tokens=[], logprobs=[], finish_reason=reason)
-        flat, tokens = output.prompt_logprobs, self._tokens
-        starts = flat.start_indices[-len(tokens) :]
-        logprobs = [flat.logprobs[start] for start in starts]
-        return NewOutput(tokens=tokens, logprobs=logprobs, finish_reason="length")
-
-
-def _sampled_logprobs(completion: Any) -> list[float]:
-    """The sampled tokens' logprobs, the only ones that vLLM returns with `logprobs=0`. In vLLM
-    0.26.0 the final output of an abort has no tokens of its own, but appends all logprobs so far to
-    those of the tokens that it is merged with."""
-    if not completion.token_ids:
-        return []
-    flat = completion.logprobs
-    # Flat: a position's logprobs begin at its start, the sampled token's first.
-    starts = flat.start_indices[: len(completion.token_ids)]
-    return [flat.logprobs[start] for _, start in zip(completion.token_ids, starts, strict=True)]
-
-
 def check_request(request: GenerationRequest) -> None:
     """Raises ValueError for a request that vLLM would silently change."""
     if 0 < request.temperature < _MIN_TEMPERATURE:
@@ -319,7 +267,7 @@ def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size
         prompt_logprobs=0 if request.forced.size else None,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=library.RequestOutputKind.DELTA,
+        output_kind=library.RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from umbra.engines.shell.adapter_settings import EngineOptions, SpanningSettings, read_config
+from umbra.engines.vllm.vllm_outputs import SCHEDULER
 from umbra.runtime.engine_api.engine_names import kv_token_nbytes
 from umbra.runtime.engine_api.lora import read_adapter_rank
 from umbra.runtime.errors import ConfigError
@@ -67,7 +68,7 @@ OPTIONS: Final = EngineOptions(
         "master_addr": _NODES,
         "master_port": _NODES,
         "distributed_executor_backend": "umbra supervises the processes",
-        "scheduler_cls": "pauses and aborts are tested with vLLM's own scheduler only",
+        "scheduler_cls": "vLLM's own scheduler brings the logprobs",
     },
 )
 
@@ -146,6 +147,7 @@ class VllmSettings(SpanningSettings):
             # "auto" would prefer Mistral's own files to those that the trainer reads.
             "load_format": "safetensors" if self.reads_weights else "dummy",
             "worker_extension_cls": WORKER_EXTENSION,
+            "scheduler_cls": SCHEDULER,
             "disable_log_stats": True,
             **(_CPU_OPTIONS if is_cpu else {"enable_sleep_mode": True}),
             **self._lora_options(is_cpu=is_cpu),
@@ -163,12 +165,12 @@ class VllmSettings(SpanningSettings):
     def environment(self, *, is_cpu: bool) -> dict[str, str]:
         """Variables for vLLM's processes, unless the user has set them."""
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
-        if is_cpu:  # else it uses all cores, which trainer and other engines share
-            variables |= {
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(self.num_threads),
-            }
-        return variables
+        # Else it uses all cores, which trainer and other engines share.
+        if is_cpu:
+            bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            return variables | bind | {"OMP_NUM_THREADS": str(self.num_threads)}
+        # vLLM's older model runner, which it may take silently, starts kernels for each seed.
+        return variables | {"VLLM_USE_V2_MODEL_RUNNER": "1", "OMP_NUM_THREADS": "1"}
 
     def _lora_options(self, *, is_cpu: bool) -> dict[str, Any]:
         """One slot for each adapter, unless `engine_args` set their number."""

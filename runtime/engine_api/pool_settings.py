@@ -104,7 +104,7 @@ class EnginePoolSettings(Settings):
             ones let fewer sequences run at a time. Default, in training on GPUs: what other memory
             leaves (docs/engines.md); otherwise the engine's choice.
         tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
-            that dies loses the tokens of one. With vLLM, the end of a request waits for it too.
+            that dies loses the tokens of one.
         num_threads: CPU threads of an engine. Default: the cores near its GPUs, or all on the CPU,
             at most the CPU quota of the container, divided by the pool's engines there.
         engine_args: Options passed to the engine unchanged: for "vllm" those of its

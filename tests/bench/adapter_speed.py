@@ -171,8 +171,8 @@ async def measure(shape: dict[str, Any], given: argparse.Namespace) -> dict[str,
             "device": given.device,
             "max_num_seqs": len(asked),
             "max_context_len": MAX_CONTEXT_LEN,
-            # More than all need, because prefixes of earlier rounds stay cached.
-            "kv_cache_num_tokens": len(asked) * (NUM_PROMPT_TOKENS + num_steps) * 5 // 4,
+            # One block more for each, of 128 tokens on the CPU.
+            "kv_cache_num_tokens": len(asked) * (NUM_PROMPT_TOKENS + num_steps + 128),
             "load_weights": True,
             "engine_args": given.engine_args,
         }

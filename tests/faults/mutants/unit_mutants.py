@@ -40,6 +40,7 @@ _STATES: Final = _pytest("unit/ledger/test_ledger_state.py")
 _STORY: Final = _pytest(
     "unit/rollout/test_recorded_history.py::test_what_is_recorded_is_what_is_there[0]"
 )
+_VLLM_OUTPUTS: Final = _pytest("unit/engines/test_vllm_outputs.py")
 _PACKING: Final = _pytest(
     "unit/trainer/test_packing.py::test_tokens_of_tools_are_fed_but_not_trained_on",
     "unit/trainer/test_packing.py::test_scores_and_gradients_are_those_of_the_model"
@@ -565,6 +566,33 @@ _JOB_MUTANTS: Final[Sequence[Mutant]] = (
     ),
 )
 
+_ENGINE_MUTANTS: Final[Sequence[Mutant]] = (
+    Mutant(
+        name="logprob of another request",
+        path="engines/vllm/vllm_outputs.py",
+        old="row = made.req_id_to_index[output.request_id]",
+        new="row = message.outputs.index(output)",
+        command=_VLLM_OUTPUTS,
+        says=r"FAILED .*test_a_token_has_the_logprob_of_its_row",
+    ),
+    Mutant(
+        name="last token without its logprob",
+        path="engines/vllm/vllm_outputs.py",
+        old="if output.new_token_ids:",
+        new="if output.new_token_ids and output.finish_reason is None:",
+        command=_VLLM_OUTPUTS,
+        says=r"FAILED .*test_what_was_taken_does_not_come_again_and_the_end_brings",
+    ),
+    Mutant(
+        name="tokens taken twice",
+        path="engines/vllm/vllm_outputs.py",
+        old="start, self._num_taken = self._num_taken, len(self._tokens)",
+        new="start = self._num_taken",
+        command=_VLLM_OUTPUTS,
+        says=r"FAILED .*test_what_was_taken_does_not_come_again",
+    ),
+)
+
 UNIT_MUTANTS: Final[Sequence[Mutant]] = (
     *_RPC_MUTANTS,
     *_RESTART_MUTANTS,
@@ -575,4 +603,5 @@ UNIT_MUTANTS: Final[Sequence[Mutant]] = (
     *_PACKING_MUTANTS,
     *_TRAINER_MUTANTS,
     *_JOB_MUTANTS,
+    *_ENGINE_MUTANTS,
 )

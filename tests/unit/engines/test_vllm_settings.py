@@ -157,7 +157,7 @@ def test_latent_attention_has_one_vector_and_one_key_a_layer_in_every_worker() -
         ("watermark_config", "is set by umbra: .* change the distribution"),
         ("pipeline_parallel_size", "is set by umbra: .*tensor_parallel_size"),
         ("worker_cls", "is set by umbra: .*vLLM's own worker"),
-        ("scheduler_cls", "is set by umbra: pauses and aborts"),
+        ("scheduler_cls", "is set by umbra: vLLM's own"),
         ("cpu_offload_gb", "is set by umbra: an update does not reach weights"),
         ("offload_group_size", "is set by umbra: an update does not reach weights"),
         ("enable_eplb", "is set by umbra: .*before vLLM moved them"),
@@ -302,3 +302,12 @@ def test_the_parts_of_an_engine_on_several_nodes_meet_at_the_leading_one(tmp_pat
 def test_umbra_places_an_engine_on_several_nodes(tmp_path: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} is set by umbra: an engine is on several"):
         settings(tmp_path, engine_args={option: 2}).options([*KNOWN, option], is_cpu=True)
+
+
+def test_engines_on_gpus_have_one_thread_and_no_silent_fallback(tmp_path: Path) -> None:
+    on_cpu = settings(tmp_path).environment(is_cpu=True)
+    on_gpu = settings(tmp_path, device="cuda").environment(is_cpu=False)
+
+    assert (on_cpu["OMP_NUM_THREADS"], on_gpu["OMP_NUM_THREADS"]) == ("2", "1")
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in on_cpu
+    assert on_gpu["VLLM_USE_V2_MODEL_RUNNER"] == "1"
