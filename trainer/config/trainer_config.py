@@ -452,8 +452,9 @@ class TrainSection(Settings):
             is about twice as fast and takes less memory. The first step takes a minute longer, and
             some seconds once the code is in ~/.cache/umbra. "auto" compiles on a GPU, where there
             are a C++ compiler and the headers of Python and torch.
-        offload: What goes to host memory while engines of a hybrid pool generate: "optimizer" the
-            optimizer's state and the moving average, "all" the parameters too.
+        offload: What goes to host memory while engines generate that sleep in training
+            (`pool.sleep`): "optimizer" the optimizer's state and the moving average, "all" the
+            parameters too.
         eval_every: Steps between evaluations, which also run at the end and by `eval_at_start`. 0
             means only those.
         eval_at_start: Whether to evaluate before the first step of the run or of a resume, too.

@@ -39,6 +39,7 @@ from umbra.trainer.model.micro_batches import MicroBatch
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.packing import Sample, pack
 from umbra.trainer.model.train_model import PassSettings, PreparedModel, TrainModel
+from umbra.trainer.policy_engines import TrainingRoom
 from umbra.trainer.services.memory_needs import (
     LargestMicroBatch,
     ModelSizes,
@@ -330,6 +331,28 @@ def test_engines_free_the_least_that_has_room_beside_training(
         samples = step["groups"] * 8 // num_gpus
         assert memory.kv_num_tokens["policy"] >= samples * context_len
         assert len(set(map(str, memory.expected_nbytes.values()))) == 1  # in all phases
+
+
+def test_a_step_needs_what_is_planned_and_a_tenth_more_than_any_step_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, reserved = 0, 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
+    room = TrainingRoom(torch.device("cuda", 1), 60 * GIB)
+
+    free, reserved = 20 * GIB, 40 * GIB
+    assert room.lack() == ""
+    free -= 1
+    assert room.lack() == (
+        "cuda:1 has room for 60.0 GiB beside the engines, and training may need 60.0 GiB"
+    )
+
+    free, reserved = 5 * GIB, 60 * GIB
+    assert room.lack() == ""
+    room.measure()
+    assert "training may need 66.0 GiB" in room.lack()
+    assert TrainingRoom(CPU, 60 * GIB).lack() == ""
 
 
 def test_nothing_stays_awake_without_a_plan_or_beside_a_judge(umbra_tiny_model_dir: Path) -> None:
