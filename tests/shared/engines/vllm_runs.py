@@ -43,7 +43,7 @@ def running_core(
         core = VllmCore(VllmSettings(**(settings | changes)))
         try:
             runner.run(core.start())
-            runner.run(core.sleep(1))  # starts a thread that vLLM keeps
+            runner.run(core.sleep(1, ["weights", "kv_cache"]))  # starts a thread that vLLM keeps
             runner.run(core.wake(["weights", "kv_cache"]))
             yield core
         finally:
