@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import random
 import re
 import secrets
 import shutil
@@ -235,11 +236,14 @@ class SlurmCluster:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+    """Below those that the kernel gives to connections: a node that is back finds its own free."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from umbra.engines.echo.echo_engine import EchoEngine
-
-
-class DiesAtStart:
-    """Ends the process in its constructor, like a driver that aborts."""
-
-    def __init__(self, **settings: Any) -> None:
-        print("CUDA driver version is insufficient", flush=True)
-        os._exit(5)
 
 
 class DiesInSync(EchoEngine):

@@ -50,19 +50,6 @@ def test_a_failed_evaluation_is_named_with_the_log_that_has_more(
     assert "the evaluation after step 0 failed" in (run.run_dir / "logs/rollouts.log").read_text()
 
 
-def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) -> None:
-    loop = "failing_rewards:loop_that_never_generates"
-
-    with start_run(folder, f"rollout.agent={loop}", "train.steps=3", num_ranks=0) as run:
-        ended = run.wait()
-
-    assert ended.status == 0, ended.output
-    assert "step 3/3 " in ended.output
-    said = "step 1 trained on nothing: the policy generated no token in any of its 8 completions"
-    assert ended.output.count("trained on nothing") == 1, ended.output
-    assert f"{said}; check that rollout.agent {loop} awaits ctx.generate" in ended.output
-
-
 def test_a_function_that_cannot_be_imported_ends_the_run_before_an_engine_starts(
     folder: Path,
 ) -> None:
@@ -77,28 +64,6 @@ def test_a_function_that_cannot_be_imported_ends_the_run_before_an_engine_starts
         "name its folder in reward.python_path",
     )
     assert not (run.run_dir / "logs/policy-0.log").exists()
-
-
-def test_an_argument_that_the_engine_does_not_take_is_named(folder: Path) -> None:
-    with start_run(folder, "pool.engine_args={speed=1}", num_ranks=0) as run:
-        ended = run.wait(BAD_INPUT_LIMIT_S)
-
-    assert ended.status == 1
-    ended.check_failed(
-        "policy-0#1 failed to start",
-        "pool.engine_args.speed: ",
-        "unexpected keyword argument 'speed'; it takes vocab",
-    )
-
-
-def test_every_rank_reports_why_an_engine_cannot_start(folder: Path) -> None:
-    with start_run(folder, "pool.engine=failing_engines:DiesAtStart") as run:
-        ended = run.wait(BAD_INPUT_LIMIT_S)
-
-    assert ended.status == 1
-    ended.check_failed(
-        "policy-0#1 failed to start", "exited with status 5", "CUDA driver version is insufficient"
-    )
 
 
 def test_an_engine_that_dies_in_every_sync_fails_the_run_on_every_rank(folder: Path) -> None:

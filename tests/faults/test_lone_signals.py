@@ -13,8 +13,6 @@ from held_places import HeldPlaces
 from run_assets import write_rows
 from whole_runs import END_LIMIT_S, Run, start_run
 
-from umbra.trainer.reporting.metrics_loggers import read_metrics
-
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 REACH_LIMIT_S = 90.0
@@ -113,19 +111,3 @@ def test_signals_that_follow_each_other_leave_the_ranks_what_they_need_to_stop(
         places.release("step")
 
         check_stopped(run, signal.SIGTERM, signal.SIGHUP)
-
-
-def test_a_run_that_a_signal_to_one_rank_ended_resumes(folder: Path) -> None:
-    with held_run(folder) as (run, places):
-        run.wait_for_step(1)
-        stop_in(run, places, "batch", signal.SIGTERM, 1)
-        check_stopped(run, signal.SIGTERM)
-    num_steps = run.num_steps()
-    places.release("batch")
-
-    with held_run(folder, f"train.steps={num_steps + 1}", "run.resume=auto") as (resumed, _):
-        assert resumed.wait().status == 0
-
-    rows = read_metrics(run.run_dir / "metrics.jsonl")
-    steps = [row["step"] for row in rows if "time/step_s" in row]
-    assert steps == list(range(1, num_steps + 2))

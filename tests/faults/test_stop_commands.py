@@ -101,7 +101,6 @@ def test_torchrun_does_not_restart_a_job_that_was_stopped(
     assert done.returncode == 0, done.stderr
     assert ended.status == 1
     assert (run.run_dir / "preempted").exists() == (kind == "preempt")
-    resume(folder, run, run.num_steps() + 1)
 
 
 def test_a_preemption_before_there_is_something_to_save_ends_the_ranks(folder: Path) -> None:
@@ -143,7 +142,7 @@ def test_a_killed_job_is_reported_and_its_request_does_not_stop_the_next_one(
 
     assert done.returncode == 1
     assert "the job was killed" in done.stderr
-    resume(folder, run, 60)
+    resume(folder, run, run.num_steps() + 2)
 
 
 WAITING = "train.loss=long_steps:waiting_loss"

@@ -53,12 +53,10 @@ def groups_of_next_batch(live: LiveRollouts) -> set[str]:
     return {group for group in groups if group.startswith("e0/")}
 
 
-def train_once(
-    session: Session, folder: Path, agent: str, drop_reason: str = LOOP_FAILED, **settings: Any
-) -> set[str]:
+def train_once(session: Session, folder: Path, agent: str, **settings: Any) -> set[str]:
     live = with_loop(session, folder, agent, **settings)
     groups = groups_of_next_batch(live)
-    assert set(ledger_of(live).drop_reasons) == {drop_reason}
+    assert set(ledger_of(live).drop_reasons) == {LOOP_FAILED}
     return groups
 
 
@@ -118,17 +116,6 @@ def test_a_loop_that_passes_something_else_than_tokens_gets_it_in_the_error(
     assert re.search(rf"{where} for sample {refused[1]}[^;]*$", cause)
 
 
-def test_a_loop_that_returns_a_huge_reward_gets_the_limit_in_the_error(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    groups = train_once(umbra_session, tmp_path, "gives_huge_reward_for_t3", "reward failed")
-
-    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
-    cause = cause_of_the_drop(tmp_path, "reward failed")
-    assert f"returned 1e+300 for sample {BAD_GROUP}/" in cause
-    assert "rewards must lie within 1.701e+38 of zero" in cause
-
-
 def test_a_loop_that_blocks_the_others_is_found_and_named(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -148,7 +135,6 @@ def test_a_loop_that_blocks_the_others_is_found_and_named(
     ("reward", "cause"),
     [
         ("hangs_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
-        ("waits_too_long_for_t3", "took longer than 2 s for samples e0/p2/0, e0/p2/1"),
         ("blocks_for_t3", "user code for sample e0/p2/0 did not yield for 1 s"),
     ],
 )
@@ -254,7 +240,6 @@ def test_code_that_blocks_whatever_it_is_given_ends_the_job_after_a_few_processe
     ("agent", "message", "is_advised"),
     [
         ("raises", r"raised LookupError: the tool is gone \(.*", True),
-        ("misspells", "raised ", False),
         (
             "retokenises",
             r"differ from the trajectory at position 0 of 6: append each turn's tokens",

@@ -144,15 +144,6 @@ CASES = {
         config=IMPATIENT,
     ),
     "drop": Case(fault={"kind": "drop"}, logged="drop (batch)", counter="gaps", config=IMPATIENT),
-    "drop a run": Case(
-        fault={"kind": "drop", "what": "run"},
-        logged="drop (run)",
-        counter="gaps",
-        config=IMPATIENT,
-    ),
-    "repeat": Case(
-        fault={"kind": "repeat", "times": 3}, logged="repeat (batch)", counter="repeats"
-    ),
     "repeat earlier": Case(
         fault={"kind": "repeat", "what": "earlier", "times": 3},
         logged="repeat (earlier)",

@@ -14,7 +14,7 @@ from actor_specs import NEVER, SOON, actor
 from watched_actors import Spawn, wait_for_incarnation, was_reported
 from watching import all_end, kill
 
-from umbra.runtime.errors import ActorDied, ActorNotFound, ConnectionLost, JobFailed
+from umbra.runtime.errors import ActorDied, ConnectionLost, JobFailed
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session.session import Session
 from umbra.runtime.testing.factories import SessionFactory
@@ -180,23 +180,6 @@ def test_an_idempotent_call_survives_its_actor(spawn: Spawn) -> None:
             second = echo.call("pid", timeout_s=60.0)
         assert second != first
         first = second
-
-
-@pytest.mark.slow
-def test_a_stale_reference_is_refused(session: Session, spawn: Spawn) -> None:
-    echo = spawn(actor("Echo"))
-    asking = spawn(actor("Echo"))
-    old = echo.ref
-    kill(echo.call("who")["pid"])
-    wait_for_incarnation(session, 2, echo.ref.name)
-
-    new = session.actor(echo.ref.name).ref
-    stale = replace(old, ipc_endpoint=new.ipc_endpoint)
-
-    assert new.incarnation == 2
-    assert new.ipc_endpoint != old.ipc_endpoint
-    with pytest.raises(ActorNotFound, match="stale: incarnation 2 is here"):
-        asking.call("ask", stale, "who")
 
 
 @pytest.mark.slow

@@ -28,16 +28,6 @@ def test_a_stream_gives_every_item_in_order(shared: ActorProcess) -> None:
     run(main())
 
 
-def test_streams_carry_large_arrays(shared: ActorProcess) -> None:
-    async def main() -> None:
-        async with connected(shared.ref) as probe:
-            received = await read_all(probe, "arrays", 20, 100_000, credits=2)
-        assert [int(item[0]) for item in received] == list(range(20))
-        assert all(bool((item == item[0]).all()) and len(item) == 100_000 for item in received)
-
-    run(main())
-
-
 @pytest.mark.slow
 def test_a_slow_reader_slows_the_writer(actor: ActorProcess) -> None:
     credits = 8

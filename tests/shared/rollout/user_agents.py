@@ -151,11 +151,6 @@ async def exits_in_a_task_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> f
     return float(len(tokens + await ctx.generate([*ctx.prompt_tokens, *tokens])))
 
 
-async def misspells(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
-    raise NameError("name 'anwser' is not defined")
-
-
 async def gives_no_token_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """For the prompt t3 it gives a token that the model does not have."""
     tokens = [*ctx.prompt_tokens]
@@ -163,11 +158,6 @@ async def gives_no_token_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> fl
     if ctx.prompt == "t3":
         await ctx.generate([*tokens, 64])  # of a vocabulary of 64
     return float(len(tokens))
-
-
-async def gives_huge_reward_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
-    return 1e300 if ctx.prompt == "t3" else 1.0
 
 
 async def renders_chats(ctx: AgentContext, sample: dict[str, Any]) -> float:

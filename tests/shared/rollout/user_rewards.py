@@ -58,12 +58,6 @@ def hangs_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[f
     return [1.0] * len(completions)
 
 
-async def waits_too_long_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
-    if prompts[0] == "t3":
-        await asyncio.sleep(60.0)
-    return [1] * len(completions)
-
-
 async def blocks_for_t3(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
     if prompts[0] == "t3":
         time.sleep(60.0)  # noqa: ASYNC251

@@ -400,17 +400,6 @@ def load_other_adapters(world: Mesh, folder: str) -> dict[str, str]:
     return {name: said_by(partial(load, other)) for name, other in others.items()}
 
 
-def load_half_a_file(world: Mesh, folder: str) -> str:
-    """The error when a checkpoint's data were cut off."""
-    save_many(world, folder, [1], keep=1)
-    path = Path(folder) / "step-000001"
-    for file in path.glob("*.distcp"):
-        os.truncate(file, file.stat().st_size // 2)
-    policy = make_policy(world)
-    store = CheckpointStore(Path(folder), world, keep=1)
-    return said_by(lambda: store.load(path, {POLICY: policy}))
-
-
 def load_damaged(world: Mesh, checkpoint: str, folder: str) -> dict[str, str]:
     """The errors when a file of a checkpoint is damaged, by file and damage."""
     policy = make_policy(world)
@@ -485,22 +474,6 @@ def save_anew_cut_short(world: Mesh, folder: str, step: int) -> str:
 def fail_to_save(world: Mesh, folder: str) -> str:
     """The error when a checkpoint cannot be written."""
     return said_by(lambda: save_many(world, folder, [1], keep=1))
-
-
-def fail_to_save_on_full_disk(world: Mesh, folder: str) -> str:
-    """Like `fail_to_save`, but rank 0's shards go to /dev/full, which is always full."""
-    original = Path.mkdir
-
-    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.name.startswith("step-") and not any(self.iterdir()):
-            (self / "__0_0.distcp").symlink_to("/dev/full")
-
-    Path.mkdir = mkdir
-    try:
-        return fail_to_save(world, folder)
-    finally:
-        Path.mkdir = original
 
 
 def save_as_the_disk_fills_up(world: Mesh, disk: str) -> list[tuple[str, list[str]]]:

@@ -178,34 +178,6 @@ def merge(
     return request.resumed(np.append(request.tokens, np.array(made.tokens, np.int32)))
 
 
-def test_aborting_delivers_sampled_tokens_and_frees_the_id(core: EngineCore) -> None:
-    core.add([make_request(i, [1, 2, 3], max_new_tokens=50) for i in range(3)])
-    for _ in range(5):
-        core.step()
-
-    assert core.abort([0, 2, 77]) == 2
-
-    results = Collector()
-    take(core, results)
-    # The first step samples twice: after the prefill, and in its decode.
-    assert [len(results[i].tokens) for i in range(3)] == [6, 6, 6]
-    assert [results[i].reason for i in range(3)] == ["abort", None, "abort"]
-    core.add([make_request(0, [1], max_new_tokens=1)])
-    assert core.abort() == 2
-    assert not core.has_work
-
-
-def test_ids_in_use_are_refused_and_nothing_is_queued(core: EngineCore) -> None:
-    core.add([make_request(1, [1])])
-
-    with pytest.raises(ValueError, match=r"already here: \[1\]"):
-        core.add([make_request(2, [1]), make_request(1, [1])])
-    with pytest.raises(ValueError, match="repeated"):
-        core.add([make_request(3, [1]), make_request(3, [1])])
-
-    assert core.num_waiting == 1
-
-
 def test_a_run_never_mixes_versions(core: EngineCore) -> None:
     core.set_version(4)
     core.add([make_request(i, [1, 2], max_new_tokens=12) for i in range(3)])

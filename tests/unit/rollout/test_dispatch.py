@@ -93,25 +93,6 @@ def test_a_request_says_which_part_of_the_distribution_is_sampled(
     assert fields == {**expected, "stop_token_ids": ()}
 
 
-def test_a_dead_engines_turn_resumes_elsewhere_with_its_tokens() -> None:
-    bench = Bench()
-    bench.serve(A)
-    turn = bench.submit(budget=5)
-    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8], 4)]))
-
-    moved = bench.dispatcher.detach(A)
-    inbox = bench.serve(B)
-
-    assert moved == (1, 2)
-    request = inbox.requests[0]
-    assert request["tokens"].tolist() == [1, 2, 3, 7, 8]
-    assert (request["position"], request["max_new_tokens"]) == (2, 3)
-    bench.dispatcher.on_batch(B, delta([(request["id"], 2, [9, 9, 9], 5)], [(2, "length")]))
-    assert bench.ended == {"s": "length"}
-    assert turn.trajectory.versions.tolist() == [4, 4, 5, 5, 5]
-    bench.dispatcher.check_integrity()
-
-
 def test_tokens_that_were_the_last_end_a_turn_though_the_engine_died() -> None:
     bench = Bench()
     bench.serve(A)
@@ -124,24 +105,6 @@ def test_tokens_that_were_the_last_end_a_turn_though_the_engine_died() -> None:
 
     assert bench.ended == {"full": "length", "stopped": "stop"}
     assert bench.dispatcher.num_waiting == 0
-
-
-def test_lost_tokens_are_generated_again() -> None:
-    bench = Bench()
-    inbox = bench.serve(A)
-    turn = bench.submit()
-    bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)]))
-
-    bench.dispatcher.on_batch(A, delta([(1, 3, [9, 9], 0)]))
-    bench.dispatcher.on_batch(A, delta([(1, 5, [9], 0)], [(1, "length")]))
-
-    assert inbox.withdrawn == [1]
-    assert inbox.requests[1]["position"] == 1
-    assert turn.trajectory.tokens.tolist() == [7]
-    happened = {name: count for name, count in bench.dispatcher.counters.items() if count}
-    assert happened == {"gaps": 1, "retries": 1, "late_runs": 1, "lost_tokens": 2 + 2 + 1}
-    assert bench.dispatcher.take_metrics()["lost_tokens"] == 5
-    assert bench.dispatcher.take_metrics()["lost_tokens"] == 0
 
 
 def test_losses_that_are_made_good_are_forgiven() -> None:

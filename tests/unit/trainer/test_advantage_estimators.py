@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from minimal_config import MINIMAL
 from numpy.typing import NDArray
 
@@ -32,17 +30,6 @@ from umbra.trainer.data.train_batch import ADVANTAGES, TrainBatch
 from umbra.trainer.run_parts import TrainingRun
 
 ESTIMATORS = (grpo_advantages, dr_grpo_advantages, rloo_advantages, maxrl_advantages)
-
-
-@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16))
-def test_grpo_advantages_have_mean_zero_and_unit_spread(rewards: list[float]) -> None:
-    values = np.asarray(rewards, np.float32)
-
-    advantages = grpo_advantages(values)
-
-    assert abs(float(advantages.sum())) < 1e-2
-    assert np.square(advantages).sum() <= 1.001 * max(1, len(rewards) - 1)
-    assert np.isfinite(advantages).all()
 
 
 def test_advantages_are_those_of_other_trainers() -> None:

@@ -331,13 +331,21 @@ ZERO = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("before", "odd", "said"),
+    ("before", "odd", "said", "agent"),
     [
         (
             {},
             {"rollout/tokens": 0},
             "  step 2 trained on nothing: the policy generated no token in any of its 256 "
             "completions; see the engines' logs in {logs}",
+            None,
+        ),
+        (
+            {},
+            {"rollout/tokens": 0},
+            "  step 2 trained on nothing: the policy generated no token in any of its 256 "
+            "completions; check that rollout.agent loops:ask awaits ctx.generate",
+            "loops:ask",
         ),
         (
             {"rollout/truncated_share": 0.96},
@@ -345,23 +353,26 @@ ZERO = {"rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
             "  warning: no completion of step 2 ended with an end token, all 256 were truncated: "
             "raise rollout.max_new_tokens = 1024; if the model ends its turns with another token, "
             "add it to rollout.stop_token_ids",
+            None,
         ),
         (
             ZERO | {"rollout/reward_max": 1.0},
             ZERO,
             "  warning: every reward of step 2 is 0; if `umbra samples",
+            None,
         ),
     ],
-    ids=["no tokens", "no ends", "no rewards"],
+    ids=["no tokens", "no tokens of a loop", "no ends", "no rewards"],
 )
 def test_a_step_that_teaches_nothing_is_reported_once(
-    tmp_path: Path, before: dict[str, float], odd: dict[str, float], said: str
+    tmp_path: Path, before: dict[str, float], odd: dict[str, float], said: str, agent: str | None
 ) -> None:
     stream = io.StringIO()
 
     with ProgressDisplay(stream) as display:
         display.begin_steps("run", 0, 4)
         config = make_config(tmp_path)
+        config = replace(config, rollout=replace(config.rollout, agent=agent))
         journal = RunReporter(config, display, None)
         for step, row in enumerate([before, odd, before, odd], 1):
             journal.step_done(step, ROW | row)

@@ -241,59 +241,11 @@ def test_a_node_that_missed_a_version_gets_all_weights() -> None:
         assert trainer.is_on(here, away)
 
 
-def test_new_ranks_send_all_weights() -> None:
-    engine = far_engine()
-    with training(engine) as trainer:
-        trainer.step()
-        trainer.restart()
-        assert trainer.publish().network_nbytes == ALL_NBYTES
-        assert trainer.is_on(engine)
-
-        trainer.step()
-        assert is_delta(trainer.publish())
-        assert trainer.is_on(engine)
-        trainer.publisher.close()
-
-
 def test_a_lost_image_is_filled_with_all_weights() -> None:
     engine = far_engine()
     with training(engine) as trainer:
         trainer.supervisor.free_images()
         trainer.step()
-        assert trainer.publish().network_nbytes == ALL_NBYTES
-        assert trainer.is_on(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fails_at", ["prepare_update", "load", "verify_update"])
-def test_after_an_aborted_sync_all_weights_are_sent(fails_at: str) -> None:
-    engine = far_engine()
-    with training(engine, settings=replace(DELTAS, verify_every=1)) as trainer:
-        engine.fail_at = fails_at
-        trainer.step()
-        with pytest.raises(WeightSyncError):
-            trainer.publish()
-        restart(engine)
-        trainer.step()
-
-        assert trainer.publish().network_nbytes == ALL_NBYTES
-        assert trainer.is_on(engine)
-
-
-def test_no_delta_follows_a_sync_in_which_a_rank_failed_half_way() -> None:
-    engine = far_engine()
-    with training(engine) as trainer:
-
-        def fail() -> None:
-            raise RuntimeError("the GPU is lost")
-
-        trainer.in_the_midst = fail
-        trainer.step()
-        with pytest.raises(RuntimeError, match="the GPU is lost"):
-            trainer.publish()
-        trainer.in_the_midst = None
-
-        assert engine.killed is None
         assert trainer.publish().network_nbytes == ALL_NBYTES
         assert trainer.is_on(engine)
 

@@ -3,9 +3,8 @@ costs the other engines of its node."""
 
 from __future__ import annotations
 
-import socket
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -184,34 +183,6 @@ def test_ranks_of_a_node_fill_its_image_and_send_to_the_receivers_of_others() ->
 
     assert [report.transport for report in reports] == ["tcp"] * 2
     assert all(holds(engine, TENSORS) for engine in engines)
-
-
-def test_a_connection_without_the_key_of_a_link_gets_nothing_and_delays_nobody() -> None:
-    strangers: list[socket.socket] = []
-
-    class Visited(LocalSupervisor):
-        """Strangers connect before the receiver does: one is silent, the other guesses a key."""
-
-        def sync(self, message: Any) -> Any:
-            if isinstance(message, SyncBegin):
-                host, _, port = str(message.offers["tcp"]).rpartition(":")
-                strangers.extend(socket.create_connection((host, int(port)), 5.0) for _ in range(2))
-                strangers[1].sendall(bytes([34]) + b"0" * 32 + b"/0")
-            return super().sync(message)
-
-    engine = ThreadEngine("engine", empty_like(TENSORS))
-    begun_at = time.monotonic()
-    with local_pool([engine], TCP) as plain, ExitStack() as stack:
-        supervisor = Visited(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
-        report = publish(supervisor, 1)
-        for stranger in strangers:
-            stack.enter_context(stranger)
-
-        assert strangers[1].recv(1) == b""
-
-    assert list(report.engines) == ["engine"]
-    assert holds(engine, TENSORS)
-    assert time.monotonic() - begun_at < 10.0  # a silent connection may take that long
 
 
 @pytest.mark.slow

@@ -435,21 +435,6 @@ def test_an_engine_that_drains_goes_on_when_the_sync_is_aborted(sources: dict[st
         assert str(engine.lifecycle) == "SERVING(1)"
 
 
-def test_a_rank_cannot_report_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
-    class Twice(LocalSupervisor):
-        def sync(self, message: Any) -> Any:
-            if isinstance(message, SyncFilled):
-                super().sync(message)
-            return super().sync(message)
-
-    engine = ThreadEngine("engine", empty_like(sources))
-    engine.hang_at = "verify_update"
-    with local_pool([engine], SMALL) as plain:
-        twice = Twice(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(WeightSyncError, match="in phase VERIFYING"):
-            publish(twice, sources, timeout_s=3.0)
-
-
 @pytest.mark.slow
 def test_a_deadline_of_the_rank_alone_ends_its_wait_for_links(
     sources: dict[str, Tensor],
