@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,13 @@ def test_an_abort_that_fails_costs_the_link(umbra_session: Session, tmp_path: Pa
     assert counters(live)["engines_lost"] >= 1
 
 
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
     umbra_session: Session, tmp_path: Path
@@ -266,6 +274,7 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
     while live.processes()["policy-0"]["incarnation"] <= len(calls):
         assert step < 4 * len(calls), injected(tmp_path, "policy-0")
         live.publish(step)  # a successor whose start the sleep overtook starts now
+        wait_until(lambda: live.processes()["policy-0"]["state"] == "RUNNING")
         pool.pause("keep")
         pool.resume()
         assert_whole(live.next_batch(step), undisturbed(step))
