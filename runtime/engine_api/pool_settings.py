@@ -201,6 +201,12 @@ class PoolSettings(EnginePoolSettings):
     sync_timeout_s: Seconds = 600.0
     stall_limit_s: Seconds = 100.0
 
+    @property
+    def max_inflight_per_engine(self) -> int:
+        """An update that drains engines waits for all that they hold, so none waits there."""
+        extra = 0 if self.on_update == "drain" else self.max_num_seqs // 4
+        return self.max_num_seqs + extra
+
     def __post_init__(self) -> None:
         EnginePoolSettings.__post_init__(self)
         check_full_sync_every(self.full_sync_every, self.transport)

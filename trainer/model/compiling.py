@@ -3,6 +3,7 @@ memory, or computed again in the backward pass, which saves memory."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from umbra.runtime.errors import ConfigError
 _MAX_VARIANTS: Final = 32
 """Compiled variants of one block, for shapes that cannot share code (one row, empty blocks)."""
 _CACHE: Final = Path("~/.cache/umbra/compiled")
-"""Where torch keeps compiled code for later runs, unless TORCHINDUCTOR_CACHE_DIR is set. Its own
-default is in /tmp, which containers lose."""
+"""Where torch keeps compiled code for later runs, unless TORCHINDUCTOR_CACHE_DIR is set, or nothing
+can be written there. Its own default is in /tmp, which containers lose."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class CompiledFunction:
     _is_possible: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE.expanduser()))
+        _set_cache()
         torch_compile: Any = cast("Any", torch).compile
         self._function = function
         self._compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
@@ -58,13 +59,22 @@ class CompiledFunction:
             return self._function(*args, **kwargs)
         try:
             return self._compiled(*args, **kwargs)
-        except RuntimeError as error:
-            if not isinstance(error, cast("Any", torch)._dynamo.exc.TorchDynamoException):
+        except (RuntimeError, OSError) as error:
+            known = (OSError, cast("Any", torch)._dynamo.exc.TorchDynamoException)  # a full disk
+            if not isinstance(error, known):
                 raise
             CompiledFunction._is_possible = False
             reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
             logger.warning("train.compile: torch cannot compile, so nothing is: %s", reason)
         return self._function(*args, **kwargs)
+
+
+def _set_cache() -> None:
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        folder = _CACHE.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -176,8 +176,7 @@ class Dispatcher:
         for held in (self._inflight, self._not_begun, self._carriers, self._numbers):
             del held[engine]
         self._router.remove(engine)
-        for turn in reversed(turns):
-            self._requeue(turn)
+        self._requeue(turns)
         self.pump()
         self.counters["engines_lost"] += 1
         return Moved(len(turns), sum(turn.trajectory.num_generated for turn in turns))
@@ -186,10 +185,10 @@ class Dispatcher:
         """Requeues requests that the engine rejected; it gets no others until its state changes."""
         self._router.set_serving(engine, False)
         inflight = self._inflight.get(engine, {})
-        for request_id in request_ids:
-            if turn := inflight.get(request_id):  # other turns' ends may have cancelled it
-                self._end_attempt(engine, turn)
-                self._requeue(turn)
+        turns = [inflight[request_id] for request_id in request_ids if request_id in inflight]
+        for turn in turns:
+            self._end_attempt(engine, turn)
+        self._requeue(turns)
         self.pump()
 
     def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
@@ -298,17 +297,20 @@ class Dispatcher:
             if turn is not None:
                 self.counters["gaps"] += 1
                 self._carriers[engine].withdraw([request_id])
-                self._retry(engine, turn, f"{missing} tokens were lost on the way")
+                if self._may_retry(engine, turn, f"{missing} tokens were lost on the way"):
+                    self._requeue([turn])
         for request_id in {int(batch.ids[run]) for run in applied.irregular}:
             turn = inflight.get(request_id)
             if turn is not None and turn.is_stopped:
                 self._carriers[engine].withdraw([request_id])
                 self._end_attempt(engine, turn)
                 turn.on_end(turn, "stop")
+        cut: list[Turn] = []
         for request_id, reason in batch.finishes:
             turn = inflight.get(request_id)
-            if turn is not None:
-                self._on_finish(engine, turn, reason)
+            if turn is not None and self._is_cut(engine, turn, reason):
+                cut.append(turn)
+        self._requeue(cut)
         self.pump()
 
     def _on_appended(self, engine: EngineId, runs: Runs) -> None:
@@ -383,20 +385,20 @@ class Dispatcher:
         trajectory.append_generated(tokens, logprobs, int(version))
         self._on_appended(engine, runs)
 
-    def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
+    def _is_cut(self, engine: EngineId, turn: Turn, reason: str) -> bool:
+        """Ends the attempt, and returns whether another one must follow."""
         outcome = turn.outcome()
+        if not outcome and reason != "abort":
+            return self._may_retry(engine, turn, reason)
+        self._end_attempt(engine, turn)
         if outcome:
-            self._end_attempt(engine, turn)
             turn.on_end(turn, outcome)
-        elif reason == "abort":
-            self.counters["aborts"] += 1
-            self._end_attempt(engine, turn)
-            self._requeue(turn)
-        else:
-            self._retry(engine, turn, reason)
+            return False
+        self.counters["aborts"] += 1
+        return True
 
-    def _retry(self, engine: EngineId, turn: Turn, reason: str) -> None:
-        """Resumes a turn after an engine's error, a limited number of times."""
+    def _may_retry(self, engine: EngineId, turn: Turn, reason: str) -> bool:
+        """Ends the attempt after an engine's error. A turn may resume a limited number of times."""
         self._end_attempt(engine, turn)
         turn.num_errors += 1
         self.counters["retries"] += 1
@@ -405,8 +407,7 @@ class Dispatcher:
             engine, turn.trajectory.sample_id, turn.trajectory.completion_len, reason,
         )  # fmt: skip
         if turn.num_errors < _MAX_TURN_ERRORS:
-            self._requeue(turn)
-            return
+            return True
         self._fail(
             turn,
             EngineError(
@@ -416,6 +417,7 @@ class Dispatcher:
                 "stop token last; see the engine's log"
             ),
         )
+        return False
 
     def _fail(self, turn: Turn, error: UmbraError) -> None:
         (turn.on_error or self._on_failure)(error)
@@ -432,17 +434,19 @@ class Dispatcher:
         if num_tokens:
             turn.num_errors = 0  # the turn made progress
 
-    def _requeue(self, turn: Turn) -> None:
-        if turn.is_cancelled:
-            return
-        outcome = turn.outcome()
-        if outcome:
-            turn.on_end(turn, outcome)
-            return
-        turn.trajectory.cut()
-        self._waiting[turn] = None
-        self._waiting.move_to_end(turn, last=False)
-        self._recorder.cut(turn.trajectory)
+    def _requeue(self, turns: Sequence[Turn]) -> None:
+        """Puts turns before all that wait, in their order."""
+        for turn in reversed(turns):
+            if turn.is_cancelled:  # maybe by the end of another one
+                continue
+            outcome = turn.outcome()
+            if outcome:
+                turn.on_end(turn, outcome)
+                continue
+            turn.trajectory.cut()
+            self._waiting[turn] = None
+            self._waiting.move_to_end(turn, last=False)
+            self._recorder.cut(turn.trajectory)
 
     def check_integrity(self) -> None:
         """Asserts that every turn is in exactly one place and that all counts agree."""

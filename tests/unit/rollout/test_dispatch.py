@@ -267,6 +267,27 @@ def test_what_a_recorder_that_fails_cancels_is_not_given_to_an_engine(failing: s
     bench.dispatcher.check_integrity()
 
 
+@pytest.mark.parametrize("how", ["aborted", "handed back", "lost"])
+def test_turns_that_come_back_keep_their_order_before_those_that_wait(how: str) -> None:
+    bench = Bench(max_inflight=3)
+    bench.serve(A)
+    for seed in range(4):
+        bench.submit(f"s{seed}", seed=seed)
+    if how == "lost":
+        bench.dispatcher.detach(A)
+    else:
+        bench.dispatcher.set_serving(A, False)
+    if how == "handed back":
+        bench.dispatcher.hand_back(A, [1, 2, 3])
+    elif how == "aborted":
+        bench.dispatcher.on_batch(A, delta([], [(1, "abort"), (2, "abort"), (3, "abort")]))
+
+    inbox = bench.serve(B)
+
+    assert [request["seed"] for request in inbox.requests] == [0, 1, 2]
+    bench.dispatcher.check_integrity()
+
+
 def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> None:
     bench = Bench()
     bench.serve(A)

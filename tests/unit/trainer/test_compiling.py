@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import pwd
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,30 @@ def test_without_a_compiler_all_runs_uncompiled_and_one_warning_says_why(
     torch.testing.assert_close(results, [twice(values)] * 2 + [values.sin()] * 2)
     (record,) = caplog.records
     assert "torch cannot compile, so nothing is: InvalidCxxCompiler" in record.getMessage()
+
+
+def not_compiled(function: Any, *, dynamic: bool) -> Any:
+    return function
+
+
+def has_no_entry(uid: int) -> None:
+    raise KeyError(uid)
+
+
+@pytest.mark.parametrize("home", ["/proc", None])
+def test_without_a_home_to_write_to_torch_keeps_code_where_it_does(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(torch, "compile", not_compiled)
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", has_no_entry)
+    else:
+        monkeypatch.setenv("HOME", home)
+
+    assert CompiledFunction(twice)(torch.ones(1)) == 3
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_a_model_without_known_blocks_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:

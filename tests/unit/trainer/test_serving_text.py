@@ -191,12 +191,15 @@ def test_a_trained_model_that_is_not_the_one_served_is_found(tmp_path: Path) -> 
     assert trained_instead(read_serve_config(str(export), own)) is None
 
 
-def test_engines_hold_more_completions_than_they_work_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("on_update", "num_held"), [("keep", 10), ("drain", 8)])
+def test_engines_hold_more_completions_than_they_work_on_unless_they_must_end_all(
+    on_update: str, num_held: int, tmp_path: Path
+) -> None:
     folder = write_model_folder(tmp_path / "model")
-    values = {"model": {"path": str(folder)}, "pool": {"max_num_seqs": 8}}
+    values = {"model": {"path": str(folder)}, "pool": {"max_num_seqs": 8, "on_update": on_update}}
     (config,) = served_pools(check_config(ServeConfig, values, "config"))
 
-    assert config.dispatch.max_inflight_per_engine == 10
+    assert config.dispatch.max_inflight_per_engine == num_held
 
 
 def test_the_stops_of_rollouts_end_served_completions_too(tmp_path: Path) -> None:
