@@ -180,7 +180,9 @@ JOBS: Final = {
     ),
     "hybrid": training_run("--ranks 1"),
     **{
-        f"{sleep}-{name}": training_run(f"--trace LOG.json.gz {step} pool.sleep={setting}", 10)
+        f"{sleep}-{name}": training_run(
+            f"--trace LOG.json.gz {step} pool.sleep={setting} pool.engine_args={EAGER}", 10
+        )
         for name, step in (("135m", SMALL_STEP), ("0.6b", STEP), ("8b", LARGE_STEP))
         for sleep, setting in (("awake", "auto"), ("asleep", "all"))
     },
