@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.engines.sglang.sglang_engine import SglangCore
+from umbra.runtime.engine_api.lifecycle import Tag
 from umbra.runtime.errors import EngineError
 
 pytestmark = [
@@ -170,5 +171,32 @@ def test_prompt_plus_budget_may_fill_the_whole_context(make_engine: MakeEngine) 
             budget = 512 - len(request["tokens"])
             results = await results_of(engine, [request | {"max_new_tokens": budget}])
         assert len(results[0].tokens) == budget
+
+    run_async(body)
+
+
+@pytest.mark.usefixtures("cuda_context")
+@pytest.mark.parametrize("part", ["kv_cache", "weights"])
+def test_one_part_alone_gives_its_memory_back(
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path, part: Tag
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            asked = requests(8, temperature=0.0)
+            before = await results_of(engine, asked)
+            stats = await engine.stats()
+            free_awake, _ = torch.cuda.mem_get_info()
+            await engine.pause("abort")
+
+            await engine.sleep(2, [part])
+
+            freed = torch.cuda.mem_get_info()[0] - free_awake
+            size = stats["kv_nbytes"] if part == "kv_cache" else stats["weights_nbytes"]
+            assert 0.95 * size <= freed <= 1.05 * size + (64 << 20)
+            await publish(engine, weights(model_kind), 1, tmp_path)
+            after = await results_of(engine, asked)
+        for i in range(8):
+            assert after[i].tokens == before[i].tokens
 
     run_async(body)
