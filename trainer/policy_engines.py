@@ -31,6 +31,9 @@ T = TypeVar("T")
 _MARGIN: Final = 0.1
 """Share by which a step may take more than any before it. A larger one lets engines sleep where
 they need not; a smaller one finds fragmentation and longer samples too late."""
+_MEASURED_STEPS: Final = 2
+"""Steps beside engines that sleep. The optimizer makes its state at the end of the first, so only
+the second has it beside activations."""
 
 
 class TrainingRoom:
@@ -40,13 +43,17 @@ class TrainingRoom:
     """
 
     def __init__(self, device: torch.device, planned_nbytes: int) -> None:
-        self.is_measured = False  # a step has been
+        self._num_steps = 0
         self._device = device
         self._needed_nbytes = planned_nbytes
 
+    @property
+    def is_measured(self) -> bool:
+        return self._num_steps >= _MEASURED_STEPS
+
     def measure(self) -> None:
         """Must be called after a step, while torch's allocator keeps what it took."""
-        self.is_measured = True
+        self._num_steps += 1
         if self._device.type == "cuda":
             taken = torch.cuda.memory_reserved(self._device)
             self._needed_nbytes = max(self._needed_nbytes, int(taken * (1 + _MARGIN)))
@@ -91,9 +98,15 @@ class PolicyEngines:
         self._note = note
         self._room = TrainingRoom(mesh.device, training_nbytes)
         self._shortage = RunDir(config.run.dir).out_of_memory
-        is_short = from_lead(mesh, self._shortage.exists)  # before a resume
-        self._sleeps = ALL_TAGS if is_short else SLEEPING_TAGS[config.pool.sleep]
-        self._frees = ALL_TAGS  # in the next sleep and sync: all, until a step has been measured
+        self._sleeps = SLEEPING_TAGS[config.pool.sleep]
+        may_be_awake = self._is_hybrid and self._sleeps != ALL_TAGS
+        if may_be_awake and from_lead(mesh, self._shortage.exists):
+            self._sleeps = ALL_TAGS
+            note(
+                "engines sleep while the trainer computes, because this run ran out of memory "
+                f"beside awake ones; remove {self._shortage} to let them stay awake again"
+            )
+        self._frees = ALL_TAGS  # in the next sleep and sync: all, until steps have been measured
         self._pool = session.pool(POOL)
         lora = policy.adapters.spec if policy.adapters else None
         self._sleep_level = 1 if lora else 2  # engines keep a model that no sync would bring back
@@ -163,7 +176,7 @@ class PolicyEngines:
     def sleep(self) -> None:
         """Pauses hybrid engines, and gives the memory that `pool.sleep` names to the ranks.
 
-        Engines free all of it before the first step, which shows what training takes, and from a
+        Engines free all of it before the first steps, which show what training takes, and from a
         step on for which a rank lacks room.
         """
         if self._is_hybrid:

@@ -41,9 +41,11 @@ _Cell = tuple[int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeed:
     """A rank's memory on its GPU: in a sync (parameters, optimizer state, CUDA context), the part
-    that stays during generation, in training with gradients, and estimated activations. With
-    `keeps_cache`, torch's allocator keeps the memory of training."""
+    that stays during generation, in training with gradients, and estimated activations. The context
+    is a part of the first three. With `keeps_cache`, torch's allocator keeps the memory of
+    training."""
 
+    context_nbytes: int
     sync_nbytes: int
     generation_nbytes: int
     training_nbytes: int
@@ -82,7 +84,7 @@ class EngineNeed:
 class MemoryPlan:
     """The expected memory by phase, node and GPU, where needs are known, and KV caches by pool.
     `activations_fit` is the forecast for training; `notes` are sentences for the user.
-    `training_nbytes` is the most that a rank takes."""
+    `training_nbytes` is the most that a rank takes from torch's allocator."""
 
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
@@ -152,12 +154,15 @@ def plan_memory(
                         "train.activation_checkpointing be 'auto' or 'full'"
                     )
             expected.setdefault(phase, {})[cell] = total
+    training_nbytes = 0
+    if rank is not None:
+        training_nbytes = rank.training_nbytes + rank.activations_nbytes - rank.context_nbytes
     return MemoryPlan(
         kv_num_tokens=sizes,
         expected_nbytes=expected,
         activations_fit=activations_fit,
         notes=tuple(notes),
-        training_nbytes=rank.training_nbytes + rank.activations_nbytes if rank else 0,
+        training_nbytes=training_nbytes,
     )
 
 

@@ -17,7 +17,7 @@ from umbra.trainer.reporting.metrics_loggers import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-STEPS = 4
+STEPS = 5
 SETTINGS = [
     "pool.engine=embedded",
     "pool.engine_args={}",
@@ -61,15 +61,15 @@ def rewards_asleep(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.parametrize("sleep", ["none", "kv_cache", "weights"])
-def test_engines_free_what_is_asked_from_the_second_step_on(
+def test_engines_free_what_is_asked_from_the_third_step_on(
     folder: Path, rewards_asleep: list[float], sleep: str
 ) -> None:
     rewards, events, _ = trained(folder, f"pool.sleep={sleep}")
 
     assert rewards == rewards_asleep
     for engine in ("policy-0", "policy-1"):
-        later = [] if sleep == "none" else [sleep] * (STEPS - 1)
-        assert freed(events, engine) == [BOTH, *later]
+        later = [] if sleep == "none" else [sleep] * (STEPS - 2)
+        assert freed(events, engine) == [BOTH, BOTH, *later]
 
 
 def test_an_awake_engine_that_dies_in_training_is_back_before_its_end(
@@ -99,18 +99,19 @@ def test_a_run_that_ran_out_of_memory_resumes_with_engines_that_sleep(folder: Pa
     )
 
     assert "training ran out of memory beside engines that stayed awake" in output
-    assert freed(events) == [BOTH] * 3  # in the first step, and in the two after the restart
+    assert output.count("because this run ran out of memory beside awake ones") == 1, output
+    assert freed(events) == [BOTH] * STEPS  # the third is that after the restart
 
 
 def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
     folder: Path, rewards_asleep: list[float]
 ) -> None:
     rewards, events, output = trained(
-        folder, "pool.sleep=none", program="short_trainer", environ={"SHORT_AT": "3"}
+        folder, "pool.sleep=none", program="short_trainer", environ={"SHORT_AT": "4"}
     )
 
     assert rewards == rewards_asleep
     for engine in ("policy-0", "policy-1"):
-        assert freed(events, engine) == [BOTH] * (STEPS - 1)  # not in the second step
+        assert freed(events, engine) == [BOTH] * (STEPS - 1)  # not in the third step
     sentence = "cuda:1 has room for 1.0 GiB. From here on, engines sleep while the trainer computes"
     assert output.count(sentence) == 1, output

@@ -1,5 +1,5 @@
 """Chooses the settings that a config leaves to the machine. Loads no torch, for which a start would
-wait a second. The memory plan chooses `train.activation_checkpointing` later.
+wait a second. The memory plan chooses others later (`plan_job_memory`).
 
     model.dtype = "auto"   bfloat16 where the trainer runs on a GPU, float32 on the CPU
     pool.engine = "auto"   vLLM, else SGLang, where it runs on a GPU and the library is installed,

@@ -197,6 +197,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     if config.pool.full_sync_every > 1:
         always += ITEMSIZES[config.model.dtype] * num_trained // num_ranks  # what was sent
     return RankNeed(
+        context_nbytes=_CONTEXT_NBYTES,
         sync_nbytes=always + parameters + optimizer,
         generation_nbytes=always + left,
         training_nbytes=always + parameters + optimizer + master,

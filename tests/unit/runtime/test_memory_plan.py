@@ -24,6 +24,7 @@ GPU = 100 * GIB
 USABLE = 96 * GIB  # of it, by KV caches
 MIB = 1 << 20
 RANK = RankNeed(
+    context_nbytes=2 * GIB,
     sync_nbytes=30 * GIB,
     generation_nbytes=30 * GIB,
     training_nbytes=40 * GIB,
@@ -180,7 +181,7 @@ def test_parts_that_do_not_sleep_are_there_in_training_and_syncs(
 
     assert gib(memory) == {"sync": sync, "generation": 30 + 10 + 2, "train": train}
     assert memory.activations_fit
-    assert memory.training_nbytes == 60 * GIB
+    assert memory.training_nbytes == (60 - 2) * GIB
 
 
 def test_a_cache_that_stays_leaves_a_tenth_of_the_gpu_beside_training() -> None:
