@@ -167,7 +167,8 @@ class PoolSettings(EnginePoolSettings):
             without a plan.
         on_update: What new weights do to completions in progress. "keep" continues them under the
             new weights, with the keys of their tokens so far. "abort" computes these keys again.
-            "drain" finishes them first, which takes as long as the longest.
+            "drain" finishes them first, which takes as long as the longest. Hybrid engines always
+            abort, because they pause before the trainer computes.
         staged_updates: Whether the engines of a standalone pool read new weights into spare memory
             while they generate, so that an update interrupts them for a copy within their GPU
             alone. It takes the memory of the weights once more on each of their GPUs. For engine
