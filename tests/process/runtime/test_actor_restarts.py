@@ -155,34 +155,6 @@ def test_a_handle_asked_for_right_after_a_kill_is_the_successors(
 
 
 @pytest.mark.slow
-def test_a_plain_call_fails_once_then_reaches_the_next_incarnation(
-    spawn: Spawn,
-) -> None:
-    echo = spawn(actor("Echo"))
-    pid = echo.call("who")["pid"]
-
-    with pytest.raises(ConnectionLost, match=r"actor-\d+#1@"):
-        echo.call("die", timeout_s=60.0)
-
-    who = echo.call("who", timeout_s=60.0)
-    assert who["incarnation"] == 2
-    assert who["pid"] != pid
-
-
-@pytest.mark.slow
-def test_an_idempotent_call_survives_its_actor(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo", restart=replace(SOON, max_restarts=3)))
-    first = echo.call("pid")
-
-    for _ in range(3):
-        with all_end([first]):
-            kill(first)
-            second = echo.call("pid", timeout_s=60.0)
-        assert second != first
-        first = second
-
-
-@pytest.mark.slow
 def test_children_of_a_killed_actor_go_with_it_and_others_stay(
     session: Session, spawn: Spawn
 ) -> None:

@@ -77,24 +77,6 @@ async def test_a_single_wrong_byte_shows_in_every_logprob(tmp_path: Path) -> Non
 
 
 @on_the_engines_loop
-async def test_an_aborted_update_leaves_weights_of_no_version(tmp_path: Path) -> None:
-    engine = make_engine(verify_checksums=True)
-
-    def spoil(regions: list[list[int | None]]) -> None:
-        regions[0][2] = 0
-
-    async with running(engine):
-        await publish(engine, weights(1), 4, tmp_path)
-        await engine.pause("abort")
-        outcome = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
-        held = engine.weights_fingerprint()
-
-    assert len(outcome.mismatches) == 1
-    kept = weights_fingerprint([tensor.numpy().tobytes() for tensor in weights(1).values()])
-    assert held != kept, "they were overwritten in place"
-
-
-@on_the_engines_loop
 async def test_weights_that_sleep_drops_are_gone(tmp_path: Path) -> None:
     engine = make_engine()
     async with running(engine):
