@@ -356,7 +356,9 @@ def run_mode(mode: str, cases: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", default=["SmolLM2", "0.6B", "SmolLM2/root", "0.6B/root"])
+    parser.add_argument(
+        "--cases", nargs="+", default=["SmolLM2", "0.6B", "SmolLM2/root", "0.6B/root"]
+    )
     parser.add_argument("--modes", nargs="+", default=["cold", "warm", "eager"])
     parser.add_argument("--in-process", action="store_true", help="of one mode, here")
     options = parser.parse_args()
