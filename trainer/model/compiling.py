@@ -75,6 +75,10 @@ def _set_cache() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    functions = cast("Any", torch)._functorch.config
+    if hasattr(functions, "autograd_cache_allow_custom_autograd_functions"):
+        # By default torch traces blocks with an autograd function (`KeyRows`) again in each run.
+        functions.autograd_cache_allow_custom_autograd_functions = True
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -9,13 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from training_models import make_model
 
 from umbra.trainer.model.compiling import CompiledFunction, compile_blocks
+from umbra.trainer.model.packing import KeyRows
 
+library: Any = torch
+inductor: Any = inductor_config
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns while it compiles
 
 
@@ -31,7 +36,6 @@ def logits_of(model: Any, num_tokens: int) -> Tensor:
 
 @pytest.mark.slow
 def test_all_layers_and_lengths_share_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    library: Any = torch
     counters = library._dynamo.utils.counters["stats"]
     monkeypatch.setattr(torch, "compile", partial(library.compile, backend="eager"))  # in seconds
     model, compiled = make_model(num_hidden_layers=4), make_model(num_hidden_layers=4)
@@ -44,21 +48,33 @@ def test_all_layers_and_lengths_share_a_compiled_block(monkeypatch: pytest.Monke
     assert counters["unique_graphs"] - before == 1
 
 
+@pytest.mark.slow
+def test_code_with_an_autograd_function_is_kept_for_later_runs() -> None:
+    counters = library._dynamo.utils.counters["aot_autograd"]
+    keys = KeyRows.invert(np.array([0, 1, 0, 1, 2, 0, 1, 3]), 2, 4, torch.device("cpu"))
+    rows = torch.randn(4, 6, requires_grad=True)
+    counters.clear()
+
+    with inductor.patch(compile_threads=1):  # no worker processes
+        gathered = CompiledFunction(keys.gather)(rows)
+
+    torch.testing.assert_close(gathered, keys.gather(rows))
+    assert (counters["autograd_cache_bypass"], counters["autograd_cache_miss"]) == (0, 1)
+
+
 def twice(values: Tensor) -> Tensor:
     return values * 2 + 1
 
 
 @pytest.mark.slow
 def test_without_a_compiler_all_runs_uncompiled_and_one_warning_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from torch._inductor import config
-
-    monkeypatch.setattr(config.cpp, "cxx", ("/nonexistent/g++",))
     values = torch.arange(64.0).reshape(8, 8)
     functions = [CompiledFunction(twice), CompiledFunction(torch.sin)]
 
-    with caplog.at_level(logging.WARNING, logger="umbra"):
+    no_compiler = inductor.patch({"cpp.cxx": ("/nonexistent/g++",), "compile_threads": 1})
+    with no_compiler, caplog.at_level(logging.WARNING, logger="umbra"):
         results = [function(values) for function in functions for _ in range(2)]
 
     torch.testing.assert_close(results, [twice(values)] * 2 + [values.sin()] * 2)
