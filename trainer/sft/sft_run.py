@@ -123,7 +123,7 @@ class SftRun:
         if train.activation_checkpointing == "auto":
             train = replace(train, activation_checkpointing="full" if on_gpu else "none")
         if train.compile == "auto":
-            train = replace(train, compile=on_gpu and not compile_obstacle())
+            train = replace(train, compile=on_gpu and not compile_obstacle(model.path))
         self.config = replace(self.config, model=model, train=train)
 
     def _prepare_rows(self, resumed_from: Path | None) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+
 import pytest
 from minimal_config import config_with
 
@@ -10,6 +15,7 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.services.chosen_settings import (
     choose_settings,
+    compile_obstacle,
     settings_left_open,
     with_choices,
     with_chosen_settings,
@@ -147,3 +153,26 @@ def test_a_machine_without_a_gpu_has_none_for_torch(monkeypatch: pytest.MonkeyPa
 
     assert config.model.dtype == "float32"
     assert line.startswith("chosen for the CPU: ")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "obstacle"),
+    [(499_999, "the model is small"), (500_000, ""), (0, "the model's size is unknown")],
+)
+def test_small_models_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, obstacle: str
+) -> None:
+    monkeypatch.setattr(shutil, "which", str)  # there is a compiler, and headers
+    monkeypatch.setattr(sysconfig, "get_path", {"include": str(tmp_path)}.get)
+    (tmp_path / "Python.h").touch()
+    nbytes = 2 * num_rows * 1000
+    tensor = {"dtype": "BF16", "shape": [num_rows, 1000], "data_offsets": [0, nbytes]}
+    header = json.dumps({"weight": tensor}).encode()
+    if num_rows:
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + nbytes)
+
+    found = compile_obstacle(tmp_path)
+
+    assert found.partition(":")[0] == obstacle
