@@ -152,6 +152,7 @@ def plan_memory(
                         f"{where}, and training may need {_sum(parts)}. If it runs out of memory, "
                         "lower train.max_tokens_per_micro_batch, and let "
                         "train.activation_checkpointing be 'auto' or 'full'"
+                        + (", and pool.sleep 'auto' or 'all'" if reserve else "")
                     )
             expected.setdefault(phase, {})[cell] = total
     training_nbytes = 0

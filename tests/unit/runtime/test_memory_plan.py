@@ -189,7 +189,9 @@ def test_a_cache_that_stays_leaves_a_tenth_of_the_gpu_beside_training() -> None:
     assert memory.kv_num_tokens["policy"] == (90 - 60 - 10) * 1024
 
     tight = {"policy": need(kv_num_tokens=20 * 1024 + 1, sleeps=frozenset())}
-    assert not planned(1, 1, tight).activations_fit
+    memory = planned(1, 1, tight)
+    assert not memory.activations_fit
+    assert memory.notes[-1].endswith("and pool.sleep 'auto' or 'all'")
 
 
 def test_what_training_took_stays_with_ranks_that_keep_it() -> None:
