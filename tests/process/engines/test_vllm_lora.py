@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from adapter_factory import save_adapter
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_suite import MakeEngine
-from engine_runs import Collector, collect, run_async, running, wire_request
+from engine_runs import Collector, run_async, running, wire_request
 from local_sync import publish
 from lora_runs import asked_of_each, check_each
 from model_factory import make_model
@@ -101,12 +102,16 @@ def test_a_frozen_request_goes_on_with_its_adapter_over_the_new_weights(
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
-            await engine.submit(asked)
-            await engine.pause("keep")
-            weights = dict(make_model(model_kind, 1).named_parameters())
-            await publish(engine, weights, 1, tmp_path)
             collector = Collector()
-            await collect(engine, collector, len(asked))
+            async with aclosing(engine.deltas()) as batches:
+                await engine.submit(asked)
+                while len(collector.completions) < len(asked):  # the others would be aborted
+                    collector.apply(await anext(batches))
+                await engine.pause("keep")
+                weights = dict(make_model(model_kind, 1).named_parameters())
+                await publish(engine, weights, 1, tmp_path)
+                while collector.num_finished() < len(asked):
+                    collector.apply(await anext(batches))
 
             assert all(found.reason == "length" for found in collector.completions.values())
             assert all(1 in found.versions for found in collector.completions.values())
