@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from umbra.runtime.actor.actor_spec import ActorSpec, actor_context, idempotent
-    from umbra.runtime.actor.restart_policy import RestartPolicy
+    from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy, actor_context, idempotent
     from umbra.runtime.pools.pool_spec import PoolSpec
     from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
     from umbra.runtime.rpc.wire import ActorRef
@@ -32,7 +31,7 @@ _HOMES = {
     "ActorSpec": "actor.actor_spec",
     "Pool": "rpc.sync_handle",
     "PoolSpec": "pools.pool_spec",
-    "RestartPolicy": "actor.restart_policy",
+    "RestartPolicy": "actor.actor_spec",
     "Session": "session.session",
     "SessionConfig": "session.launch",
     "SyncHandle": "rpc.sync_handle",

@@ -10,10 +10,11 @@ import torch
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.algorithms.advantages import batch_advantages, normalize_over_batch
 from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.model_export import export_policy
-from umbra.trainer.checkpoint.run_dir import RunDir
+from umbra.trainer.checkpoint.run_dir import RunDir, begin_run
 from umbra.trainer.config.algorithm_names import LOSSES
-from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.data.train_batch import TrainBatch
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
@@ -22,7 +23,7 @@ from umbra.trainer.model.train_model import POLICY, REFERENCE, TrainModel
 from umbra.trainer.objective import PolicyObjective
 from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world.mesh import Mesh
+from umbra.trainer.world.mesh import Mesh, from_lead
 
 
 def load_models(
@@ -95,3 +96,27 @@ def export_trained(
             source=config.model,
             dtype=getattr(torch, config.model.compute_dtype),
         )
+
+
+def find_resume_point(
+    run: RunSection,
+    incarnation: int,
+    checkpoints: CheckpointStore,
+    mesh: Mesh,
+    display: ProgressDisplay,
+) -> Path | None:
+    """Prepares the run directory; returns the newest checkpoint whose files are intact. None if the
+    run starts from scratch. Collective."""
+    damaged = list[Path]()
+    while True:
+        path = from_lead(mesh, lambda: begin_run(run, incarnation, damaged))
+        if path is None:
+            return None
+        with display.activity(f"checking {path.name}"):
+            damage = checkpoints.find_damage(path)
+        if not damage:
+            if damaged:
+                display.note(f"resuming from the older checkpoint {path} instead")
+            return path
+        display.note(f"warning: the checkpoint {path} is damaged: {damage}")
+        damaged.append(path)

@@ -29,6 +29,7 @@ from umbra.trainer.learning import (
     add_advantages,
     decode_token,
     export_trained,
+    find_resume_point,
     load_models,
     make_train_step,
 )
@@ -41,7 +42,6 @@ from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.memory_metrics import GpuMemorySeen, MemoryAccount
 from umbra.trainer.reporting.metrics_loggers import read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
-from umbra.trainer.resume_point import find_resume_point
 from umbra.trainer.services.job_plan import JobPlan, collective_timeout_s
 from umbra.trainer.services.memory_needs import planned_settings
 from umbra.trainer.services.rollout_start import start_rollouts

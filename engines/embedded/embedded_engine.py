@@ -18,9 +18,9 @@ from umbra.engines.shell.engine_core import Core, WeightUpdates
 from umbra.engines.shell.engine_requests import EngineRequests, RequestCounts
 from umbra.engines.shell.engine_shell import EngineShell
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.runtime.engine_api.hub_snapshot import local_model
 from umbra.runtime.engine_api.lora import LoraBase
 from umbra.runtime.engine_api.token_deltas import END_TICK_S, DeltaColumns
+from umbra.runtime.engine_api.weight_files import local_model
 from umbra.runtime.errors import EngineError
 
 T = TypeVar("T")

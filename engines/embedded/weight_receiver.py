@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.byte_views import buffer_bytes
 from umbra.runtime.weights.exports.exported_image import ExportedImage, MakeOpener, OpenedMemory
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener
 from umbra.runtime.weights.image.destinations import Destinations
@@ -16,6 +15,7 @@ from umbra.runtime.weights.image.mapped_image import KeptImage
 from umbra.runtime.weights.image.sync_progress import EngineEnd
 from umbra.runtime.weights.links.image_source import ImageSource
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.shards import buffer_bytes
 
 _OPEN_TIMEOUT_S: Final = 10.0
 

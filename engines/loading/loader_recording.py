@@ -13,7 +13,7 @@ recording also tells what was left out.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, cast
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from umbra.engines.loading.weight_source import WeightSource
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.copy_planner import StridedView
 
@@ -343,3 +344,36 @@ def storage_of(tensor: Tensor) -> int:
 def _tensors(value: Any) -> list[Tensor]:
     values = cast("list[Any]", [*value] if isinstance(value, list | tuple) else [value])
     return [tensor for tensor in values if isinstance(tensor, Tensor)]
+
+
+class WatchedLoader:
+    """A `ModelLoader` for `load_weights` that fills a model's parameters in place.
+
+    Attributes:
+        unread: tensors that the last recorded load has not read.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        model: nn.Module,
+        load_weights: Callable[[Iterator[tuple[str, Tensor]]], object],
+    ) -> None:
+        self._engine = engine
+        self._model: Any = model
+        self._load_weights = load_weights
+        self.unread: list[str] = []
+
+    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
+        """Raises WeightSyncError for a parameter that gets no value."""
+        with LoaderRecording(self._model) as recording:
+            self._load_weights(recording.watch(source.tensors()))
+        if getattr(self._model, "quant_config", None) is None:  # else parameters have other shapes
+            recording.check_filled(self._engine)
+        self.unread = recording.unread()
+        return recording, {}
+
+    def load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self._load_weights(tensors)

@@ -11,10 +11,10 @@ The engine's process sends orders through its library's own channels (`AdapterUp
 
 `weights` describes an update, and is a plain map:
 
-    image     image, bucket_nbytes, manifest, fd_socket, progress     image_weights
+    image     image, bucket_nbytes, manifest, fd_socket, progress     FillingImage
     exports   exports, manifest, fd_socket, progress,
-              has_checksums, is_staged                                exported_weights
-    copy      path, nbytes, manifest                                  an image without a sync
+              has_checksums, is_staged                                ExportedWeights
+    copy      path, nbytes, manifest                                  CompleteImage
 
 Image and exports notice an abort of the sync between tensors, and before and after a plan's copies.
 An engine on several nodes adds the image's nbytes, and the paths of its copies on the nodes; the
@@ -31,10 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from umbra.engines.loading.copy_plan import CopyPlan, StagedCopies
-from umbra.engines.loading.exported_weights import ExportedWeights
-from umbra.engines.loading.image_weights import CompleteImage, FillingImage
 from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.weight_source import WeightSource
+from umbra.engines.loading.weight_source import (
+    CompleteImage,
+    ExportedWeights,
+    FillingImage,
+    WeightSource,
+)
 from umbra.runtime.errors import EngineError, ProtocolError, WeightSyncError
 from umbra.runtime.weights.exports.exported_image import MakeOpener, OpenedMemory
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, probe_import

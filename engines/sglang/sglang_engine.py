@@ -29,10 +29,9 @@ from umbra.engines.sglang.sglang_requests import (
     within,
 )
 from umbra.engines.sglang.sglang_settings import SYNCED_ADAPTER, WEIGHT_LOADER, SglangSettings
-from umbra.engines.shell.adapter_engine import ConfiguredEngine
-from umbra.engines.shell.adapter_updates import AdapterCore
+from umbra.engines.shell.adapter_engine import AdapterCore, ConfiguredEngine
 from umbra.engines.shell.engine_core import Output
-from umbra.engines.shell.follower_group import job_folder
+from umbra.engines.shell.engine_follower import job_folder
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.engines.sglang.sglang_library import SglangLibrary, end_on_sigquit, temporary_files_in
-from umbra.engines.shell.follower_group import network_variables
+from umbra.engines.shell.engine_follower import network_variables
 
 
 def main() -> None:

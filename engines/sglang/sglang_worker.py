@@ -16,7 +16,7 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.loading.watched_loader import WatchedLoader
+from umbra.engines.loading.loader_recording import WatchedLoader
 from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.engines.sglang import sglang_library

@@ -13,10 +13,9 @@ from typing import Any, Final, TypeVar
 
 import xxhash
 
-from umbra.engines.shell.adapter_engine import ConfiguredEngine
-from umbra.engines.shell.adapter_updates import AdapterCore
+from umbra.engines.shell.adapter_engine import AdapterCore, ConfiguredEngine
 from umbra.engines.shell.engine_core import Output
-from umbra.engines.shell.follower_group import job_folder
+from umbra.engines.shell.engine_follower import job_folder
 from umbra.engines.vllm.vllm_library import (
     VllmLibrary,
     file_variables,

@@ -13,7 +13,7 @@ import sys
 from multiprocessing import connection
 from typing import Any
 
-from umbra.engines.shell.follower_group import network_variables
+from umbra.engines.shell.engine_follower import network_variables
 from umbra.engines.vllm.vllm_library import VllmLibrary, file_variables, unlink_shared_memory
 
 

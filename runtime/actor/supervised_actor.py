@@ -27,10 +27,9 @@ from typing import Any, Final
 
 import msgpack
 
-from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec, DeclareFailed, RestartTracker
 from umbra.runtime.actor.heartbeat import Watchdog
 from umbra.runtime.actor.node_context import NodeContext
-from umbra.runtime.actor.restart_policy import DeclareFailed, RestartTracker
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.cluster.run_events import EventKind

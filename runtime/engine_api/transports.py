@@ -36,7 +36,7 @@ TRANSPORTS: Final[Mapping[TransportName, Transport]] = {
         Transport(
             name="cuda_ipc",
             plan=f"{_WEIGHTS}.exports.export_plan:ExportPlan",
-            sender=f"{_WEIGHTS}.exports.exporter:ExportSender",
+            sender=f"{_WEIGHTS}.exports.ipc_memory:ExportSender",
             reads_ranks=True,
         ),
         Transport(

@@ -18,6 +18,7 @@ from umbra.runtime.cluster.socket_dir import FD_SOCKET
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.pools.warm_engines import WarmEngines, reuse_engines
+from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.weights.image.fd_server import FdServer, serve_fds
 
@@ -300,6 +301,9 @@ class JobPools:
         self._background.add(task)
         return task
 
+    def slicing_of(self, host: str) -> PoolSlicing | None:
+        return self._slicings.get(host)
+
     def report_work(self, name: str, has_work: bool) -> None:
         self[name]  # raises if there is no such pool
         slicing = self._slicings.get(self._hosts.get(name, name))
@@ -311,28 +315,12 @@ class JobPools:
         for name, pool in list(self._pools.items()):
             if pool.spec.load_weights:
                 continue
-            async with self._reserved_for_trainer(name, _INVALIDATE_LIMIT_S):
+            async with self.reserved_for_trainer(name, _INVALIDATE_LIMIT_S):
                 await pool.invalidate()
         for slicing in self._slicings.values():
             slicing.forget_work()
 
-    async def pause(self, name: str, mode: str, timeout_s: float) -> None:
-        async with self._reserved_for_trainer(name, timeout_s):
-            await self[name].pause(mode, timeout_s)
-
-    async def resume(self, name: str, timeout_s: float) -> None:
-        async with self._reserved_for_trainer(name, timeout_s):
-            await self[name].resume(timeout_s)
-
-    async def sleep(self, name: str, level: SleepLevel, tags: list[Tag], timeout_s: float) -> None:
-        async with self._reserved_for_trainer(name, timeout_s, sleeps=True):
-            await self[name].sleep(level, tags, timeout_s)
-
-    async def wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
-        async with self._reserved_for_trainer(name, timeout_s, sleeps=False):
-            await self[name].wake(tags, timeout_s)
-
-    def _reserved_for_trainer(
+    def reserved_for_trainer(
         self, name: str, timeout_s: float, *, sleeps: bool | None = None
     ) -> contextlib.AbstractAsyncContextManager[None]:
         if name in self._hosts:
@@ -344,20 +332,6 @@ class JobPools:
         if slicing is None:
             return contextlib.nullcontext()
         return slicing.reserved_for_trainer(timeout_s, sleeps=sleeps)
-
-    async def sync(self, call: dict[str, Any]) -> dict[str, Any] | None:
-        """Answers a rank's message of a weight sync. A sync claims the memory of pools that share
-        it with this one."""
-        from umbra.runtime.weights.sync_messages import SyncBegin, decode_call, encode
-
-        message = decode_call(call)
-        pool, slicing = self[message.pool], self._slicings.get(message.pool)
-        async with contextlib.AsyncExitStack() as beginning:
-            if isinstance(message, SyncBegin):
-                if slicing is not None:
-                    await beginning.enter_async_context(slicing.sync_begins(message.left_s))
-                await beginning.enter_async_context(pool.sync_begins(message))
-            return encode(await pool.sync.answer(message))
 
 
 class JobImages:
@@ -382,3 +356,92 @@ class JobImages:
         arguments = self._links.epoch, to_wire(order)
         async with there.stream("hold_image", *arguments, timeout_s=None) as states:
             yield states
+
+
+class PoolCalls:
+    """The supervisor's calls about pools, for ranks, dispatchers and other supervisors."""
+
+    def __init__(self, pools: JobPools, links: JobLinks) -> None:
+        self._pools = pools
+        self._links = links
+
+    async def create_pool(self, spec: dict[str, Any]) -> None:
+        """Starts the engines of a pool and waits until each is ready; an equal pool (after an
+        elastic restart) is kept. Raises ConfigError or ActorDied."""
+        await self._pools.create(spec)
+
+    async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
+        async for event in self._pools[name].watch():
+            yield event
+
+    @idempotent
+    def pool_states(self, name: str) -> list[dict[str, Any]]:
+        return self._pools[name].states()
+
+    @idempotent
+    def catch_up(self, name: str) -> dict[str, Any]:
+        """The engines that wait for a version, for ranks that wait for a batch.
+
+        Returns:
+            {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank,
+                ...]}; `ranks` already publish that version again, and wait for the others to join.
+        """
+        return self._pools[name].catch_up()
+
+    @idempotent
+    def pool_has_work(self, name: str, has_work: bool) -> None:
+        """Takes a dispatcher's report of requests to answer, which decides the turns of pools."""
+        self._pools.report_work(name, has_work)
+
+    async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
+        async with self._pools.reserved_for_trainer(name, timeout_s):
+            await self._pools[name].pause(mode, timeout_s)
+
+    async def pool_resume(self, name: str, timeout_s: float) -> None:
+        async with self._pools.reserved_for_trainer(name, timeout_s):
+            await self._pools[name].resume(timeout_s)
+
+    async def pool_sleep(
+        self, name: str, level: SleepLevel, tags: list[Tag], timeout_s: float
+    ) -> None:
+        async with self._pools.reserved_for_trainer(name, timeout_s, sleeps=True):
+            await self._pools[name].sleep(level, tags, timeout_s)
+
+    async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
+        async with self._pools.reserved_for_trainer(name, timeout_s, sleeps=False):
+            await self._pools[name].wake(tags, timeout_s)
+
+    async def sync(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Answers a rank's message of a weight sync; see `sync_messages`. A sync claims the memory
+        of pools that share it with this one."""
+        from umbra.runtime.weights.sync_messages import SyncBegin, decode_call, encode
+
+        call = decode_call(message)
+        pool, slicing = self._pools[call.pool], self._pools.slicing_of(call.pool)
+        async with contextlib.AsyncExitStack() as beginning:
+            if isinstance(call, SyncBegin):
+                if slicing is not None:
+                    await beginning.enter_async_context(slicing.sync_begins(call.left_s))
+                await beginning.enter_async_context(pool.sync_begins(call))
+            return encode(await pool.sync.answer(call))
+
+    async def admit(self, node: dict[str, Any]) -> dict[str, int]:
+        """Called by a supervisor that only generates; returns {"node": its index, "epoch"}."""
+        idx = await self._pools.admit_generator(from_wire(JobNode, node))
+        return {"node": idx, "epoch": self._links.epoch}
+
+    async def hold_image(
+        self, epoch: int, order: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        from umbra.runtime.weights.image.image_memory import ImageOrder
+
+        await self._links.check_epoch(epoch)
+        held = self._pools.images.hold(from_wire(ImageOrder, order))
+        async with contextlib.aclosing(held) as states:
+            async for state in states:
+                yield state
+
+    async def end_warm(self, epoch: int, names: list[str]) -> None:
+        """Called by the lead; returns when the engines' processes have ended."""
+        await self._links.check_epoch(epoch)
+        await self._pools.end_own_warm(names)

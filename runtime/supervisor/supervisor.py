@@ -28,8 +28,7 @@ from umbra.runtime.cluster.job_nodes import ranks_of
 from umbra.runtime.cluster.run_events import EventKind, EventLog
 from umbra.runtime.cluster.run_requests import JobRequest, JobRequests, SupervisorAddress
 from umbra.runtime.errors import ActorNotFound
-from umbra.runtime.pools.job_pools import JobPools
-from umbra.runtime.pools.pool_calls import PoolCalls
+from umbra.runtime.pools.job_pools import JobPools, PoolCalls
 from umbra.runtime.pools.warm_engines import WarmEngines
 from umbra.runtime.reports.hang_bundle import JobBundles
 from umbra.runtime.rpc.rpc_client import Client

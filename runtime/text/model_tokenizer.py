@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from umbra.runtime.disk import replacing
-from umbra.runtime.engine_api.hub_snapshot import local_model
+from umbra.runtime.engine_api.weight_files import local_model
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.text.messages import normal_messages
 from umbra.runtime.text.model_files import configured_end_tokens, read_model_config

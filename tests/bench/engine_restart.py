@@ -33,7 +33,7 @@ from typing import Any
 from gap_manager import gap_manager_spec
 from qwen3_shapes import SHAPES, save_model
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits

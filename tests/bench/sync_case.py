@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Self
 
 from qwen3_shapes import SHAPES, qwen3_config
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.pools.pool_spec import PoolSpec

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.runtime.disk import check_free_space
-from umbra.runtime.engine_api.hub_snapshot import local_model
-from umbra.runtime.engine_api.weight_files import has_own_head, untied
+from umbra.runtime.engine_api.weight_files import has_own_head, local_model, untied
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import from_wire
 from umbra.runtime.text.model_files import read_model_config

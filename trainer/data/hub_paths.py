@@ -22,7 +22,7 @@ from urllib.parse import quote
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.job_nodes import Store, open_job_store
 from umbra.runtime.disk import replacing, similar_path
-from umbra.runtime.engine_api.hub_snapshot import download_model, local_model, not_downloaded
+from umbra.runtime.engine_api.weight_files import download_model, local_model, not_downloaded
 from umbra.runtime.errors import DataError, JobFailed, UmbraError, how_to_install
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.data_rows import SUFFIXES

@@ -57,8 +57,7 @@ from umbra.trainer.services.memory_needs import (
     planned_settings,
     trained_size,
 )
-from umbra.trainer.services.pool_placement import plan_pools
-from umbra.trainer.services.pool_specs import TEACHER, auxiliary_pool_spec
+from umbra.trainer.services.pool_specs import TEACHER, auxiliary_pool_spec, plan_pools
 from umbra.trainer.services.services import (
     POOL,
     engine_pool_spec,

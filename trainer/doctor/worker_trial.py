@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConnectionLost, RewardError
 from umbra.runtime.rollout.prompts import Prompt

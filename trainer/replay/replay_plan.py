@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from umbra.runtime.dash.sample_texts import open_ledger
-from umbra.runtime.engine_api.hub_snapshot import local_model
+from umbra.runtime.engine_api.weight_files import local_model
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.trainer.checkpoint.run_dir import RunDir

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.algorithms.base import load_advantage_estimator, load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
-from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter
+from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, record_settings
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.learning import add_advantages, decode_token, load_models, make_train_step
 from umbra.trainer.logprob_check import LogprobCheck
 from umbra.trainer.replay.ledger_batches import LedgerBatches
 from umbra.trainer.replay.replay_plan import ReplayPlan
-from umbra.trainer.replay.replay_report import ReplayReport, rows_of_run
 from umbra.trainer.reporting.console import ProgressDisplay
+from umbra.trainer.reporting.metrics_loggers import MetricsLog, merge_steps, read_metrics
+from umbra.trainer.reporting.metrics_plot import save_plot
+from umbra.trainer.reporting.run_reporter import write_report
 from umbra.trainer.services.job_plan import collective_timeout_s
 from umbra.trainer.services.services import batch_layout, user_folders
 from umbra.trainer.world.mesh import Mesh, from_lead
+from umbra.trainer.world.run_files import check_writable, writing
+
+_COMPARED: Final = "train/"
+"""Begins the names of metrics that a replay computes as the run has computed them."""
+_BESIDE: Final = "run/"
+"""Put in front of the name of such a metric where its value is the run's."""
+_UNKNOWN: Final = "rollout/refilled_tokens"
+"""Work of the engines that the ledger does not have."""
 
 
 def replay(plan: ReplayPlan, environment: TorchrunEnvironment, display: ProgressDisplay) -> None:
@@ -82,3 +94,74 @@ def _logprob_check(
         display.note,
         [row for _, row in sorted(rows_of_run(plan).items(), reverse=True)],
     )
+
+
+Row = Mapping[str, float]
+
+
+def rows_of_run(plan: ReplayPlan) -> dict[int, Row]:
+    """The run's own metrics of the steps of the plan, as far as it has them."""
+    rows = merge_steps(read_metrics(RunDir(plan.run_dir).metrics))
+    return {int(row["step"]): row for row in rows if plan.first <= row["step"] <= plan.last}
+
+
+class ReplayReport:
+    """Writes a replay's metrics beside the run's into the replay's directory, which others read as
+    a run's. Rank 0 has one."""
+
+    def __init__(self, plan: ReplayPlan, display: ProgressDisplay) -> None:
+        self._plan = plan
+        self._display = display
+        self._run_dir = RunDir(plan.config.run.dir)
+        self._of_run = rows_of_run(plan)
+        self._difference = ""  # the first one
+
+    def begin(self) -> None:
+        """Raises RunDirectoryError if the directory cannot be written."""
+        check_writable(self._run_dir.path)
+        record_settings(self._plan.config, {})
+        self._log = MetricsLog(self._run_dir.path, first_step=self._plan.first)
+        self._display.note("numbers of the run itself are in brackets")
+
+    def step_done(self, step: int, row: Row) -> None:
+        beside = {
+            name: value
+            for name, value in self._of_run.get(step, {}).items()
+            if name.startswith(_COMPARED)
+        }
+        shown = {name: value for name, value in row.items() if name != _UNKNOWN}
+        self._log.write(step, shown | {f"{_BESIDE}{name}": beside[name] for name in beside})
+        if self._plan.is_exact and not self._difference:
+            self._difference = next(
+                (
+                    f"{name} of step {step} is {row.get(name)} and was {value}"
+                    for name, value in beside.items()
+                    if row.get(name) != value
+                ),
+                "",
+            )
+        numbers = "  ".join(
+            f"{label} {row.get(name, 0.0):.5g} [{beside.get(name, 0.0):.5g}]"
+            for label, name in (("loss", "train/loss"), ("grad norm", "train/grad_norm"))
+        )
+        self._display.note(f"step {step}/{self._plan.last}  {numbers}")
+
+    def close(self) -> None:
+        """Writes plot and report, and shows whether the replay is the run again."""
+        run_dir = self._run_dir
+        with writing("write", run_dir.plot):
+            title = "\n".join([run_dir.path.name, *self._plan.overrides])
+            save_plot(read_metrics(run_dir.metrics), run_dir.plot, title)
+        write_report(run_dir.report, run_dir.path)
+        if self._difference:
+            self._display.note(
+                f"warning: this replay is not the run again: {self._difference}. Usual causes: "
+                "settings that a resume of the run has changed since, other hardware or libraries, "
+                "another number of threads (OMP_NUM_THREADS), GPU kernels that add in no fixed "
+                "order"
+            )
+        elif self._plan.is_exact and self._of_run:
+            num_steps = len(self._of_run)
+            self._display.note(f"all metrics of {num_steps} steps are the run's, bit for bit")
+        for path in (run_dir.metrics, run_dir.checkpoints, run_dir.report, run_dir.plot):
+            self._display.note(str(path))

@@ -26,7 +26,7 @@ from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.process.nvml import count_gpus
 from umbra.trainer.config.setting_rules import refusals
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
-from umbra.trainer.services.pool_placement import engine_device
+from umbra.trainer.services.pool_specs import engine_device
 
 _LIBRARIES: Final = ("vllm", "sglang")
 _COMPILED_MIN_PARAMETERS: Final = 500_000_000

@@ -10,7 +10,7 @@ from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session.session import Session
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.services.memory_needs import plan_job_memory
-from umbra.trainer.services.pool_placement import plan_pools
+from umbra.trainer.services.pool_specs import plan_pools
 from umbra.trainer.services.services import POOL
 from umbra.trainer.world.mesh import pick_device, usable_gpus
 

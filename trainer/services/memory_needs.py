@@ -32,7 +32,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import scoring_nbytes
 from umbra.trainer.model.train_model import wraps_layers
-from umbra.trainer.services.pool_placement import engine_device
+from umbra.trainer.services.pool_specs import engine_device
 from umbra.trainer.services.services import DEFAULT_MICRO_BATCH_TOKENS
 
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

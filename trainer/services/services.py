@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError

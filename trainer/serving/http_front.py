@@ -28,8 +28,7 @@ from umbra.runtime.http_listening import is_own_name, listen, own_names
 from umbra.runtime.rollout.dispatch.operator_messages import OperatorMessages
 from umbra.runtime.settings import from_wire
 from umbra.trainer.serving.choice import Step, collect
-from umbra.trainer.serving.openai_answers import usage_of
-from umbra.trainer.serving.openai_requests import (
+from umbra.trainer.serving.openai_messages import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -37,6 +36,7 @@ from umbra.trainer.serving.openai_requests import (
     SamplingRequest,
     as_api_error,
     parse_body,
+    usage_of,
 )
 from umbra.trainer.serving.served_pool import GenerationJob, ServedPool, ServedPoolConfig
 

@@ -18,8 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -31,7 +30,6 @@ from umbra.trainer.reporting.console import ProgressDisplay
 from umbra.trainer.services.services import POOL, starting_engines
 from umbra.trainer.services.setup_check import check_models
 from umbra.trainer.serving.choice import StepWriter
-from umbra.trainer.serving.model_text import ModelText
 from umbra.trainer.serving.served_config import (
     alone,
     plan_served,
@@ -41,7 +39,7 @@ from umbra.trainer.serving.served_config import (
     served_pools,
     trained_instead,
 )
-from umbra.trainer.serving.served_pool import ServedPoolConfig
+from umbra.trainer.serving.served_pool import ModelText, ServedPoolConfig
 from umbra.trainer.world.run_files import check_writable
 from umbra.trainer.world.signals import StopRequested, StopSignals
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from umbra.runtime.cluster.placement import Node, Plan
-from umbra.runtime.engine_api.hub_snapshot import snapshot_name
 from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
+from umbra.runtime.engine_api.weight_files import snapshot_name
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.rollout_config import DispatchConfig
@@ -18,8 +18,13 @@ from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.data.hub_paths import model_name, with_local_models
 from umbra.trainer.services.chosen_settings import with_chosen_settings
-from umbra.trainer.services.pool_placement import engine_device, plan_pools
-from umbra.trainer.services.pool_specs import auxiliary_dispatch, auxiliary_pool_spec, path_setting
+from umbra.trainer.services.pool_specs import (
+    auxiliary_dispatch,
+    auxiliary_pool_spec,
+    engine_device,
+    path_setting,
+    plan_pools,
+)
 from umbra.trainer.services.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import token_ids
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.agents.task_host import TaskHost
+from umbra.runtime.rollout.agents.user_thread import TaskHost
 from umbra.runtime.rollout.rollout_config import AuxiliaryPoolConfig
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.text.model_tokenizer import ModelTokenizer

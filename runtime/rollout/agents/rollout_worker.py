@@ -17,8 +17,7 @@ from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
 from umbra.runtime.rollout.agents.auxiliary_pool import ExtendableDeadline, PoolCaller
 from umbra.runtime.rollout.agents.reward_function import RewardSum
-from umbra.runtime.rollout.agents.task_host import TaskHost
-from umbra.runtime.rollout.agents.user_thread import UserThread
+from umbra.runtime.rollout.agents.user_thread import TaskHost, UserThread
 from umbra.runtime.rollout.prompts import to_row
 from umbra.runtime.rollout.rollout_config import WorkerConfig
 from umbra.runtime.rpc.rpc_client import Handle

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.byte_views import flatten
 from umbra.runtime.weights.copy_planner import ShardBlock
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, Opener
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.rank_exports import Allocation, RankExports, TensorPart
+from umbra.runtime.weights.shards import flatten
 
 _LocatedPart = tuple[TensorPart, Allocation]
 

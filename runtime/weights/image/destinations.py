@@ -9,7 +9,6 @@ from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.process.host_memory import populate_range
-from umbra.runtime.weights.byte_views import dtype_name, flatten
 from umbra.runtime.weights.checksum import CastValues, checksums_of
 from umbra.runtime.weights.manifest import (
     ITEMSIZES,
@@ -19,6 +18,7 @@ from umbra.runtime.weights.manifest import (
     Manifest,
     TensorEntry,
 )
+from umbra.runtime.weights.shards import dtype_name, flatten
 
 MAX_MISMATCHES: Final = 32
 # Names in an error; a wrong layout would otherwise list every tensor of the model.

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from umbra.runtime.weights.byte_views import buffer_bytes
 from umbra.runtime.weights.manifest import PIECE_NBYTES
+from umbra.runtime.weights.shards import buffer_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.byte_views import buffer_bytes
 from umbra.runtime.weights.image.gpu_copies import GpuCopies, common_device
 from umbra.runtime.weights.image.mapped_image import KeptImage, MappedImage
 from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.manifest import BucketGrid, BucketPiece
-from umbra.runtime.weights.shards import SenderParts, ShardBuckets, ShardReader
+from umbra.runtime.weights.shards import SenderParts, ShardBuckets, ShardReader, buffer_bytes
 from umbra.runtime.weights.sync_messages import Region, SyncGrant, remaining_s
 from umbra.runtime.weights.transport import Sender
 

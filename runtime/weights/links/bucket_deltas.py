@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.weights.byte_views import flatten
+from umbra.runtime.weights.shards import flatten
 
 _WORD_NBYTES: Final = 2
 _BLOCK_WORDS: Final = 1 << 16

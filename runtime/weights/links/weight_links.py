@@ -36,11 +36,11 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError
-from umbra.runtime.weights.byte_views import buffer_bytes
 from umbra.runtime.weights.image.mapped_image import MappedImage
 from umbra.runtime.weights.image.sync_progress import SyncProgress
 from umbra.runtime.weights.links.bucket_deltas import apply_delta, most_nbytes
 from umbra.runtime.weights.manifest import MAX_TENSORS, BucketGrid, BucketPiece, Extent
+from umbra.runtime.weights.shards import buffer_bytes
 from umbra.runtime.weights.sync_messages import remaining_s
 
 _LENGTH_NBYTES: Final = 8

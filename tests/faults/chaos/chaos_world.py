@@ -34,8 +34,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.pools.pool_spec import PoolSpec

@@ -109,7 +109,7 @@ _RESTART_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="one restart too many",
-        path="runtime/actor/restart_policy.py",
+        path="runtime/actor/actor_spec.py",
         old="if num_recent >= policy.max_restarts:",
         new="if num_recent > policy.max_restarts:",
         command=_BACKOFF,
@@ -117,7 +117,7 @@ _RESTART_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="backoff not reset",
-        path="runtime/actor/restart_policy.py",
+        path="runtime/actor/actor_spec.py",
         old="2.0 ** min(num_recent, 60)",
         new="2.0 ** min(self.num_restarts - 1, 60)",
         command=_BACKOFF,

@@ -24,7 +24,7 @@ from local_sync import publish
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from umbra.engines.shell import adapter_updates
+from umbra.engines.shell import adapter_engine
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 
 
@@ -108,7 +108,7 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
     Requests come one at a time. Engines make batches of what has arrived, and equal weights give
     equal logprobs only in equal batches.
     """
-    caplog.set_level(logging.DEBUG, logger=adapter_updates.__name__)
+    caplog.set_level(logging.DEBUG, logger=adapter_engine.__name__)
 
     def plans() -> list[str]:
         return [text for text in caplog.messages if "recorded a load" in text]

@@ -17,8 +17,7 @@ from sglang_runs import ENGINE_ARGS as SGLANG_ARGS
 from sglang_runs import needs_sglang
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import ActorDied
 from umbra.runtime.session.session import Session

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from umbra.runtime.process.host_memory import create_memory
-from umbra.runtime.weights.byte_views import buffer_bytes
 from umbra.runtime.weights.image.gpu_copies import GpuCopies, cut_at_pieces
 from umbra.runtime.weights.image.mapped_image import MappedImage
 from umbra.runtime.weights.manifest import PIECE_NBYTES
+from umbra.runtime.weights.shards import buffer_bytes
 
 pytestmark = pytest.mark.gpu
 

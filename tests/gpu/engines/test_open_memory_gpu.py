@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import Nvml

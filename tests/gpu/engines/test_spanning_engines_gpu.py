@@ -23,7 +23,7 @@ from sglang_runs import needs_sglang
 from vllm_runs import needs_vllm
 from watching import tree
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from engine_runs import Collector, wire_request
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.errors import RemoteError, UmbraError
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session.session import Session

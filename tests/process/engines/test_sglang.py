@@ -27,8 +27,7 @@ from torch import Tensor
 from umbra.engines.sglang import sglang_worker
 from umbra.engines.sglang.sglang_engine import SglangCore, SglangEngine
 from umbra.engines.sglang.sglang_requests import stream_interval
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.errors import ActorDied, EngineError
 from umbra.runtime.process import descendants
 from umbra.runtime.session.session import Session

@@ -22,7 +22,7 @@ from watching import tree
 
 from umbra.engines.loading.worker_updates import WorkerMemory
 from umbra.engines.sglang.sglang_worker import gather_reports
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session.session import Session

@@ -356,7 +356,7 @@ def test_a_head_of_its_own_is_updated_by_one_recorded_plan_though_the_config_tie
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     (prompt,) = long_prompts(1)
     asked = [wire_request(i, prompt, max_new_tokens=12, temperature=0.0) for i in range(4)]
-    caplog.set_level(logging.DEBUG, "umbra.engines.shell.adapter_updates")
+    caplog.set_level(logging.DEBUG, "umbra.engines.shell.adapter_engine")
 
     async def body() -> None:
         engine = VllmEngine(

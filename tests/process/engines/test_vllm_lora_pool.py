@@ -19,7 +19,7 @@ from process_runs import actor_of, completion_of
 from test_vllm_process import NEVER, START_TIMEOUT_S, vllm_spec
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle

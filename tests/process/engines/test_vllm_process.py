@@ -22,8 +22,7 @@ from process_runs import actor_of, assert_ended, greedy, tree_of
 from training_models import save_model
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.errors import ActorDied, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.rpc.sync_handle import SyncHandle

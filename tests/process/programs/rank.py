@@ -22,8 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.errors import ActorDied, JobFailed
 from umbra.runtime.session.launch import SessionConfig
 from umbra.runtime.session.session import Session

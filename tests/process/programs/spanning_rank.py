@@ -17,8 +17,7 @@ from model_factory import make_model
 from process_runs import greedy
 from rank import say
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session.launch import SessionConfig

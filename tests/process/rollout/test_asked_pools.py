@@ -14,8 +14,7 @@ from async_tests import on_a_loop, skip_time
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
 from umbra.engines.echo.echo_engine import EchoTokens
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.agents.auxiliary_pool import ExtendableDeadline

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from umbra.engines.echo.echo_engine import EchoTokens
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.errors import RemoteError, RequestRefused, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec

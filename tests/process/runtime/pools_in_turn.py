@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pool_log import assert_never_both_awake
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.testing.factories import SessionFactory

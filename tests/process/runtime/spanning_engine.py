@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from umbra.engines.echo.echo_engine import EchoEngine
-from umbra.engines.shell.follower_group import FollowerGroup, own_address
+from umbra.engines.shell.engine_follower import FollowerGroup, own_address
 
 
 class SpanningEngine(EchoEngine):

@@ -14,7 +14,7 @@ from actor_specs import PROGRAMS
 from pools_in_turn import wait_until
 from process_runs import assert_ended
 
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.cluster.placement import EngineGpus, FollowerPlace
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec

@@ -16,8 +16,8 @@ from actor_specs import NEVER, actor
 from local_actors import lone_node
 from pools_in_turn import spec, wait_until
 
+from umbra.runtime.actor.actor_spec import RestartPolicy
 from umbra.runtime.actor.node_context import NodeContext
-from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.process import child_process, descendants
 from umbra.runtime.process.child_process import ChildProcess

@@ -17,7 +17,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session.session import Session
 from umbra.runtime.testing.factories import SessionFactory
-from umbra.runtime.weights.byte_views import flatten
+from umbra.runtime.weights.shards import flatten
 
 NEAR, FAR = ["policy-0", "policy-1"], ["policy-2", "policy-3"]
 

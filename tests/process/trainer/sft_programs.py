@@ -15,9 +15,8 @@ from umbra.trainer.data.sft_rows import SftRow
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import POLICY, PassSettings, PreparedModel, TrainModel
-from umbra.trainer.sft.row_files import RowFiles
-from umbra.trainer.sft.sft_batches import SftBatches
-from umbra.trainer.sft.sft_run import CrossEntropy
+from umbra.trainer.sft.row_preparation import RowFiles
+from umbra.trainer.sft.sft_run import CrossEntropy, SftBatches
 from umbra.trainer.step import TrainStep
 from umbra.trainer.world.mesh import Mesh
 

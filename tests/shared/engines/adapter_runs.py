@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from umbra.engines.loading.image_weights import image_tensors
+from umbra.engines.loading.weight_source import image_tensors
 from umbra.engines.sglang.sglang_engine import SglangCore
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.vllm.vllm_engine import VllmCore

@@ -21,8 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec

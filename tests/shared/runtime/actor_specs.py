@@ -6,8 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec, RestartPolicy
 
 PROGRAMS = Path(__file__).parents[2] / "process/programs"
 

@@ -23,7 +23,7 @@ from umbra.runtime.settings import annotations_of
 from umbra.runtime.testing.scripted_agents import ScriptedContext
 from umbra.trainer.algorithms.base import LossInputs, load_advantage_estimator, load_loss
 from umbra.trainer.config.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
-from umbra.trainer.config.other_trainers import other_trainers_hint
+from umbra.trainer.config.config_file import other_trainers_hint
 from umbra.trainer.config.trainer_config import TrainerConfig, TrainSection
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from umbra.engines.loading.weight_source import Regions
-from umbra.engines.shell.adapter_updates import AdapterCore
+from umbra.engines.shell.adapter_engine import AdapterCore
 from umbra.engines.shell.engine_core import NewOutput, Output
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 

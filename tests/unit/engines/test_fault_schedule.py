@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.engines.faulty.fault import (
+from umbra.engines.faulty.faulty_engine import (
     CALLS,
     DueFault,
     Fault,

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.engines.echo.echo_engine import EchoEngine, EchoTokens
-from umbra.engines.faulty.fault import CALLS
-from umbra.engines.faulty.faulty_engine import FaultyEngine, first_halves, without_run
+from umbra.engines.faulty.faulty_engine import CALLS, FaultyEngine, first_halves, without_run
 from umbra.runtime.engine_api.token_deltas import DeltaBatch, DeltaBuffer, DeltaColumns
 from umbra.runtime.errors import ConfigError, EngineError
 

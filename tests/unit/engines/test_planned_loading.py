@@ -13,8 +13,7 @@ import torch
 from sharded_source import Cut, ShardedSource, rows
 from torch import Tensor, nn
 
-from umbra.engines.loading.loader_recording import LoaderRecording
-from umbra.engines.loading.watched_loader import WatchedLoader
+from umbra.engines.loading.loader_recording import LoaderRecording, WatchedLoader
 from umbra.engines.loading.weight_source import WeightSource
 from umbra.engines.loading.worker_updates import WorkerUpdates
 from umbra.runtime.errors import EngineError
@@ -545,7 +544,7 @@ class Dropping(LoaderRecording):
 
 
 def test_a_recording_that_misses_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umbra.engines.loading.watched_loader.LoaderRecording", Dropping)
+    monkeypatch.setattr("umbra.engines.loading.loader_recording.LoaderRecording", Dropping)
     model = Model()
     updates, loader = planned(model)
     updates.load_model(source_of(version(1)))

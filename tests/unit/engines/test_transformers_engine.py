@@ -17,7 +17,7 @@ from local_sync import publish
 from model_factory import make_model
 from transformers_engine import TransformersEngine
 
-from umbra.engines.shell.adapter_updates import AdapterCore
+from umbra.engines.shell.adapter_engine import AdapterCore
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/write-an-engine.md"
 

@@ -16,7 +16,7 @@ from local_sync import publish
 from scripted_core import ScriptedCore
 from torch import Tensor
 
-from umbra.engines.loading.image_weights import image_tensors
+from umbra.engines.loading.weight_source import image_tensors
 from umbra.engines.loading.worker_updates import WorkerMemory
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.errors import EngineError, WeightSyncError

@@ -24,11 +24,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from umbra.engines.embedded.sampler import sample, uniforms
-from umbra.engines.loading.watched_loader import WatchedLoader
+from umbra.engines.loading.loader_recording import WatchedLoader
 from umbra.engines.loading.worker_updates import WorkerUpdates
-from umbra.engines.shell.adapter_engine import ConfiguredEngine
+from umbra.engines.shell.adapter_engine import AdapterCore, ConfiguredEngine
 from umbra.engines.shell.adapter_settings import AdapterSettings
-from umbra.engines.shell.adapter_updates import AdapterCore
 from umbra.engines.shell.engine_core import NewOutput
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.reports.hang_verdicts import SeenNode, verdicts
+from umbra.runtime.reports.hang_bundle import SeenNode, verdicts
 from umbra.runtime.reports.job_state import JobState
 from umbra.runtime.reports.process_report import SeenProcess, SeenThread
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.runtime.actor.restart_policy import (
+from umbra.runtime.actor.actor_spec import (
     DeclareFailed,
     RestartPolicy,
     RestartTracker,

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
-from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.served_pool import ModelText
 
 TEXT: Final = "tool result: " + "0123456789" * 5
 MESSAGES: Final = [{"role": "user", "content": "é <|im_end|> 2+2?"}]

@@ -14,7 +14,7 @@ from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.trainer.data.prompt_preparation import PromptFiles
-from umbra.trainer.serving.eval_comparison import SetResults, comparison, prompt_results
+from umbra.trainer.serving.eval_command import SetResults, comparison, prompt_results
 
 
 def write_results(

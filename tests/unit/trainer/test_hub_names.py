@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.engine_api.hub_snapshot import snapshot_name
+from umbra.runtime.engine_api.weight_files import snapshot_name
 from umbra.trainer.data.hub_paths import HubName, data_name, model_name
 
 

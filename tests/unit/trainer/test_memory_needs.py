@@ -48,7 +48,7 @@ from umbra.trainer.services.memory_needs import (
     rank_need,
     trained_size,
 )
-from umbra.trainer.services.pool_placement import plan_pools
+from umbra.trainer.services.pool_specs import plan_pools
 
 
 def sizes_of(

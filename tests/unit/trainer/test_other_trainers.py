@@ -9,8 +9,7 @@ from minimal_config import MINIMAL
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import annotations_of
-from umbra.trainer.config.config_file import check_config
-from umbra.trainer.config.other_trainers import other_names
+from umbra.trainer.config.config_file import check_config, other_names
 from umbra.trainer.config.sft_config import SftConfig
 from umbra.trainer.config.trainer_config import LoraSection, TrainerConfig
 

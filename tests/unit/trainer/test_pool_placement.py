@@ -16,8 +16,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.doctor.node_checks import cores_verdict
-from umbra.trainer.services.pool_placement import plan_pools
-from umbra.trainer.services.pool_specs import auxiliary_pool_spec
+from umbra.trainer.services.pool_specs import auxiliary_pool_spec, plan_pools
 from umbra.trainer.services.services import POOL, engine_pool_spec
 
 UUIDS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")

@@ -22,7 +22,7 @@ from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import read_rows
 from umbra.trainer.data.prompt_content import prompt_content
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles, prepare_prompts
-from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.served_pool import ModelText
 
 ASK = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.serving.choice import StopScanner, TextStream
-from umbra.trainer.serving.openai_requests import (
+from umbra.trainer.serving.openai_messages import (
     ApiError,
     ChatRequest,
     CompletionRequest,

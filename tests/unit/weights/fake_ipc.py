@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.byte_views import dtype_name
 from umbra.runtime.weights.rank_exports import (
     HANDLE_NBYTES,
     UUID_NBYTES,
@@ -19,6 +18,7 @@ from umbra.runtime.weights.rank_exports import (
     RankExports,
     TensorPart,
 )
+from umbra.runtime.weights.shards import dtype_name
 
 
 class FakeIpc:

@@ -26,9 +26,9 @@ from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.runtime.rpc.sync_handle import LoopThread
-from umbra.runtime.weights.byte_views import flatten
 from umbra.runtime.weights.exports.ipc_memory import CudaOpener, Opener
 from umbra.runtime.weights.image.fd_server import serve_fds
+from umbra.runtime.weights.shards import flatten
 from umbra.runtime.weights.sync_messages import Answer, SyncCall, SyncMessage
 
 IMAGE_TRANSPORTS: Final = [

@@ -21,7 +21,7 @@ from watched_loader import PlannedLoader
 from umbra.engines.loading.copy_plan import StagedCopies
 from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
 from umbra.engines.loading.worker_updates import WorkerMemory, WorkerUpdates
-from umbra.engines.shell.adapter_updates import ExportsUpdate
+from umbra.engines.shell.adapter_engine import ExportsUpdate
 from umbra.runtime.errors import ConfigError, WeightSyncError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.weights.checksum import checksum_of

@@ -15,7 +15,7 @@ from umbra.runtime.engine_api.transports import TRANSPORTS, TransportName, allow
 from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.exports.export_plan import ExportPlan
-from umbra.runtime.weights.exports.exporter import ExportSender
+from umbra.runtime.weights.exports.ipc_memory import ExportSender
 from umbra.runtime.weights.image.image_memory import ImagePlan, PlanParts
 from umbra.runtime.weights.image.image_sender import ImageSender
 from umbra.runtime.weights.links.link_plan import LinkPlan

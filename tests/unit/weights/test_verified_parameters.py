@@ -16,7 +16,7 @@ from watched_loader import PlannedLoader
 
 from umbra.engines.loading.weight_source import BlockCopy, Regions, WeightSource
 from umbra.engines.loading.worker_updates import WorkerMemory, WorkerUpdates
-from umbra.engines.shell.adapter_updates import ExportsUpdate
+from umbra.engines.shell.adapter_engine import ExportsUpdate
 from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.rank_exports import RankExports
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.engines.loading.weight_source import Regions
 from umbra.engines.loading.worker_updates import WorkerMemory
-from umbra.engines.shell.adapter_updates import ExportsUpdate
+from umbra.engines.shell.adapter_engine import ExportsUpdate
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.exports.exported_image import ExportedImage, OpenedMemory
 from umbra.runtime.weights.rank_exports import ChunksHandle, RankExports

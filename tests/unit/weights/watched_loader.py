@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from umbra.engines.loading.watched_loader import WatchedLoader
+from umbra.engines.loading.loader_recording import WatchedLoader
 
 
 class PlannedLoader(WatchedLoader):
