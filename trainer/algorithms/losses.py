@@ -188,7 +188,8 @@ def importance_ratios(inputs: LossInputs, settings: TrainSection) -> Tensor:
 
 def _over_samples(values: Tensor, reduction: Literal["sum", "mean"], lens: Tensor) -> Tensor:
     """[M], each token's being that of its sample."""
-    reduced = torch.segment_reduce(values, reduction, lengths=lens, initial=0.0)
+    # `unsafe`: to check the lengths, the host would wait for the GPU.
+    reduced = torch.segment_reduce(values, reduction, lengths=lens, initial=0.0, unsafe=True)
     return torch.repeat_interleave(reduced, lens, output_size=len(values))
 
 

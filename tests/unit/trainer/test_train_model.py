@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pytest
 import torch
@@ -12,13 +12,20 @@ from test_packing import builder, make_batch, random_samples
 from test_scoring import PASSES, granite_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model
 
+from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import PreparedModel, TrainModel
+from umbra.trainer.objective import PolicyObjective
+from umbra.trainer.step import MetricTotals
 from umbra.trainer.world.mesh import Mesh
 
 _dist: Final[Any] = torch.distributed
+_aten: Final[Any] = torch.ops.aten
 TRAIN = TrainSection(steps=1)
 pytestmark = pytest.mark.slow  # the first loads FSDP
 
@@ -68,3 +75,34 @@ def test_a_model_that_changes_its_logits_scores_by_its_own(mesh: DeviceMesh) -> 
 
     wanted = expected.gather(1, torch.tensor(completion)[:, None])[:, 0]
     torch.testing.assert_close(scores.logprobs, wanted, atol=1e-5, rtol=0)
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operators for which the host would wait for a GPU."""
+
+    names: ClassVar[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("loss", ["clipped", "decoupled", "gspo", "cispo"])
+def test_the_host_waits_for_no_result_of_a_micro_batch(mesh: DeviceMesh, loss: str) -> None:
+    samples = random_samples(2, [4, 6], [5, 3, 7, 2], group_size=2)
+    ((micro_batch,),) = builder(packed=True).build(make_batch(samples))
+    model = make_model()
+    register_packed_attention()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    policy = TrainModel(PreparedModel(model, True), mesh, PASSES, TRAIN)
+    micro_batch.columns[PROXIMAL_LOGPROBS] = policy.score(micro_batch).logprobs.detach()
+    objective, totals = PolicyObjective(TRAIN, load_loss(loss)), MetricTotals()
+
+    Waits.names.clear()
+    with Waits():
+        output = objective(policy.score(micro_batch, objective.entropy_use), micro_batch)
+        policy.backward(output.loss, is_last=True)
+        totals.add(output.metrics, micro_batch.weights)
+
+    assert Waits.names == []
