@@ -337,8 +337,15 @@ def test_a_step_needs_what_is_planned_and_a_tenth_more_than_any_step_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free, reserved = 0, 0
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 140 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
+
+    def memory(device: torch.device) -> tuple[int, int]:
+        return free, 140 * GIB
+
+    def memory_reserved(device: torch.device) -> int:
+        return reserved
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", memory_reserved)
     room = TrainingRoom(torch.device("cuda", 1), 60 * GIB)
 
     free, reserved = 20 * GIB, 40 * GIB
