@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from umbra.runtime.cluster.gpu_shortage import lacks_gpu_memory
 from umbra.runtime.cluster.memory_plan import GIB
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS
 from umbra.runtime.errors import UmbraError, WeightSyncError
@@ -203,8 +204,9 @@ class PolicyEngines:
         collective, so the step is not repeated: the run ends, and engines sleep when it resumes."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            if not self._is_hybrid or self._frees == ALL_TAGS:
+        except RuntimeError as error:  # libraries have errors of their own for it
+            is_short = lacks_gpu_memory(str(error))
+            if not is_short or not self._is_hybrid or self._frees == ALL_TAGS:
                 raise
             self._shortage.touch()
             raise UmbraError(
@@ -220,6 +222,8 @@ class PolicyEngines:
     def _sync(self, version: int) -> SyncReport:
         timeout_s = self._config.pool.sync_timeout_s
         if not self._is_hybrid or not self._frees:
+            if self._is_hybrid and self._room.lack():
+                self._offload.release_cache()  # engines generate beside it
             report = self._publisher.publish(POOL, version, timeout_s)
             self._gpu_memory.look("sync")
             return report

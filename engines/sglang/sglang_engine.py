@@ -316,9 +316,10 @@ class SglangCore(AdapterCore):
         if level == 1 and "weights" in freed:
             await self._order({"action": "save"})
             self._is_saved = True
-        request = self.library.ReleaseMemoryOccupationReqInput(tags=freed)
-        await self.call(self._frontend.release_memory_occupation(request))
-        self._released.update(freed)
+        if freed:  # SGLang takes no tags for all of them
+            request = self.library.ReleaseMemoryOccupationReqInput(tags=freed)
+            await self.call(self._frontend.release_memory_occupation(request))
+            self._released.update(freed)
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:

@@ -117,7 +117,7 @@ class ForcedOutput(VllmOutput):
         if output is None:
             return None
         reason = str(output.outputs[0].finish_reason)
-        if reason == "abort":
+        if reason != "length":
             return NewOutput(tokens=[], logprobs=[], finish_reason=reason)
         logprobs = output.prompt_logprobs.logprobs[-len(self._forced) :]
         return NewOutput(tokens=self._forced, logprobs=logprobs, finish_reason="length")

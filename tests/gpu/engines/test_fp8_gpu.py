@@ -23,7 +23,7 @@ from ipc_pool import EngineInPool, pool_of, rank_processes
 from model_factory import make_model
 from vllm_runs import needs_vllm, running_core
 
-from umbra.engines.shell import engine_core
+from umbra.engines.shell import adapter_engine
 from umbra.engines.vllm.vllm_engine import VllmCore
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 
@@ -85,7 +85,7 @@ def test_syncs_in_fp8_generate_exactly_as_checkpoints(
     served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first four syncs have checksums. The last one follows a sleep that loses the weights."""
-    caplog.set_level(logging.DEBUG, logger=engine_core.__name__)
+    caplog.set_level(logging.DEBUG, logger=adapter_engine.__name__)
     found: list[list[Completion]] = []
 
     async def publish(engine: SharedEngine, coordinator: SyncCoordinator, seed: int) -> None:

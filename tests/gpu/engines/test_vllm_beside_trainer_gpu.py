@@ -20,7 +20,7 @@ from gpu_suite import (
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from vllm_runs import needs_vllm
 
-from umbra.engines.shell import engine_core
+from umbra.engines.shell import adapter_engine
 from umbra.engines.vllm.vllm_engine import VllmCore
 from umbra.runtime.pools.sync_coordinator import SyncCoordinator
 from umbra.trainer.world.mesh import usable_gpus
@@ -73,7 +73,7 @@ def test_staged_versions_generate_exactly_as_those_read_during_a_pause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Every second version is the same. Syncs have checksums, and requests come one at a time."""
-    caplog.set_level(logging.DEBUG, logger=engine_core.__name__)
+    caplog.set_level(logging.DEBUG, logger=adapter_engine.__name__)
 
     async def body() -> None:
         engine = make_engine(load_weights=False)

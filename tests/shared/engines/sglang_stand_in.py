@@ -291,8 +291,9 @@ class Frontend:
 
     async def release_memory_occupation(self, asked: Any) -> None:
         assert self._is_fully_idle()
-        self.released |= set(asked.tags)
-        if "weights" in asked.tags:
+        tags = set(asked.tags) or {"weights", "kv_cache", "cuda_graph"}  # as SGLang takes none
+        self.released |= tags
+        if "weights" in tags:
             for tensor in (*self.model.parameters(), self.model.made_of_weights):
                 tensor.data.fill_(float("nan"))
 
