@@ -205,8 +205,7 @@ class PoolSettings(EnginePoolSettings):
     @property
     def max_inflight_per_engine(self) -> int:
         """An update that drains engines waits for all that they hold, so none waits there."""
-        drains = self.on_update == "drain" and self.mode == "standalone"
-        extra = 0 if drains else self.max_num_seqs // 4
+        extra = 0 if self.on_update == "drain" else self.max_num_seqs // 4
         return self.max_num_seqs + extra
 
     def __post_init__(self) -> None:

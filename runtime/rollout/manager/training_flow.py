@@ -172,13 +172,13 @@ class TrainingFlow:
             self._recorder.leased(step, groups)
             self._zero_variance.batch_taken()
             past_span("batch", self._began, "batches", step=step + 1)
-            gen_s = time.monotonic() - self._began
             self._since_last = {
                 **self._dispatcher.take_metrics(),
                 "dropped_tokens": float(self._dropped_tokens),
-                "gen_s": gen_s,
-                "tokens_per_s": (self._dispatcher.num_generated - self._generated_before) / gen_s,
             }
+            if num_tokens := self._dispatcher.num_generated - self._generated_before:
+                gen_s = time.monotonic() - self._began
+                self._since_last |= {"gen_s": gen_s, "tokens_per_s": num_tokens / gen_s}
             self._begin_batch()
             self._dropped_tokens = 0
         return self._leases[step]

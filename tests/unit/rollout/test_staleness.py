@@ -165,7 +165,7 @@ def test_a_batch_that_an_earlier_incarnation_leased_has_no_metrics_of_that_time(
     assert again.items() <= measured.items()
 
 
-def test_a_batch_without_a_generated_token_has_no_ages() -> None:
+def test_a_batch_without_a_generated_token_has_no_ages_and_no_rate() -> None:
     world = World()
     world.advance(0)
     for group_id in ids(0, 1):
@@ -174,6 +174,7 @@ def test_a_batch_without_a_generated_token_has_no_ages() -> None:
     metrics = world.flow.metrics(world.flow.take(0) or [])
 
     assert [name for name in metrics if name.startswith("staleness")] == []
+    assert metrics.keys().isdisjoint({"gen_s", "tokens_per_s"})
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
