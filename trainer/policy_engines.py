@@ -60,7 +60,7 @@ class TrainingRoom:
             self._needed_nbytes = max(self._needed_nbytes, int(taken * (1 + _MARGIN)))
 
     def lack(self) -> str:
-        """What is missing for the next step, or ""."""
+        """Returns a sentence if the next step lacks memory, else ""."""
         if self._device.type != "cuda":
             return ""
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -192,7 +192,8 @@ class PolicyEngines:
         self._offload.bring_back()
 
     def _free(self) -> str:
-        """What is missing on this rank then, or ""."""
+        """Makes engines free `_frees`, and returns what this rank then lacks (`TrainingRoom.lack`).
+        Collective."""
         if self._mesh.is_lead:
             self._pool.sleep(self._sleep_level, tags=sorted(self._frees))
         any_rank(False)  # a barrier: no rank takes memory before the engines have released it

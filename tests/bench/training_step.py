@@ -64,14 +64,6 @@ NUM_STEPS: Final = 5
 NUM_LISTED: Final = 15
 TIMEOUT_S: Final = 1800.0
 ANY_DIFFERENCE: Final = 1e9
-SMOLLM2: Final[dict[str, Any]] = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +94,7 @@ def make_model(shape: str, device: torch.device) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         if shape == "SmolLM2":
-            model: Any = LlamaForCausalLM(LlamaConfig(**SMOLLM2, tie_word_embeddings=True))
+            model: Any = LlamaForCausalLM(LlamaConfig(**SHAPES["135M"], tie_word_embeddings=True))
         else:
             model = Qwen3ForCausalLM(qwen3_config(SHAPES[shape]))
     model.config.use_cache = False

@@ -1,13 +1,14 @@
 """`torchrun -m short_trainer CONFIG ...`: a training whose rank 1 finds a GPU that is too full.
 
-It lacks room before step SHORT_AT, counted from 1, as when another program has taken memory.
+It lacks room from the end of the step before SHORT_AT, counted from 1, as when another program has
+taken memory. Each rank prints when it releases its cache.
 """
 
 from __future__ import annotations
 
 import os
 
-from umbra.trainer import policy_engines
+from umbra.trainer import policy_engines, run_parts
 from umbra.trainer.command_line import main, run_program
 
 
@@ -23,6 +24,13 @@ class ShortRoom(policy_engines.TrainingRoom):
         return "cuda:1 has room for 1.0 GiB" if is_short else super().lack()
 
 
+class TracedOffload(policy_engines.HostOffload):
+    def release_cache(self) -> None:
+        print(f"rank {os.environ['RANK']} releases its cache", flush=True)
+        super().release_cache()
+
+
 if __name__ == "__main__":
+    run_parts.HostOffload = TracedOffload
     policy_engines.__dict__["TrainingRoom"] = ShortRoom
     run_program(main)

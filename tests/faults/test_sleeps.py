@@ -115,3 +115,6 @@ def test_a_rank_without_room_makes_all_engines_sleep_from_then_on(
         assert freed(events, engine) == [BOTH] * (STEPS - 1)  # not in the third step
     sentence = "cuda:1 has room for 1.0 GiB. From here on, engines sleep while the trainer computes"
     assert output.count(sentence) == 1, output
+    # Engines generate beside what it has cached since the step before.
+    released = [output.count(f"rank {rank} releases its cache") for rank in (0, 1)]
+    assert released[1] == released[0] + 1, output

@@ -143,7 +143,7 @@ class _Spans:
         return self.prompt_lens + self.num_rows
 
     def positions(self) -> NDArray[np.int64]:
-        """Of all rows, in their texts."""
+        """[R] position of each row in its text."""
         return _within(self.num_rows) + np.repeat(self.prompt_lens, self.num_rows)
 
     def key_rows(self) -> NDArray[np.int64]:
