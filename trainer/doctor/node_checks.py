@@ -304,8 +304,9 @@ class NodeChecks:
             raise NotApplicable(f"the model's size is not known: {error}") from None
         # Parameters, AdamW's two states and perhaps a reference model; and one checkpoint is
         # written before one is removed.
-        num_copies = 4 if config.train.kl_coef and config.train.reference_every else 3
-        checkpoint = num_copies * ITEMSIZES[config.master_dtype] * num_trained
+        checkpoint = 3 * ITEMSIZES[config.master_dtype] * num_trained
+        if config.train.kl_coef and config.train.reference_every:
+            checkpoint += ITEMSIZES[config.model.dtype] * num_trained
         needed = checkpoint * (config.train.keep_checkpoints + 1)
         needed += ITEMSIZES[config.model.dtype] * sizes.num_parameters * config.train.export
         with writing("write checkpoints to", folder, needed):

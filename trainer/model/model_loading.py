@@ -29,12 +29,14 @@ _FIXED: Final = "fixed"  # any name for which transformers' rotary modules chang
 
 
 def load_model(config: TrainerConfig, mesh: DeviceMesh, *, trains: bool) -> TrainModel:
-    """Shards the configured model over the ranks of the mesh. Collective. If adapters are trained,
-    the model has them, and its own parameters are in `model.dtype`."""
+    """Shards the configured model over the ranks of the mesh. Collective. Trained parameters are in
+    `model.master_dtype`, frozen ones in `model.dtype`, to which passes cast anyway. If adapters are
+    trained, the model has them."""
     master_dtype: torch.dtype = getattr(torch, config.master_dtype)
     compute_dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
     lora = config.model.lora
-    prepared = prepare_causal_lm(config.model, compute_dtype if lora.rank else master_dtype)
+    is_frozen = lora.rank > 0 or not trains
+    prepared = prepare_causal_lm(config.model, compute_dtype if is_frozen else master_dtype)
     if lora.rank:
         adapters = LoraAdapters(prepared.model, lora, master_dtype)
         prepared = replace(prepared, adapters=adapters, origin=origin(config.model))

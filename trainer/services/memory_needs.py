@@ -178,10 +178,9 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
     train, has_lora = config.train, config.model.lora.rank > 0
     num_trained = trained_size(config, sizes)
     master = ITEMSIZES[config.master_dtype] * num_trained // num_ranks
-    if has_lora:  # without adapters, the model is its own reference
-        parameters = master + ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks
-    else:
-        parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
+    parameters = master
+    if has_lora or train.kl_coef:  # the model below adapters is its own reference
+        parameters += ITEMSIZES[config.model.dtype] * sizes.num_parameters // num_ranks
     optimizer = 2 * master  # AdamW's moments
     if train.optimizer == "muon":  # which has one for hidden matrices
         num_others = 0 if has_lora else sizes.embedding_size

@@ -62,9 +62,9 @@ def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainB
     )
 
 
-def builder(packed: bool) -> MicroBatchBuilder:
+def builder(packed: bool, dtype: torch.dtype = torch.float32) -> MicroBatchBuilder:
     return MicroBatchBuilder(
-        packed=packed, dtype=torch.float32, device=CPU, aggregation="token", max_new_tokens=64
+        packed=packed, dtype=dtype, device=CPU, aggregation="token", max_new_tokens=64
     )
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import pytest
 import torch
 import torch.distributed
+from minimal_config import config_with
 from test_packing import builder, make_batch, random_samples
 from test_scoring import PASSES, granite_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_models import make_model
+from training_models import make_model, save_model
 
 from umbra.trainer.algorithms.base import load_loss
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.data.train_batch import PROXIMAL_LOGPROBS
+from umbra.trainer.model.model_loading import load_model
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.train_model import PreparedModel, TrainModel
 from umbra.trainer.objective import PolicyObjective
@@ -62,6 +65,26 @@ def test_a_reference_takes_the_policys_parameters(mesh: DeviceMesh) -> None:
     for model in (policy, reference):
         for name, parameter in model.parameters.items():
             assert torch.equal(parameter, expected[name]), name
+
+
+def test_a_frozen_model_in_the_compute_dtype_scores_as_one_in_the_master_dtype(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    config = config_with("model.dtype=bfloat16", model_dir=save_model(tmp_path / "model", "llama"))
+    trained, frozen = (load_model(config, mesh, trains=trains) for trains in (True, False))
+    batch = make_batch(random_samples(2, [4], [5], group_size=1))
+    ((micro_batch,),) = builder(packed=True, dtype=torch.bfloat16).build(batch)
+
+    with torch.no_grad():
+        for parameter in trained.parameters.values():
+            parameter.mul_(1 + 2**-12)  # less than bfloat16 resolves, for most elements
+    before = frozen.measure(micro_batch).logprobs
+    frozen.copy_from(trained)
+
+    assert {p.dtype for p in trained.parameters.values()} == {torch.float32}
+    assert {p.dtype for p in frozen.parameters.values()} == {torch.bfloat16}
+    assert torch.equal(frozen.measure(micro_batch).logprobs, trained.measure(micro_batch).logprobs)
+    assert not torch.equal(before, frozen.measure(micro_batch).logprobs)
 
 
 def test_a_model_that_changes_its_logits_scores_by_its_own(mesh: DeviceMesh) -> None:
