@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -9,9 +10,9 @@ from umbra.runtime.errors import DataError
 def normal_messages(
     messages: Sequence[object], *, continue_final_message: bool
 ) -> list[dict[str, Any]]:
-    """Messages of a chat without null keys, and with each content as one text. The last message may
-    be the assistant's only with `continue_final_message`. Raises DataError if something is no
-    message, or its content is not text."""
+    """Messages of a chat without null keys, each content as one text, and the arguments of tool
+    calls as objects. The last message may be the assistant's only with `continue_final_message`.
+    Raises DataError if something is no message, or its content is not text."""
     if not messages:
         raise DataError("the chat has no messages")
     found = [_normal(message, number) for number, message in enumerate(messages, 1)]
@@ -38,11 +39,46 @@ def _normal(message: object, number: int) -> dict[str, Any]:
     if not isinstance(role, str):
         raise DataError(f"message {number} has no role that is text; it has {sorted(found)}")
     name = f"message {number} ({role})"
+    if "tool_calls" in found:
+        found["tool_calls"] = _tool_calls(found["tool_calls"], name)
     if "content" in found:
         found["content"] = _text(found["content"], name)
     elif role != "assistant" or len(found) == 1:  # a call of a tool has no content
         raise DataError(f"{name} has no content")
     return found
+
+
+def named_function(value: object) -> dict[str, Any] | None:
+    """The function of a tool or of a call, which some data sets have bare; None without a name."""
+    found = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    function: Any = found.get("function", found)
+    is_named = isinstance(function, dict) and "name" in function
+    return dict(cast("dict[str, Any]", function)) if is_named else None
+
+
+def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise DataError(f"{name}: its tool_calls are a {type(calls).__name__}, not a list")
+    numbered = enumerate(cast("list[object]", calls), 1)
+    return [_tool_call(call, f"{name}: call {idx} of its tool_calls") for idx, call in numbered]
+
+
+def _tool_call(call: Any, name: str) -> dict[str, Any]:
+    """Chat templates expect arguments as an object, and engines give them one. The OpenAI API and
+    its data sets have them as JSON text."""
+    function = named_function(call)
+    if function is None:
+        raise DataError(f"{name} names no function: it is {call!r:.80}")
+    arguments: object = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name} has arguments that are not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise DataError(f"{name} has arguments that are no object: {arguments!r:.80}")
+    function["arguments"] = arguments
+    return {**call, "function": function} if "function" in call else function
 
 
 def _text(content: object, name: str) -> str:

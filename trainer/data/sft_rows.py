@@ -3,11 +3,13 @@
     plain prompt + completion    prompt | completion, end token
     chat                         ... | assistant's message, end token | ... | ...
 
-Learned parts are tokenized apart from the text before them, as engines generate them.
+A call of a tool is a part of the assistant's message; the tool's answer is another message. Learned
+parts are tokenized apart from the text before them, as engines generate them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.text.messages import are_messages, normal_messages
+from umbra.runtime.text.messages import are_messages, named_function, normal_messages
 from umbra.runtime.text.model_tokenizer import ModelTokenizer
 from umbra.trainer.config.sft_config import SftSection
 from umbra.trainer.config.trainer_config import DataSection
@@ -25,6 +27,7 @@ from umbra.trainer.data.data_rows import read_rows
 from umbra.trainer.data.prompt_content import given_chat, no_column, prompt_content
 
 _COMPLETION = "sft.completion_column"
+_TOOLS = "sft.tools_column"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class _Text:
 class _Chat:
     messages: Sequence[dict[str, Any]]
     learned: Sequence[int]  # indices of messages, all the assistant's; at least one
+    tools: Sequence[Any]  # schemas of those that the assistant may call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +121,29 @@ class SftRows:
                 )
             return _Text(found, completion)
         try:
-            return self._chat(found, completion)
+            return self._chat(found, completion, self._tools(row.get(self.sft.tools_column)))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 
-    def _chat(self, prompt: list[dict[str, Any]], completion: object) -> _Chat:
+    def _tools(self, value: object) -> list[Any]:
+        """The schemas of a row's tools. `value` is a list of them, or its JSON."""
+        name = f"column {self.sft.tools_column!r} ({_TOOLS})"
+        tools: Any = value or []
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools) or []
+            except (ValueError, RecursionError):
+                tools = None
+        if not isinstance(tools, list):
+            raise DataError(f"{name} is no list of tools: {value!r:.80}")
+        for number, tool in enumerate(cast("list[object]", tools), 1):
+            if named_function(tool) is None:
+                raise DataError(f"tool {number} of {name} names no function: it is {tool!r:.80}")
+        return cast("list[Any]", tools)
+
+    def _chat(
+        self, prompt: list[dict[str, Any]], completion: object, tools: Sequence[Any]
+    ) -> _Chat:
         column, messages, first = self.sft.completion_column, prompt, 0
         if completion is not None:
             if prompt[-1]["role"] == "assistant":
@@ -144,7 +166,7 @@ class SftRows:
                 "no message of the assistant, and so nothing to learn: give one as the last "
                 f"message or in column {column!r} ({_COMPLETION}), or leave the row out"
             )
-        return _Chat(messages, learned if self.sft.loss_on == "all" else learned[-1:])
+        return _Chat(messages, learned if self.sft.loss_on == "all" else learned[-1:], tools)
 
 
 def _tokenize_text(text: _Text, tokenizer: ModelTokenizer) -> SftRow:
@@ -163,6 +185,16 @@ def _row(parts: Sequence[tuple[Sequence[int], bool]]) -> SftRow:
 
 
 def _tokenize_chat(chat: _Chat, variables: Mapping[str, Any], tokenizer: ModelTokenizer) -> SftRow:
+    template = tokenizer.state.chat_template
+    calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+    for name, given in (("tools", chat.tools), ("tool_calls", calls)):
+        if given and template and name not in template:
+            raise DataError(
+                f"the row has {name}, and the chat template of {tokenizer.state.model_path} leaves "
+                f"them out: use a template with {name!r}, or leave the row out"
+            )
+    if chat.tools:
+        variables = {**variables, "tools": chat.tools}
     find = _marked_spans if tokenizer.marks_generation else _prefix_spans
     text, spans = find(chat, variables, tokenizer)
     parts: list[tuple[list[int], bool]] = []

@@ -33,6 +33,21 @@ FORGETS = (
     f"{_HEAD}{{{{ message.content if loop.last else message.content.split('|')[-1] }}}}"
     f"{END}\n{_TAIL}"
 )
+# As Qwen's: tools in front, calls as JSON in the assistant's message, results by the user.
+TOOLS = (
+    "{% if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    f"{END}{{% endif %}}{{% for message in messages %}}"
+    "{% if message.role == 'tool' %}[user]<result>{{ message.content }}</result>"
+    "{% else %}[{{ message.role }}]{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<call>"
+    "{{ (call.function or call) | tojson }}</call>{% endfor %}"
+    f"{END}{{% endgeneration %}}{{% else %}}{{{{ message.content }}}}{{% endif %}}{{% endif %}}"
+    f"{{% if message.role != 'assistant' %}}{END}{{% endif %}}{_TAIL}"
+)
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 CHAT = [
     {"role": "user", "content": "1+1"},
     {"role": "assistant", "content": "hm|2"},
@@ -49,7 +64,7 @@ def tokenizer_of(folder: Path, template: str = "") -> ModelTokenizer:
 
 
 def rows(max_len: int = 1000, **settings: Any) -> SftRows:
-    names = ("loss_on", "completion_column")
+    names = ("loss_on", "completion_column", "tools_column")
     sft = {name: settings.pop(name) for name in names if name in settings}
     return SftRows(
         data=DataSection(train=Path("rows.jsonl"), **settings),
@@ -108,6 +123,97 @@ def test_of_a_chat_with_a_completion_only_the_completion_is_learned(
     assert learned(tokenizer, row) == [f"so|ö{END}"]
     prompt = tokenizer.encode_chat(CHAT[:3])  # as an engine gets it
     assert row.tokens[: len(prompt)].tolist() == prompt
+
+
+def calling(arguments: object, **fields: Any) -> list[dict[str, Any]]:
+    call = {"name": "add", "arguments": arguments}
+    return [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", **fields, "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "prefixes"])
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])], ids=["list", "text"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        calling({"a": 1, "b": 1}),
+        calling('{"a": 1, "b": 1}', content=None),
+        json.dumps(calling('{"a": 1, "b": 1}')),
+    ],
+    ids=["object", "text", "chat as text"],
+)
+def test_calls_of_tools_are_learned_and_their_results_are_not(
+    tmp_path: Path, marks: bool, tools: object, messages: object
+) -> None:
+    template = TOOLS if marks else re.sub(r"{% (end)?generation %}", "", TOOLS)
+    tokenizer = tokenizer_of(tmp_path, template)
+
+    row = rows().tokenize("row", {"messages": messages, "tools": tools}, tokenizer)
+
+    call = '<call>{"name": "add", "arguments": {"a": 1, "b": 1}}</call>'
+    assert learned(tokenizer, row) == [f"{call}{END}", f"It is 2.{END}"]
+    head = f"[tools]{json.dumps(ADD)}{END}[user]1+1?{END}[assistant]"
+    result = f"[user]<result>2</result>{END}[assistant]"
+    whole = tokenizer.decode_all(row.tokens.tolist())
+    assert whole == f"{head}{call}{END}{result}It is 2.{END}"
+
+
+def test_tools_have_a_column_of_any_name(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, TOOLS)
+    row = {"messages": CHAT, "functions": [ADD["function"]], "tools": "hammer"}
+
+    found = rows(tools_column="functions").tokenize("row", row, tokenizer)
+    without = rows(tools_column="").tokenize("row", row, tokenizer)
+
+    assert tokenizer.decode_all(found.tokens.tolist()).startswith('[tools]{"name": "add"')
+    assert tokenizer.decode_all(without.tokens.tolist()).startswith("[user]")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"tools": "hammer"}, r"column 'tools' \(sft.tools_column\) is no list of tools: 'hammer'"),
+        ({"tools": 3}, r"column 'tools' \(sft.tools_column\) is no list of tools: 3"),
+        ({"tools": [ADD, {}]}, r"tool 2 of column 'tools' \(sft.tools_column\) names no function"),
+        ({"tools": '["add"]'}, r"tool 1 of column 'tools' .* names no function: it is 'add'"),
+        (
+            {"messages": calling("{")},
+            r"message 2 \(assistant\): call 1 of its tool_calls has",
+        ),
+        (
+            {"messages": calling("[1]")},
+            r"message 2 .*: call 1 .* that are no object: \[1",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
+            r"message 2 \(assistant\): call 1 of its tool_calls names no function",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": "add"}]},
+            r"message 2 \(assistant\): its tool_calls are a str, not a list",
+        ),
+    ],
+)
+def test_tools_that_a_template_could_not_render_are_refused(
+    tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=f"^row 7: {words}"):
+        rows().tokenize("row 7", {"messages": CHAT, **row}, tokenizer_of(tmp_path, TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("row", "name"), [({"messages": CHAT, "tools": [ADD]}, "tools"),
+                      ({"messages": calling({})}, "tool_calls")],
+)  # fmt: skip
+def test_a_template_that_leaves_out_tools_is_refused(
+    tmp_path: Path, row: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(DataError, match=rf"^row 7: the row has {name}, and the chat template of "):
+        rows().tokenize("row 7", row, tokenizer_of(tmp_path, PLAIN))
 
 
 @pytest.mark.parametrize("completion", ["4", f"4{END}"])
