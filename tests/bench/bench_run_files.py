@@ -6,16 +6,15 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from umbra.runtime.reports.run_metrics import PANELS
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, TokenizerState, tokenizer_path
-
-_NUM_METRICS: Final = 45
 
 
 def write_run_files(run_dir: Path, prompt_ids: Iterable[str], *, num_words: int) -> None:
@@ -48,5 +47,5 @@ def write_run_files(run_dir: Path, prompt_ids: Iterable[str], *, num_words: int)
 
 
 def metrics_of_a_step(step: int) -> dict[str, float]:
-    row = {f"rollout/metric_{idx}": random.random() for idx in range(_NUM_METRICS)}
-    return row | {"step": step, "rollout/reward_mean": random.random()}
+    names = [name for panel in PANELS for name in (*panel.series, panel.only_with) if name]
+    return {name: random.random() for name in names} | {"step": step, "time/step_s": 10.0}

@@ -129,10 +129,15 @@ def _read(run_dir: RunDir) -> Rows:
 
 
 def _draw_stack(axes: Any, series: Sequence[Series]) -> None:
-    bottom = [0.0] * len(series[0].steps)
+    """One area for each series: a bar for each step would take a minute in a run of 20,000."""
+    steps = series[0].steps
+    edges = [*(step - 0.5 for step in steps), steps[-1] + 0.5]
+    bottom = [0.0] * len(edges)
     for one in series:
-        axes.bar(one.steps, one.values, bottom=bottom, width=1.0, label=one.label)
-        bottom = [low + value for low, value in zip(bottom, one.values, strict=True)]
+        values = [*one.values, one.values[-1]]
+        top = [low + value for low, value in zip(bottom, values, strict=True)]
+        axes.fill_between(edges, bottom, top, step="post", linewidth=0, label=one.label)
+        bottom = top
 
 
 def _draw_lines(axes: Any, series: Sequence[Series]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.cli.umbra_command import main
+from umbra.runtime.reports.run_metrics import PANELS
 from umbra.trainer.reporting.metrics_plot import draw, panels
 
 
@@ -63,6 +64,25 @@ def test_an_evaluation_that_a_resumed_run_repeats_is_drawn_once() -> None:
     ((accuracy,),) = [panel.series for panel in panels(rows + again)]
 
     assert (accuracy.steps, accuracy.values) == ([1, 2, 3], [0.5, 0.7, 0.8])
+
+
+def test_each_part_of_the_steps_time_is_one_area_on_top_of_the_parts_before() -> None:
+    (titles,) = [panel.series for panel in PANELS if panel.is_step_time]
+    parts = dict(zip(titles, (3.0, 4.0, 1.0, 0.5), strict=True))
+    rows = [{"step": float(step), "time/step_s": 10.0, **parts} for step in range(1, 101)]
+
+    (axes,) = draw(panels(rows), "run").axes
+
+    assert not axes.patches  # one for each step would take a minute in a long run
+    areas = [area.get_datalim(axes.transData) for area in axes.collections]
+    assert [(area.y0, area.y1) for area in areas] == [
+        (0.0, 3.0),
+        (3.0, 7.0),
+        (7.0, 8.0),
+        (8.0, 8.5),
+        (8.5, 10.0),
+    ]
+    assert {(area.x0, area.x1) for area in areas} == {(0.5, 100.5)}
 
 
 def test_a_plot_that_cannot_be_drawn_is_an_error_with_its_cause(
