@@ -156,6 +156,12 @@ def test_a_checkpoint_whose_version_was_lost_in_a_crash_can_be_restored() -> Non
     assert state.versions == {0: 0, 1: 1, 2: 2}
 
 
+def test_a_step_without_a_version_of_its_own_is_restored_under_the_last_one() -> None:
+    state = state_of(Version(0, 0), Version(1, 1), Restored(2, 1, False))
+
+    assert (state.steps_done, state.versions) == (2, {0: 0, 1: 1})
+
+
 def test_the_last_evaluation_is_known_until_the_job_goes_back() -> None:
     first, second = Evaluated(0, 0.0, {"accuracy": 0.1}), Evaluated(1, 0.0, {"accuracy": 0.2})
     events = [Version(0, 0), first, Version(1, 1), second]

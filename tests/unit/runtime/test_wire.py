@@ -342,6 +342,16 @@ def test_the_call_of_a_bad_envelope_is_known() -> None:
     assert (bad.value.kind, bad.value.call_id) == (RESULT, 4711)
 
 
+@pytest.mark.parametrize("first_two", [(RESULT, "4711"), ("result", 4711), (RESULT,)])
+def test_an_envelope_without_two_integers_belongs_to_no_call(first_two: tuple[object, ...]) -> None:
+    header = msgpack.packb([*first_two, {1: "one"}])
+
+    with pytest.raises(ProtocolError) as bad:
+        list(Decoder().decode(header))
+
+    assert type(bad.value) is ProtocolError
+
+
 GOOD_ENVELOPES: list[list[Any]] = [
     [CALL, 1, 1, "method", [], {}, 5000, 0],
     [CANCEL, 1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,33 @@ def test_a_version_is_committed_when_every_engine_has_loaded_and_verified_it() -
         [CommitVersion(), Ask("a", SyncStep.COMMIT)],
         [Grant(SyncEnd), Close()],
     ]
+
+
+def test_a_message_of_another_phase_fails_the_ranks_unless_it_is_too_late() -> None:
+    state = SyncState(3)
+    begins, opens, fills = messages = (begin(0), Opened(engines=["b"]), filled())
+
+    for own, event in (  # the message of this phase, and the next event
+        (begins, begins),
+        (opens, Opened(engines=["a"])),
+        (fills, EngineDone("a", SyncStep.PREPARE)),
+        (fills, EngineDone("a", SyncStep.LOAD, LOADED)),
+        (fills, fills),
+        (None, EngineDone("a", SyncStep.VERIFY, [])),
+        (None, EngineDone("a", SyncStep.COMMIT)),
+    ):
+        for message in messages:
+            if message != own:
+                actions = deepcopy(state).observe(message)
+                if message == opens or state.phase >= Phase.COMMITTING:
+                    assert not actions
+                    continue
+                assert isinstance(failed := actions[0], FailRanks)
+                is_late = "already in progress" if message == begins else "in phase"
+                assert is_late in failed.reason
+        state.observe(event)
+
+    assert state.phase == Phase.CLOSED
 
 
 def test_ranks_that_are_connected_with_engines_begin_when_all_are_prepared() -> None:
