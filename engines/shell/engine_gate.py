@@ -9,7 +9,7 @@ from umbra.runtime.engine_api.lifecycle import (
     Tag,
     check_tags,
 )
-from umbra.runtime.errors import EngineError
+from umbra.runtime.errors import IllegalTransition
 
 
 class EngineGate:
@@ -49,7 +49,9 @@ class EngineGate:
     def admit(self) -> None:
         if not self.is_serving or self._is_draining:
             state = "draining" if self._is_draining else str(self._lifecycle)
-            raise EngineError(f"the engine is {state} and takes no requests; wait until it serves")
+            raise IllegalTransition(
+                f"the engine is {state} and takes no requests; wait until it serves"
+            )
 
     def start_serving(self, version: int) -> None:
         """Weights were loaded from disk: PENDING_WEIGHTS → SERVING(version)."""

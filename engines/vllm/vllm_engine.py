@@ -23,6 +23,7 @@ from umbra.engines.vllm.vllm_library import (
 )
 from umbra.engines.vllm.vllm_outputs import ForcedOutput, VllmOutput, gather_outputs
 from umbra.engines.vllm.vllm_settings import SYNCED_ADAPTER, VllmSettings
+from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.process import descendants
@@ -34,9 +35,7 @@ _SHUTDOWN_TIMEOUT_S: Final = 0.2
 _MAX_ERROR_NUM_CHARS: Final = 1000
 _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
-
-_MIN_TEMPERATURE: Final = 0.01
-# vLLM raises lower temperatures to this one, which would return another distribution's logprobs.
+_MIN_TEMPERATURE: Final = engine_kind("vllm").min_temperature
 
 
 class VllmCore(AdapterCore):

@@ -21,6 +21,9 @@ _ONE_MODEL: Final = "an engine is one model, and pool.count gives more engines"
 _NODES: Final = "an engine is on several nodes if it needs more GPUs than a node has"
 _SAMPLING: Final = "each request sets how to sample, and nothing else may change the distribution"
 _DRAFTS: Final = "a draft model would keep its older weights"
+_QUEUE: Final = "umbra bounds what an engine holds, and would be refused requests"
+_STATISTICS: Final = "vLLM would see the last tokens of each request alone"
+_OVERLAP: Final = "it needs several data-parallel ranks, and pool.count gives more engines"
 _ON_THE_HOST: Final = "an update does not reach weights that vLLM keeps in host memory"
 
 OPTIONS: Final = EngineOptions(
@@ -51,6 +54,13 @@ OPTIONS: Final = EngineOptions(
         "weight_transfer_config": "umbra transfers the weights",
         "worker_cls": "umbra transfers the weights to vLLM's own worker",
         "worker_extension_cls": "umbra transfers the weights",
+        "diffusion_config": "each token needs a logprob given those before it",
+        "enable_dbo": _OVERLAP,
+        "ubatch_size": _OVERLAP,
+        "max_num_queued_reqs": _QUEUE,
+        "max_num_queued_tokens": _QUEUE,
+        "disable_log_stats": _STATISTICS,
+        "otlp_traces_endpoint": _STATISTICS,
         "cpu_offload_gb": _ON_THE_HOST,
         "offload_backend": _ON_THE_HOST,
         "offload_group_size": _ON_THE_HOST,

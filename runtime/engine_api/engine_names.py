@@ -18,6 +18,10 @@ ANY_LORA_RANK: Final = 1 << 31
 """The rank of an adapter is at most a layer's size."""
 
 
+MIN_TEMPERATURE: Final = 1e-4
+"""Below this, logits divided by the temperature can exceed the range of float32."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """Facts about an engine.
@@ -34,6 +38,8 @@ class EngineKind:
         max_lora_rank: largest rank of the LoRA adapters that syncs may bring; 0: none.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
+        min_temperature: lowest above 0 (greedy). vLLM raises lower ones to it, and would return
+            the logprobs of another distribution.
         truncates_logprobs: with `rollout.top_p` or `top_k`, logprobs are the truncated ones.
         sleeps_by_part: it can free its weights alone, or its KV cache.
         spans_nodes: an engine may have followers on other nodes, which it gets as `followers`.
@@ -48,6 +54,7 @@ class EngineKind:
     max_lora_rank: int = 0
     has_known_memory: bool = False
     share_option: str = ""
+    min_temperature: float = MIN_TEMPERATURE
     truncates_logprobs: bool = True
     sleeps_by_part: bool = False
     spans_nodes: bool = False
@@ -98,6 +105,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         max_lora_rank=512,
         has_known_memory=True,
         share_option="gpu_memory_utilization",
+        min_temperature=0.01,
         spans_nodes=True,
     ),
     "sglang": EngineKind(

@@ -40,7 +40,8 @@ class Engine(Protocol):
     """The supervisor and the rollout manager make all calls."""
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Accepts all requests (see `generation_request`) or, with an error, none."""
+        """Accepts all requests (see `generation_request`) or, with an error, none. Raises
+        IllegalTransition while the engine does not serve."""
         ...
 
     def deltas(self) -> AsyncGenerator[DeltaColumns, None]:

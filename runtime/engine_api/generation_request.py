@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from umbra.runtime.engine_api.engine_names import MIN_TEMPERATURE
 from umbra.runtime.errors import RequestRefused
 
 Int32Array = npt.NDArray[np.int32]
@@ -27,9 +28,6 @@ REQUEST_KEYS: Final = frozenset(
     }
 )
 OPTIONAL_KEYS: Final = frozenset({"lora", "top_p", "top_k", "forced"})
-
-MIN_TEMPERATURE: Final = 1e-4
-# Below this, logits divided by the temperature can exceed the range of float32.
 
 _NUM_IDS: Final = 1 << 31  # what int32 holds
 _NO_TOKENS: Final = np.empty(0, np.int32)

@@ -258,20 +258,17 @@ class SyncCoordinator:
         return [e for e in able if self._discarded.get(e.name) != e.incarnation]
 
     async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
-        """The run that ranks can join now; a new one once the previous one has settled."""
+        """The run that ranks can join now; a new one once the previous one is over."""
         try:
             async with asyncio.timeout(timeout_s * _ANSWER_SHARE):
-                while self._current is not None and self._current.state.phase in (
-                    Phase.ABORTING,
-                    Phase.CLOSED,
-                ):
+                while self._current is not None and self._current.state.phase >= Phase.COMMITTING:
                     await self._current.over.wait()
                 run = self._current or self._new_run(version)
                 await run.started.wait()
                 return run
         except TimeoutError:
             raise WeightSyncError(
-                f"pool {self.pool}: an earlier sync is not undone yet after {timeout_s:.3g} s"
+                f"pool {self.pool}: an earlier sync is not over yet after {timeout_s:.3g} s"
             ) from None
 
     def _new_run(self, version: int) -> SyncRun:

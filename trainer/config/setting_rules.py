@@ -27,6 +27,10 @@ def _truncates_logprobs(engine: str) -> bool:
     return engine_kind(engine).truncates_logprobs
 
 
+def _min_temperature(engine: str) -> float:
+    return engine_kind(engine).min_temperature
+
+
 def _max_lora_rank(engine: str) -> int:
     return engine_kind(engine).max_lora_rank
 
@@ -35,6 +39,7 @@ _NAMES: Final = {
     "ADVANTAGE_ESTIMATORS": ADVANTAGE_ESTIMATORS,
     "LOSSES": LOSSES,
     "max_lora_rank": _max_lora_rank,
+    "min_temperature": _min_temperature,
     "takes_args": takes_args,
     "truncates_logprobs": _truncates_logprobs,
 }
@@ -99,6 +104,14 @@ def _unused(condition: str, remedy: str, *names: str) -> Iterator[Rule]:
         default = next(field.default for field in fields if field.name == key)
         text = f"{name} has no effect: {remedy}, or leave {name} out"
         yield Rule("warning", f"{name} != {default!r} and {condition}", text)
+
+
+def _too_cold(section: str) -> Iterator[Rule]:
+    yield Rule(
+        "error",
+        f"0 < {section}.temperature < min_temperature(pool.engine)",
+        "the engine cannot sample so close to 0: use 0.01 or more",
+    )
 
 
 _OPTIMIZATION: Final = (
@@ -173,6 +186,8 @@ RULES: Final = (
         "rollout.temperature == 0",
         "greedy completions of a prompt are all the same: set it above 0",
     ),
+    *_too_cold("rollout"),
+    *_too_cold("eval"),
     Rule(
         "error",
         "not truncates_logprobs(pool.engine) and (rollout.top_p < 1 or rollout.top_k > 0)",

@@ -191,6 +191,14 @@ class Dispatcher:
         self._requeue(turns)
         self.pump()
 
+    def fail_attempt(self, engine: EngineId, request_id: int, reason: str) -> None:
+        """Requeues a request that the engine failed, as often as a turn may fail."""
+        turn = self._inflight.get(engine, {}).get(request_id)
+        if turn is not None:
+            if self._may_retry(engine, turn, reason):
+                self._requeue([turn])
+            self.pump()
+
     def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
         """Fails a turn that no engine could ever serve."""
         turn = self._inflight.get(engine, {}).get(request_id)
@@ -431,8 +439,9 @@ class Dispatcher:
         self._store.close(turn.request_id, turn.row)
         self._router.release(engine, turn.charged - num_tokens)
         turn.engine = None
-        if num_tokens:
-            turn.num_errors = 0  # the turn made progress
+        turn.has_grown = num_tokens > 0
+        if turn.has_grown:
+            turn.num_errors = 0
 
     def _requeue(self, turns: Sequence[Turn]) -> None:
         """Puts turns before all that wait, in their order."""
@@ -443,10 +452,11 @@ class Dispatcher:
             if outcome:
                 turn.on_end(turn, outcome)
                 continue
-            turn.trajectory.cut()
             self._waiting[turn] = None
             self._waiting.move_to_end(turn, last=False)
-            self._recorder.cut(turn.trajectory)
+            if turn.has_grown:
+                turn.trajectory.cut()
+                self._recorder.cut(turn.trajectory)
 
     def check_integrity(self) -> None:
         """Asserts that every turn is in exactly one place and that all counts agree."""

@@ -16,6 +16,7 @@ from umbra.runtime.errors import (
     ConnectionLost,
     DeadlineExceeded,
     EngineError,
+    IllegalTransition,
     RemoteError,
     RequestRefused,
     UmbraError,
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 # Delay before a link that ended is opened again while its engine is reported as serving. Shorter
 # only repeats the failure; longer leaves the engine idle.
 _RELINK_DELAY_S: Final = 1.0
+# Wait for the report of the death of an engine that failed a request. Shorter blames the request
+# for it; longer leaves an engine that fails one request alone idle.
+_FAILURE_PAUSE_S: Final = 1.0
 
 # Requests in one submit call. More delays the first of them and makes the connection keep a buffer
 # of that size; fewer costs a round trip each.
@@ -302,24 +306,40 @@ class EngineLink:
 
     async def _submit_batch(self, requests: list[dict[str, Any]]) -> None:
         self._reported.clear()
+        failed = await self._find_failed(requests)
+        if failed:
+            self._dispatcher.set_serving(self.engine, False)
+            await self._wait_for_report(_FAILURE_PAUSE_S)
+            for request_id, reason in failed.items():
+                self._dispatcher.fail_attempt(self.engine, request_id, reason)
+            self.set_serving(self._serving)
+
+    async def _find_failed(self, requests: list[dict[str, Any]]) -> dict[int, str]:
+        """Submits requests, and returns the error of each one that the engine fails alone."""
+        ids = [request["id"] for request in requests]
         try:
             await self._call("submit", requests)
-        except RemoteError as error:
+        except IllegalTransition as error:
+            logger.warning("%s takes no requests now: %s", self.engine, error)
+            self._dispatcher.hand_back(self.engine, ids)
+            await self._wait_for_report(_REFUSAL_PAUSE_S)
+            self.set_serving(self._serving)
+        except (EngineError, RemoteError) as error:
             if len(requests) > 1:  # single submits find out which one spoiled the batch
-                for request in requests:
-                    await self._submit_batch([request])
-                return
+                failed = [await self._find_failed([request]) for request in requests]
+                return {request_id: reason for one in failed for request_id, reason in one.items()}
+            if isinstance(error, EngineError):
+                return {ids[0]: str(error)}
             is_refusal = error.remote_type == "builtins.ValueError"
             reason = error.remote_message if is_refusal else str(error)
             refusal = RequestRefused(f"{self.engine} refused a request: {reason}")
-            self._dispatcher.refuse(self.engine, requests[0]["id"], refusal)
-        except EngineError as error:
-            logger.warning("%s takes no requests now: %s", self.engine, error)
-            self._dispatcher.hand_back(self.engine, [request["id"] for request in requests])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REFUSAL_PAUSE_S):
-                    await self._reported.wait()
-            self.set_serving(self._serving)
+            self._dispatcher.refuse(self.engine, ids[0], refusal)
+        return {}
+
+    async def _wait_for_report(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._reported.wait()
 
     async def _call(self, method: str, argument: object) -> None:
         await self._handle.call(method, argument, timeout_s=self._submit_timeout_s)

@@ -286,6 +286,7 @@ class Turn:
         charged: tokens that the router was charged for the attempt.
         engine: has the attempt in progress; None while there is none.
         row: of the attempt in the dispatcher's `TokenStore`.
+        has_grown: the last attempt brought tokens.
         num_errors: attempts that engines failed since the last token.
         is_cancelled: `Dispatcher.cancel` was called with it, maybe from a callback of another turn.
     """
@@ -304,6 +305,7 @@ class Turn:
     charged: int = 0
     engine: EngineId | None = None
     row: int = 0
+    has_grown: bool = False
     num_errors: int = 0
     is_cancelled: bool = False
 

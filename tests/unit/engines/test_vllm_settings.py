@@ -161,6 +161,13 @@ def test_latent_attention_has_one_vector_and_one_key_a_layer_in_every_worker() -
         ("cpu_offload_gb", "is set by umbra: an update does not reach weights"),
         ("offload_group_size", "is set by umbra: an update does not reach weights"),
         ("enable_eplb", "is set by umbra: .*before vLLM moved them"),
+        ("diffusion_config", "is set by umbra: .*logprob given those before it"),
+        ("enable_dbo", "is set by umbra: .*pool.count"),
+        ("ubatch_size", "is set by umbra: .*pool.count"),
+        ("max_num_queued_reqs", "is set by umbra: umbra bounds what an engine holds"),
+        ("max_num_queued_tokens", "is set by umbra: umbra bounds what an engine holds"),
+        ("disable_log_stats", "is set by umbra: .*last tokens of each request"),
+        ("otlp_traces_endpoint", "is set by umbra: .*last tokens of each request"),
     ],
 )
 def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(

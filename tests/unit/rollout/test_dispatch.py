@@ -137,6 +137,21 @@ def test_an_engine_that_comes_late_takes_over_what_has_not_begun() -> None:
     bench.dispatcher.check_integrity()
 
 
+def test_a_turn_that_waits_in_an_engine_is_not_interrupted_by_its_abort() -> None:
+    bench = Bench()
+    bench.serve(A)
+    waiting, running = (bench.submit(name) for name in ("waiting", "running"))
+    bench.dispatcher.on_batch(A, delta([(2, 0, [7], 0)]))
+
+    bench.dispatcher.on_batch(A, delta([], [(1, "abort"), (2, "abort")]))
+    bench.dispatcher.on_batch(A, delta([], [(3, "abort"), (4, "abort")]))
+
+    assert waiting.trajectory.num_interruptions == 0
+    assert running.trajectory.num_interruptions == 1
+    assert running.trajectory.num_refilled_tokens == len(running.trajectory)
+    bench.dispatcher.check_integrity()
+
+
 def test_an_engine_that_comes_late_gets_no_more_than_it_may_hold() -> None:
     bench = Bench(max_inflight=6)
     bench.serve(A)
@@ -257,6 +272,7 @@ def test_what_a_recorder_that_fails_cancels_is_not_given_to_an_engine(failing: s
     bench = Bench(recorder=Failing(None, lambda error: None))
     inbox = bench.serve(A)
     waiting = [bench.submit(f"s{idx}") for idx in range(3)]
+    bench.dispatcher.on_batch(A, delta([(request_id, 0, [7], 0) for request_id in (1, 2, 3)]))
     turns += waiting
 
     bench.dispatcher.detach(A)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import zmq
 from rollout_samples import make_trajectory
 
 from umbra.runtime.engine_api.token_deltas import DeltaColumns, empty_batch
-from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.errors import EngineError, IllegalTransition, UmbraError
 from umbra.runtime.rollout.dispatch import engine_fleet
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import EngineLink
@@ -41,7 +42,7 @@ class PausingEngine:
         self.was_early |= not self.has_greeted
         if self.is_paused:
             self.refused.set()
-            raise EngineUnhealthy("paused")
+            raise IllegalTransition("paused")
         self.took.set()
 
     async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
@@ -52,9 +53,25 @@ class PausingEngine:
         await asyncio.Event().wait()
 
 
-def submit_one(dispatcher: Dispatcher) -> None:
+class FailingEngine(PausingEngine):
+    """Fails requests whose seed is 13, without whatever was submitted with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_failed = 0
+        self.taken: list[int] = []
+
+    def submit(self, requests: Sequence[Any]) -> None:
+        seeds = [request["seed"] for request in requests]
+        if 13 in seeds:
+            self.num_failed += seeds == [13]
+            raise EngineError("its queue is full")
+        self.taken += seeds
+
+
+def submit_one(dispatcher: Dispatcher, seed: int = 0) -> None:
     turn = Turn(
-        trajectory=make_trajectory(),
+        trajectory=make_trajectory(seed=seed),
         group=None,
         start=0,
         limit=10,
@@ -64,6 +81,29 @@ def submit_one(dispatcher: Dispatcher) -> None:
     dispatcher.submit(turn)
 
 
+@asynccontextmanager
+async def linked(
+    folder: Path, engine: PausingEngine, on_failure: Callable[[UmbraError], None]
+) -> AsyncGenerator[tuple[Dispatcher, EngineLink]]:
+    """A dispatcher and its link to the engine, which is reported as serving."""
+    dispatcher = Dispatcher(Router(9), on_failure, Recorder(None, on_failure))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = ActorServer([engine], 1)
+    endpoint = server.bind(context.socket(zmq.ROUTER), f"ipc://{folder}/e")
+    ref = ActorRef(name="e", incarnation=1, node_id="n", ipc_endpoint=endpoint)
+    async with asyncio.timeout(20), Client("n") as client, asyncio.TaskGroup() as tasks:
+        link = EngineLink(
+            ENGINE, client.handle(ref), dispatcher, delta_timeout_s=60, submit_timeout_s=60
+        )
+        dispatcher.attach(ENGINE, link)
+        running = [tasks.create_task(server.run()), tasks.create_task(link.run())]
+        link.set_serving(True)
+        yield dispatcher, link
+        for task in running:
+            task.cancel()
+    context.term()
+
+
 def run_with_link(
     folder: Path, scenario: Callable[[PausingEngine, EngineLink], Awaitable[None]]
 ) -> None:
@@ -71,24 +111,10 @@ def run_with_link(
 
     async def run() -> None:
         engine, failures = PausingEngine(), list[UmbraError]()
-        dispatcher = Dispatcher(Router(9), failures.append, Recorder(None, failures.append))
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = ActorServer([engine], 1)
-        endpoint = server.bind(context.socket(zmq.ROUTER), f"ipc://{folder}/e")
-        ref = ActorRef(name="e", incarnation=1, node_id="n", ipc_endpoint=endpoint)
-        async with asyncio.timeout(20), Client("n") as client, asyncio.TaskGroup() as tasks:
-            link = EngineLink(
-                ENGINE, client.handle(ref), dispatcher, delta_timeout_s=60, submit_timeout_s=60
-            )
-            dispatcher.attach(ENGINE, link)
-            running = [tasks.create_task(server.run()), tasks.create_task(link.run())]
-            link.set_serving(True)
+        async with linked(folder, engine, failures.append) as (dispatcher, link):
             submit_one(dispatcher)
             await engine.refused.wait()
             await scenario(engine, link)
-            for task in running:
-                task.cancel()
-        context.term()
         assert not failures
         assert not engine.was_early
 
@@ -119,3 +145,24 @@ def test_a_refused_request_goes_out_again_though_no_report_comes(
         await engine.took.wait()
 
     run_with_link(tmp_path, scenario)
+
+
+def test_a_request_that_an_engine_always_fails_ends_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others in its batch are generated."""
+    monkeypatch.setattr(engine_fleet, "_FAILURE_PAUSE_S", 0.01)
+
+    async def run() -> None:
+        engine, failures = FailingEngine(), asyncio.Queue[UmbraError]()
+        async with linked(tmp_path, engine, failures.put_nowait) as (dispatcher, _):
+            for seed in (12, 13, 14):
+                submit_one(dispatcher, seed)
+            failure = await failures.get()
+            assert dispatcher.num_inflight(ENGINE) == 2
+        assert engine.taken == [12, 14]
+        assert engine.num_failed == 3
+        assert "its queue is full" in str(failure)
+        assert failures.empty()
+
+    asyncio.run(run())

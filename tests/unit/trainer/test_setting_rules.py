@@ -22,6 +22,9 @@ def named_in(message: str) -> list[str]:
 
 REFUSED = cases("""
 rollout.temperature=0.0 -> rollout.temperature
+pool.engine=vllm rollout.temperature=0.009 -> rollout.temperature pool.engine
+rollout.temperature=0.00001 -> rollout.temperature pool.engine
+pool.engine=vllm eval.temperature=0.009 -> eval.temperature pool.engine
 rollout.group_size=1 -> rollout.group_size train.advantage
 rollout.group_size=1 rollout.drop_zero_variance_groups=true \
 -> rollout.group_size rollout.drop_zero_variance_groups

@@ -175,7 +175,7 @@ class LocalSupervisor:
     fd_socket = ""  # no GPU exports memory
 
     def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
-        self._loop = loop
+        self.loop = loop
         self.coordinator = coordinator
 
     def free_images(self) -> None:
@@ -185,7 +185,7 @@ class LocalSupervisor:
             self.coordinator._memory.close()  # pyright: ignore[reportPrivateUsage]
             self.images.close()
 
-        self._loop.run(free())
+        self.loop.run(free())
 
     def as_rank(self, rank: int, world_size: int, node_id: str = "here") -> Self:
         made = copy.copy(self)
@@ -197,7 +197,7 @@ class LocalSupervisor:
 
     def sync(self, message: SyncMessage[Answer]) -> Answer:
         answer = self.coordinator.answer(cast("SyncCall", message))
-        return cast("Answer", self._loop.run(answer))
+        return cast("Answer", self.loop.run(answer))
 
     def lose_rank(self, rank: int, when: asyncio.Event) -> float:
         """After how many seconds the sync that it was in is settled."""
@@ -210,7 +210,7 @@ class LocalSupervisor:
             await self.coordinator.wait_settled()
             return time.monotonic() - lost_at
 
-        return self._loop.run(lose())
+        return self.loop.run(lose())
 
 
 @asynccontextmanager

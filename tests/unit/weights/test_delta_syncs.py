@@ -166,7 +166,7 @@ def test_full_versions_come_at_their_cadence_and_the_last_delta_before_has_check
 
     with training(engine, settings=replace(DELTAS, full_sync_every=3)) as trainer:
         plain = trainer.supervisor
-        recorder = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        recorder = Recorder(plain.loop, plain.coordinator)
         trainer.publisher._session = recorder  # pyright: ignore[reportPrivateUsage]
         for _ in range(6):
             trainer.step()
@@ -334,7 +334,7 @@ def test_a_delta_to_an_image_with_other_contents_is_refused() -> None:
             return replace(answer, details={**answer.details, "bases": bases})
 
     with local_pool([engine], DELTAS) as plain:
-        supervisor = Mistaken(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        supervisor = Mistaken(plain.loop, plain.coordinator)
         with closing_publisher(supervisor) as trainer:
             trainer.step()
             trainer.publish()

@@ -113,7 +113,7 @@ def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
     broken.fail_at = "prepare_update"
     begun_at = time.monotonic()
     with local_pool(engines, TCP) as plain:
-        supervisor = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        supervisor = Recorder(plain.loop, plain.coordinator)
         report = publish(supervisor, 1)
 
     assert ready_at_grant == [["broken", "sound"]]
@@ -140,7 +140,7 @@ def test_an_engine_outlives_a_rank_that_breaks_their_connection() -> None:
             return super().sync(message)
 
     with local_pool([engine], TCP) as plain:
-        supervisor = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        supervisor = Slow(plain.loop, plain.coordinator)
         made = WeightPublisher(supervisor, TENSORS, locate=fail_in_mid_transfer)
         with closing(made) as publisher, pytest.raises(RuntimeError, match="the GPU is lost"):
             publisher.publish("pool", 1, timeout_s=20.0)

@@ -189,7 +189,7 @@ def test_without_checksums_and_work_of_ranks_an_engine_commits_when_it_has_loade
         publish(plain, tensors, export=ipc.export)
         assert "verify_update" in engine.log  # of the first version
         engine.log.clear()
-        late = EndsAfterCommit(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        late = EndsAfterCommit(plain.loop, plain.coordinator)
         publish(late, tensors, version=2, export=ipc.export)
 
     assert "verify_update" not in engine.log
@@ -337,7 +337,7 @@ def test_an_engine_at_rest_holds_no_memory_of_ranks(ipc: FakeIpc) -> None:
         engine.sleep(2)
         assert ipc.num_open == 2
 
-        supervisor._loop.run(engine.abort_update(10.0))  # pyright: ignore[reportPrivateUsage]
+        supervisor.loop.run(engine.abort_update(10.0))
 
     assert ipc.num_open == 0
 
@@ -506,7 +506,7 @@ def test_a_rank_that_aborts_leaves_the_engine_waiting_for_weights(ipc: FakeIpc) 
     with local_pool([engine], SMALL) as supervisor:
         with pytest.raises(RuntimeError, match="no memory on the host"):
             publish(supervisor, tensors, export=ipc.export, on_read=fail)
-        supervisor._loop.run(supervisor.coordinator.wait_settled())  # pyright: ignore[reportPrivateUsage]
+        supervisor.loop.run(supervisor.coordinator.wait_settled())
         assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS
         assert engine.killed is None
         assert ipc.num_open == 0
@@ -541,14 +541,14 @@ def test_an_engine_stops_reading_once_a_rank_has_died(ipc: FakeIpc) -> None:
             supervisor.coordinator.rank_lost(0)
 
         def die() -> None:
-            supervisor._loop.run(lose())  # pyright: ignore[reportPrivateUsage]
+            supervisor.loop.run(lose())
 
         engine = ThreadEngine("engine", empty_like(tensors), lambda: Dying(ipc, die, reads))
         engine.import_problem = ""
         engines.append(engine)
         with pytest.raises(WeightSyncError, match="rank 0 is lost"):
             publish(supervisor, tensors, export=ipc.export)
-        supervisor._loop.run(supervisor.coordinator.wait_settled())  # pyright: ignore[reportPrivateUsage]
+        supervisor.loop.run(supervisor.coordinator.wait_settled())
 
     assert len(reads) == 2
     assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS

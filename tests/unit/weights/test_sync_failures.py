@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,8 +33,12 @@ from umbra.runtime.pools.pool_spec import SyncSettings
 from umbra.runtime.session.weight_publisher import WeightPublisher
 from umbra.runtime.weights.links.link_sender import LinkListener
 from umbra.runtime.weights.sync_messages import (
+    Answer,
+    SyncAnswer,
     SyncBegin,
+    SyncCall,
     SyncFilled,
+    SyncMessage,
     SyncReport,
 )
 
@@ -97,7 +101,7 @@ class SecondRank:
         async def lose() -> None:
             self.supervisor.coordinator.rank_lost(1, "node 1 (b)")
 
-        self.supervisor._loop.run(lose())  # pyright: ignore[reportPrivateUsage]
+        self.supervisor.loop.run(lose())
 
 
 @pytest.mark.slow
@@ -145,7 +149,7 @@ def test_an_engine_that_dies_in_mid_transfer_does_not_hold_the_others(
         def die_when_the_rank_waits() -> None:
             until(broken.hanging.is_set)
             time.sleep(0.1)  # everything is filled
-            supervisor._loop.run(broken.die())  # pyright: ignore[reportPrivateUsage]
+            supervisor.loop.run(broken.die())
 
         report, _ = in_threads(lambda: publish(supervisor, sources), die_when_the_rank_waits)
 
@@ -227,7 +231,7 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -
 
     engine = ThreadEngine("engine", empty_like(sources))
     with local_pool([engine], SMALL) as plain:
-        slow = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        slow = Slow(plain.loop, plain.coordinator)
         report = publish(slow, sources, timeout_s=6.0)  # of which an engine may have 4 s
 
     assert list(report.engines) == ["engine"]
@@ -245,7 +249,7 @@ def test_a_rank_that_gives_up_fails_the_others(
 
     engine = ThreadEngine("engine", empty_like(sources))
     with local_pool([engine], small) as plain:
-        giving_up = GivesUp(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        giving_up = GivesUp(plain.loop, plain.coordinator)
         options = {"world_size": 2, "version": next_version(), "timeout_s": 3.0}
 
         def give_up() -> None:
@@ -305,7 +309,7 @@ def test_a_rank_that_waits_for_links_hears_that_the_job_is_lost(
     engine = Deaf("engine", empty_like(sources))
     engine.hang_at = "load"
     with local_pool([engine], TCP) as plain:
-        losable = Losable(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        losable = Losable(plain.loop, plain.coordinator)
 
         def lose() -> None:
             until(engine.hanging.is_set)
@@ -394,6 +398,40 @@ def test_a_sync_that_is_aborted_before_an_engine_is_paused_does_not_pause_it(
         assert str(engine.lifecycle) == "SERVING(1)"
 
 
+def test_a_rank_that_publishes_while_engines_commit_begins_the_next_sync(
+    sources: dict[str, Tensor],
+) -> None:
+    has_begun = threading.Event()
+
+    class CommitsLate(ThreadEngine):
+        async def commit_update(self, version: int, timeout_s: float) -> None:
+            self.hanging.set()
+            await asyncio.to_thread(has_begun.wait, 10.0)
+            await super().commit_update(version, timeout_s)
+
+    async def begin(message: SyncCall) -> SyncAnswer:
+        await engine.hanging.wait()
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(supervisor.coordinator.answer(message))
+            await asyncio.sleep(0)
+            has_begun.set()
+        return answering.result()
+
+    class LaterRank(LocalSupervisor):
+        def sync(self, message: SyncMessage[Answer]) -> Answer:
+            return cast("Answer", self.loop.run(begin(cast("SyncCall", message))))
+
+    engine = CommitsLate("engine", empty_like(sources))
+    with local_pool([engine], SMALL) as supervisor:
+        later = LaterRank(supervisor.loop, supervisor.coordinator)
+        reports = in_threads(
+            lambda: publish(supervisor, sources, version=1),
+            lambda: publish(later, sources, version=2),
+        )
+
+    assert [report.version for report in reports] == [1, 2]
+
+
 def test_an_engine_that_could_not_wake_is_replaced_even_if_the_sync_was_aborted(
     sources: dict[str, Tensor],
 ) -> None:
@@ -450,6 +488,6 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait_for_links(
     engine = Deaf("engine", empty_like(sources))
     engine.hang_at = "load"
     with local_pool([engine], TCP) as plain:
-        unbounded = Unbounded(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        unbounded = Unbounded(plain.loop, plain.coordinator)
         with pytest.raises(DeadlineExceeded, match="the time is used up"):
             publish(unbounded, sources, timeout_s=0.5)

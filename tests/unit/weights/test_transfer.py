@@ -238,7 +238,7 @@ def test_checksums_come_first_then_every_kth_time_and_for_new_engines() -> None:
 
     every_third = SyncSettings(bucket_nbytes=512, verify_every=3)
     with local_pool([engine], every_third) as plain:
-        recorder = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        recorder = Recorder(plain.loop, plain.coordinator)
         for idx in range(6):
             engine.incarnation = 1 if idx < 5 else 2
             publish(recorder, sources)
