@@ -91,7 +91,7 @@ class Tokens:
             "the columns of runs of tokens differ in length",
         )
         _require(
-            offsets[0] == 0 and offsets[-1] == num_tokens and bool((np.diff(offsets) > 0).all()),
+            offsets[0] == 0 and offsets[-1] == num_tokens and bool((self.lengths > 0).all()),
             f"the offsets do not cut {num_tokens} tokens into {num_runs} runs",
         )
         _require(
@@ -99,6 +99,11 @@ class Tokens:
             "a run of tokens has a negative start or version",
         )
         _require(bool(np.isfinite(self.logprobs).all()), "some logprobs are not finite")
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[S] of the runs."""
+        return self.offsets[1:] - self.offsets[:-1]
 
     def parts(self) -> Iterator[Tokens]:
         """The same runs as events that the ledger takes, in order; cuts runs where it must."""
@@ -328,24 +333,6 @@ def decode_batches(payload: bytes | memoryview) -> Iterator[Batch]:
         raise LedgerError("events cannot be decoded: the last batch is incomplete") from error
     except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
         raise LedgerError(f"events cannot be decoded: {error}") from error
-
-
-def restores_in(payload: bytes | memoryview) -> list[int]:
-    """The steps of a payload's `Restored` events; other events are not decoded."""
-    unpacker: Any = msgpack.Unpacker(max_buffer_size=2**31 - 1)
-    unpacker.feed(payload)
-    found: list[int] = []
-    while unpacker.tell() < len(payload):
-        num_items = unpacker.read_array_header()
-        unpacker.skip()  # the time
-        for _ in range(num_items - 1):
-            num_values, tag = unpacker.read_array_header(), unpacker.unpack()
-            for idx in range(num_values - 1):
-                if idx == 0 and tag == _FORMS[Restored][0]:
-                    found.append(unpacker.unpack())
-                else:
-                    unpacker.skip()
-    return found
 
 
 class _Ints:

@@ -16,15 +16,18 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgpack
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import ledger_frames
-from umbra.runtime.rollout.ledger.ledger_events import Batch, decode_batches, restores_in
+from umbra.runtime.rollout.ledger.ledger_events import Batch, decode_batches
+
+T = TypeVar("T")
 
 FORMAT: Final = 2
 _NAME: Final = re.compile(r"(\d{6,})-(\d{4,})\.log")
@@ -63,7 +66,8 @@ class LogPart(NamedTuple):
 
 
 class Entry(NamedTuple):
-    position: Position
+    position: Position  # where its frame begins
+    end: int  # byte of its part after the frame
     batch: Batch
 
 
@@ -143,29 +147,17 @@ class History:
     def header_at(self, position: Position) -> Header:
         return header_of(self.folder / part_name(*position[:2]))
 
-    def restores(self, start: Position = BEGIN) -> list[tuple[Position, int]]:
-        """Where the job went back to checkpoints, and their steps, oldest first."""
-        return [
-            (position, step)
-            for position, _, payload in self.frames(start, None)
-            for step in restores_in(payload)
-        ]
-
     def entries(self, start: Position = BEGIN, stop: Position | None = None) -> Iterator[Entry]:
         """Every batch, in order. `start` and `stop` are beginnings of frames."""
-        for position, _, payload in self.frames(start, stop):
-            for batch in self.batches(position, payload):
-                yield Entry(position, batch)
+        for position, end, payload in _one_ahead(self._frames(start, stop)):
+            try:
+                for batch in decode_batches(payload):
+                    yield Entry(position, end, batch)
+            except LedgerError as error:
+                path = self.folder / part_name(*position[:2])
+                raise LedgerError(f"{path}, frame at byte {position.offset}: {error}") from error
 
-    def batches(self, position: Position, payload: bytes) -> Iterator[Batch]:
-        """The batches of a frame. Raises LedgerError, which names the frame."""
-        try:
-            yield from decode_batches(payload)
-        except LedgerError as error:
-            path = self.folder / part_name(*position[:2])
-            raise LedgerError(f"{path}, frame at byte {position.offset}: {error}") from error
-
-    def frames(
+    def _frames(
         self, start: Position, stop: Position | None
     ) -> Iterator[tuple[Position, int, bytes]]:
         """Every frame as in `entries`: where it begins, the byte after it, and its payload."""
@@ -181,6 +173,15 @@ class History:
                 else:
                     end = offset + ledger_frames.HEAD_NBYTES + len(payload)
                     yield Position(*number, offset), end, zlib.decompress(payload)
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items; a thread makes the next one while the caller has the last."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 def ledger_folder(run_dir: Path, manager: str) -> Path:

@@ -326,17 +326,15 @@ class LedgerIndex:
                 "from which it was made, was removed: restore one of them from a backup"
             )
         where = log.incarnation, log.part
-        frames = self._history.frames(Position(*where, start), Position(*where, log.stop))
-        for position, stop, payload in frames:
-            at, end = begin + position.offset, begin + stop
-            for batch in self._history.batches(position, payload):
-                for event in batch.events:
-                    if isinstance(event, Restored):
-                        table.take_back(self._trained(event.step, number, table.restores))
-                    try:
-                        table.apply(event, batch.time_s, at, end)
-                    except LedgerError as error:
-                        raise LedgerError(f"the ledger at {position}: {error}") from error
+        start_at, stop_at = Position(*where, start), Position(*where, log.stop)
+        for position, end, batch in self._history.entries(start_at, stop_at):
+            for event in batch.events:
+                if isinstance(event, Restored):
+                    table.take_back(self._trained(event.step, number, table.restores))
+                try:
+                    table.apply(event, batch.time_s, begin + position.offset, begin + end)
+                except LedgerError as error:
+                    raise LedgerError(f"the ledger at {position}: {error}") from error
 
     def _write_part(self, table: SampleTable, number: int, nbytes: int) -> IndexPart:
         log = self._history.parts[number]

@@ -82,9 +82,10 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
         try:
             state.apply_all(_noting(history.entries(start), found))
         except LedgerError:
-            if known is not None or not (later := history.restores(start)):
+            found = [restore for entry in history.entries(start) for restore in _restores_in(entry)]
+            if known is not None or not found:
                 raise
-            known = earlier + later  # they need samples that the snapshot has let go
+            known = earlier + found  # they need samples that the snapshot has let go
             continue
         if known is None and found and restoring_step is not None:
             known = earlier + found  # the first of them was taken for the caller's own
@@ -94,10 +95,12 @@ def read_content(history: History, restoring_step: int | None = None) -> LedgerC
 
 def _noting(entries: Iterable[Entry], found: Restores) -> Iterator[Entry]:
     for entry in entries:
-        for event in entry.batch.events:
-            if isinstance(event, Restored):
-                found.append((entry.position, event.step))
+        found += _restores_in(entry)
         yield entry
+
+
+def _restores_in(entry: Entry) -> Restores:
+    return [(entry.position, e.step) for e in entry.batch.events if isinstance(e, Restored)]
 
 
 def take_snapshot(

@@ -277,7 +277,7 @@ class LedgerState:
             self._runs.put(event)
         if self._runs.num_tokens > MAX_TOKENS:
             self._distribute()
-        num_given = int(np.diff(event.offsets)[event.versions == GIVEN].sum())
+        num_given = int(event.lengths[event.versions == GIVEN].sum())
         self.totals.generated_tokens += len(event.tokens) - num_given
         self.totals.given_tokens += num_given
 

@@ -37,7 +37,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Version,
 )
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState, Totals
-from umbra.runtime.rollout.ledger.token_runs import MAX_TOKENS
+from umbra.runtime.rollout.ledger.token_runs import MAX_TOKENS, sort_runs
 
 _UNLEASED: Final = frozenset(SampleState) - {
     SampleState.LEASED,
@@ -295,24 +295,18 @@ class SampleTable:
         events, self._runs, self._num_waiting = self._runs, [], 0
         if not any(len(event.uids) for event in events):
             return
-        uids = np.concatenate([event.uids for event in events])
-        order = np.argsort(uids, kind="stable")
-        uids = uids[order]
+        order, uids, versions, lasts = sort_runs(events)
         starts = np.concatenate([event.starts for event in events])[order]
-        lengths = np.concatenate([np.diff(event.offsets) for event in events])[order]
-        versions = np.concatenate([event.versions for event in events])[order]
+        lengths = np.concatenate([event.lengths for event in events])[order]
         num_given = int(lengths[versions == GIVEN].sum())
         self.totals.given_tokens += num_given
         self.totals.generated_tokens += int(lengths.sum()) - num_given
-        # One row for each run of tokens that have sample and version in common.
-        is_first = np.ones(len(uids), bool)
-        is_first[1:] = (uids[1:] != uids[:-1]) | (versions[1:] != versions[:-1])
-        firsts = np.flatnonzero(is_first)
-        lasts = np.append(firsts[1:], len(uids)) - 1
+        firsts = np.append(0, lasts[:-1] + 1)
         stops = starts + lengths
-        torn = np.flatnonzero(~is_first[1:] & (starts[1:] != stops[:-1]))
-        if len(torn):
-            raise LedgerError(f"tokens of the sample with uid {uids[torn[0]]} are missing")
+        is_torn = starts[1:] != stops[:-1]
+        is_torn[lasts[:-1]] = False
+        if is_torn.any():
+            raise LedgerError(f"tokens of the sample with uid {uids[1:][is_torn][0]} are missing")
         columns = (uids[firsts], starts[firsts], stops[lasts], versions[firsts])
         for uid, start, stop, version in zip(*(c.tolist() for c in columns), strict=True):
             row = self.live.get(uid) or self.ended.get(uid)

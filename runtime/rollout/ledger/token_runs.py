@@ -6,13 +6,13 @@ at once would cost most of the time that a replay takes. Letters: S runs, N toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.rollout.ledger.ledger_events import GIVEN, Tokens
+from umbra.runtime.rollout.ledger.ledger_events import GIVEN, Tokens, Uids
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 MAX_TOKENS: Final = 1024 * 1024
@@ -86,7 +86,7 @@ class TokenRuns:
 
     def put(self, event: Tokens) -> None:
         """Takes runs that were checked; those of one sample are in order."""
-        self._lengths[event.uids - self._base] = event.starts + _lengths(event)
+        self._lengths[event.uids - self._base] = event.starts + event.lengths
         self._events.append(event)
         self.num_tokens += len(event.tokens)
 
@@ -95,10 +95,8 @@ class TokenRuns:
         events, self._events, self.num_tokens = self._events, [], 0
         if not events:
             return
-        uids = np.concatenate([event.uids for event in events])
-        order = np.argsort(uids, kind="stable")
-        uids, versions = uids[order], np.concatenate([event.versions for event in events])[order]
-        lengths = np.concatenate([_lengths(event) for event in events])
+        order, uids, versions, last = sort_runs(events)
+        lengths = np.concatenate([event.lengths for event in events])
         sources = (np.cumsum(lengths) - lengths)[order]
         lengths = lengths[order]
         stops = np.cumsum(lengths)
@@ -106,8 +104,6 @@ class TokenRuns:
         where = shifts + np.arange(int(stops[-1]))  # [N]
         tokens = np.concatenate([event.tokens for event in events])[where]
         logprobs = np.concatenate([event.logprobs for event in events])[where]
-        ends = np.flatnonzero((np.diff(uids) != 0) | (np.diff(versions) != 0))
-        last = np.append(ends, len(uids) - 1)  # [S] index of each joined run's last part
         begin = 0
         columns = (uids[last].tolist(), versions[last].tolist(), stops[last].tolist())
         for uid, version, stop in zip(*columns, strict=True):
@@ -115,5 +111,13 @@ class TokenRuns:
             begin = stop
 
 
-def _lengths(event: Tokens) -> NDArray[np.int64]:
-    return event.offsets[1:] - event.offsets[:-1]
+def sort_runs(
+    events: Sequence[Tokens],
+) -> tuple[NDArray[np.int64], Uids, NDArray[np.int64], NDArray[np.int64]]:
+    """The order by sample, [S]; uids and versions in this order; and the index there of the last of
+    those runs that have sample and version in common."""
+    uids = np.concatenate([event.uids for event in events])
+    order = np.argsort(uids, kind="stable")
+    uids, versions = uids[order], np.concatenate([event.versions for event in events])[order]
+    ends = np.flatnonzero((np.diff(uids) != 0) | (np.diff(versions) != 0))
+    return order, uids, versions, np.append(ends, len(uids) - 1)

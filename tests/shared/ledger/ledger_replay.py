@@ -39,6 +39,6 @@ def replay(
         return state
     for entry in entries():
         for event in entry.batch.events:
-            state.apply_all([Entry(entry.position, Batch(entry.batch.time_s, (event,)))])
+            state.apply_all([entry._replace(batch=Batch(entry.batch.time_s, (event,)))])
             on_event(entry, event, state)
     return state

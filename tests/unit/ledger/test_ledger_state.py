@@ -41,7 +41,7 @@ from umbra.runtime.rollout.ledger.sample_accounts import SampleState, read_conte
 
 
 def entries_of(events: Sequence[Event]) -> list[Entry]:
-    return [Entry(BEGIN, Batch(0.0, tuple(events)))]
+    return [Entry(BEGIN, 0, Batch(0.0, tuple(events)))]
 
 
 def state_of(*events: Event, restores: Sequence[int] = ()) -> LedgerState:
