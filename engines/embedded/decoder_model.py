@@ -99,7 +99,7 @@ class DecoderModel:
         num_seqs, num_tokens = token_ids.shape
         positions = torch.arange(num_tokens, device=token_ids.device).repeat(num_seqs)
         rope = self._cosines.index_select(0, positions), self._sines.index_select(0, positions)
-        hidden = self.parameters.embedding.index_select(0, token_ids.flatten())
+        hidden = self._embed(token_ids.flatten())
         for idx, layer in enumerate(self.parameters.layers):
             query, key, value = (
                 heads.view(num_seqs, num_tokens, -1, self.config.head_dim).transpose(1, 2)
@@ -130,7 +130,7 @@ class DecoderModel:
         slots = (starts.view(num_seqs, -1) + positions[:, None]).flatten()  # [B K]
         mask = self._mask(positions, span)
         scale = config.head_dim**-0.5
-        hidden = self.parameters.embedding.index_select(0, token_ids)
+        hidden = self._embed(token_ids)
         for idx, layer in enumerate(self.parameters.layers):
             query, key, value = self._project(layer, hidden, rope)
             cache.key_slots[idx].index_copy_(0, slots, key.reshape(num_groups, -1))
@@ -183,8 +183,16 @@ class DecoderModel:
         hidden = _add_linear(hidden, product, layer.down, layer.down_bias)
         return _changed(hidden, product, adapters.get("down"))
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        hidden = self.parameters.embedding.index_select(0, token_ids)
+        if (adapter := self.parameters.adapters.get("embedding")) is None:
+            return hidden
+        return torch.addmm(hidden, adapter.second.index_select(0, token_ids), adapter.first)
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._norm(hidden, self.parameters.final_norm), self.parameters.head)
+        parameters = self.parameters
+        normed = self._norm(hidden, parameters.final_norm)
+        return _changed(F.linear(normed, parameters.head), normed, parameters.adapters.get("head"))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root-mean-square norm over the last dim, in float32 like transformers."""

@@ -22,7 +22,7 @@ from umbra.engines.embedded.parameters import LowRank, Parameters
 from umbra.engines.embedded.weight_receiver import WeightReceiver
 from umbra.engines.shell.engine_requests import RequestCounts
 from umbra.runtime.engine_api.decoder_config import load_model_config
-from umbra.runtime.engine_api.lora import PEFT_PREFIX, LoraSpec, module_shapes
+from umbra.runtime.engine_api.lora import EMBEDDING, LINEAR, PEFT_PREFIX, LoraSpec, module_shapes
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError, DataError, WeightSyncError
 from umbra.runtime.process.cpu_affinity import allowed_threads
@@ -44,6 +44,8 @@ _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "down": ("mlp.down_proj",),
 }
 """The layers, in order, of each fused matrix of `LayerParameters`."""
+_OUTER: Final[Mapping[str, str]] = {"embedding": "model.embed_tokens", "head": "lm_head"}
+"""The layers of `Parameters` outside of these."""
 
 
 class EmbeddedWorker:
@@ -218,6 +220,7 @@ class Adapters:
             return False
         layers = range(len(self._parameters.layers))
         places = {f"model.layers.{n}.{part}" for n in layers for p in _PARTS.values() for part in p}
+        places |= set(_OUTER.values())
         if others := sorted(module_shapes(manifest.shapes).keys() - places):
             raise WeightSyncError(
                 f"the embedded engine applies no LoRA adapter to {len(others)} of the layers that "
@@ -231,6 +234,9 @@ class Adapters:
 
     def apply(self) -> None:
         """Gives new matrices to all later passes."""
+        self._parameters.adapters = {
+            field: fused for field, name in _OUTER.items() if (fused := self._fuse([name]))
+        }
         for idx, layer in enumerate(self._parameters.layers):
             layer.adapters = {
                 field: fused
@@ -241,21 +247,28 @@ class Adapters:
     def _fuse(self, names: list[str]) -> LowRank | None:
         """The adapters of the parts of one matrix as one; None if there are none."""
         assert self._spec is not None
-        pairs = [
-            [self.matrices.get(f"{PEFT_PREFIX}{name}.lora_{x}.weight") for x in "AB"]
-            for name in names
-        ]
-        firsts = [first for first, _ in pairs if first is not None]
+        pairs = [self._pair(name) for name in names]
+        firsts = [pair[0] for pair in pairs if pair]
         if not firsts:
             return None
-        rows = [len(self._parameters.destinations[f"{name}.weight"]) for name in names]
+        parameters, weights = self._parameters, [f"{name}.weight" for name in names]
+        rows = [len(parameters.destinations[parameters.aliases.get(w, w)]) for w in weights]
         first = torch.cat(firsts)  # [N, E]
         second = first.new_zeros(sum(rows), len(first))  # [R, N]
         row = column = 0
-        for num_rows, (_, of_part) in zip(rows, pairs, strict=True):
-            if of_part is not None:
+        for num_rows, pair in zip(rows, pairs, strict=True):
+            if pair:
+                of_part = pair[1]
                 block = second[row : row + num_rows, column : column + of_part.shape[1]]
                 torch.mul(of_part, self._spec.alpha / self._spec.rank, out=block)
                 column += of_part.shape[1]
             row += num_rows
         return LowRank(first, second)
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """[N, E] and [R, N]: the matrices of one layer, if it has some."""
+        for ends in (LINEAR, EMBEDDING):
+            first, second = (self.matrices.get(f"{PEFT_PREFIX}{name}{end}") for end in ends)
+            if first is not None and second is not None:
+                return (first, second) if ends is LINEAR else (second.t(), first.t())
+        return None

@@ -57,6 +57,7 @@ class Parameters:
         self.dtype = dtype
         self.device = device
         self._config = config
+        self.adapters: Mapping[str, LowRank] = {}  # changes of embedding and head
         self._host_copy: Tensor | None = None
         self._arena: Arena | None = None
         self._build()  # on the meta device: counts bytes

@@ -18,6 +18,10 @@ _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
 
 PEFT_PREFIX: Final = "base_model.model."
+LINEAR: Final = (".lora_A.weight", ".lora_B.weight")
+"""Ends of the names of a linear layer's matrices."""
+EMBEDDING: Final = (".lora_embedding_A", ".lora_embedding_B")
+"""The same of an embedding's, whose weight is transposed."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -67,10 +71,12 @@ class LoraSpec:
     by alpha / rank; for rank-stabilised LoRA, alpha is PEFT's lora_alpha times the square
     root of the rank.
 
-        base_model.model.MODULE.lora_A.weight  [rank, in]
-        base_model.model.MODULE.lora_B.weight  [out, rank]
+        base_model.model.MODULE.lora_A.weight     [rank, in]
+        base_model.model.MODULE.lora_B.weight     [out, rank]
+        base_model.model.MODULE.lora_embedding_A  [rank, vocabulary]
+        base_model.model.MODULE.lora_embedding_B  [width, rank]
 
-    MODULE's weight becomes W + alpha / rank * lora_B @ lora_A.
+    MODULE's weight becomes W + alpha / rank * lora_B @ lora_A, with embeddings transposed.
     """
 
     rank: int
@@ -79,9 +85,8 @@ class LoraSpec:
     def check(self, shapes: Shapes) -> None:
         """Raises ValueError unless the tensors are only pairs of matrices of this rank."""
         modules = module_shapes(shapes)
-        pairs = {
-            f"{PEFT_PREFIX}{module}.lora_{which}.weight" for module in modules for which in "AB"
-        }
+        ends = (*LINEAR, *EMBEDDING)
+        pairs = {f"{PEFT_PREFIX}{module}{end}" for module in modules for end in ends}
         if others := sorted(shapes.keys() - pairs):
             raise ValueError(
                 f"{others[0]!r} is no matrix of a LoRA adapter: they come in pairs, named "
@@ -151,17 +156,19 @@ def check_lora_rank(lora_rank: int, *, load_weights: bool) -> None:
 
 
 def module_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
-    """(out, rank, in) of each pair of matrices, by module. Raises ValueError for a lora_A whose
-    lora_B is missing, or has other shapes."""
+    """(rows, rank, columns) of each module's weight and pair of matrices. Raises ValueError for a
+    lora_A whose lora_B is missing, or has other shapes."""
     modules: dict[str, tuple[int, int, int]] = {}
     for name, first in shapes.items():
-        module, is_first, rest = name.partition(".lora_A.")
-        if not is_first:
+        ends = next((ends for ends in (LINEAR, EMBEDDING) if name.endswith(ends[0])), None)
+        if ends is None:
             continue
-        second = shapes.get(f"{module}.lora_B.{rest}", ())
+        module = name.removesuffix(ends[0])
+        second = shapes.get(module + ends[1], ())
         if len(first) != 2 or len(second) != 2 or first[0] != second[1]:
             raise ValueError(f"{name} has shape {first}, and its lora_B {second or 'is not there'}")
-        modules[module.removeprefix(PEFT_PREFIX)] = second[0], first[0], first[1]
+        rows, columns = (second[0], first[1]) if ends is LINEAR else (first[1], second[0])
+        modules[module.removeprefix(PEFT_PREFIX)] = rows, first[0], columns
     return modules
 
 
@@ -172,14 +179,14 @@ def check_fits(shapes: Shapes, model: Shapes) -> None:
     found = {name: model[f"{name}.weight"] for name in modules if f"{name}.weight" in model}
     if not found:
         return
-    for name, (num_out, _, num_in) in modules.items():
+    for name, (rows, _, columns) in modules.items():
         if name == "lm_head":  # tied weights are not in the checkpoint
             continue
         if name not in found:
             raise ValueError(f"the model has no {name}, so the adapter is for another one")
-        if found[name] != (num_out, num_in):
+        if found[name] != (rows, columns):
             raise ValueError(
-                f"{name} is {found[name]} in the model and {(num_out, num_in)} in the adapter, "
+                f"{name} is {found[name]} in the model and {(rows, columns)} in the adapter, "
                 "which is of another one"
             )
 
@@ -195,11 +202,15 @@ def model_shapes(model_path: Path) -> Shapes:
         return {}
 
 
-def linear_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """(out, in) of the linear layers of decoder blocks, which are numbered, by name; as
-    `model_shapes`."""
+def matrix_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of layers whose weight is a matrix, by name; as `model_shapes`."""
     return {
         name.removesuffix(".weight"): shape
         for name, shape in model_shapes(model_path).items()
-        if len(shape) == 2 and name.endswith(".weight") and re.search(r"\.\d+\.", name)
+        if len(shape) == 2 and name.endswith(".weight")
     }
+
+
+def is_in_block(name: str) -> bool:
+    """Whether it names a part of a decoder block, which are numbered."""
+    return re.search(r"\.\d+\.", name) is not None

@@ -139,6 +139,13 @@ def has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
     return False
 
 
+def is_tied(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether head and embeddings are one tensor."""
+    inner: Any = config.get("text_config") or {}
+    ties = config.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
+    return bool(ties) and not has_own_head(folder, config)
+
+
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of config.json that untie the head from the embeddings."""
     changes: dict[str, Any] = {"tie_word_embeddings": False}

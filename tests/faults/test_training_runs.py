@@ -21,7 +21,7 @@ from training_models import save_model
 from transformers import AutoModelForCausalLM
 from whole_runs import start_run
 
-from umbra.runtime.engine_api.lora import read_adapter_rank
+from umbra.runtime.engine_api.lora import EMBEDDING, LINEAR, read_adapter_rank
 from umbra.runtime.reports.run_metrics import PANELS
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.reporting.metrics_loggers import read_metrics
@@ -253,7 +253,10 @@ def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folde
 
 def test_a_run_of_adapters_resumes_from_them_and_exports_them_also_merged(folder: Path) -> None:
     config = write_config(folder)
-    options = ["model.lora.rank=4", "train.kl_coef=0.1", "train.offload=all", "train.eval_every=0"]
+    save_model(folder / "model", "llama", initializer_range=0.02)  # with a head of its own
+    targets = 'model.lora.targets=["embed_tokens", "lm_head", "q_proj", "down_proj"]'
+    options = ["train.kl_coef=0.1", "train.offload=all", "train.eval_every=0"]
+    options += ["model.lora.rank=4", targets]
 
     def losses(name: str, num_ranks: int, *more: str) -> list[tuple[float, float]]:
         run(config, num_ranks, *options, f"run.dir={folder}/{name}", *more)
@@ -284,22 +287,25 @@ def check_exports(folder: Path) -> None:
     with torch.no_grad():
         before = start(tokens).logits
         for name, first in adapter.items():
-            module, is_first, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
-            if is_first:
-                second = adapter[name.replace("lora_A", "lora_B")]
-                change = settings["lora_alpha"] / settings["r"] * second @ first
-                start.get_submodule(module).weight += change
+            for ends in (LINEAR, EMBEDDING):
+                if name.endswith(ends[0]):
+                    module = name.removesuffix(ends[0])
+                    change = (
+                        settings["lora_alpha"] / settings["r"] * adapter[module + ends[1]] @ first
+                    )
+                    weight = start.get_submodule(module.removeprefix("base_model.model.")).weight
+                    weight += change if ends is LINEAR else change.t()
         expected = start(tokens).logits
         assert torch.allclose(merged(tokens).logits, expected, atol=1e-5)
         exported = auto.from_pretrained(folder / "run/export")
         assert torch.equal(exported(tokens).logits, merged(tokens).logits)
-    assert len(adapter) == 28
+    assert len(adapter) == 12
     assert adapter.keys() == again.keys()
     assert all(torch.equal(matrix, again[name]) for name, matrix in adapter.items())
     assert (expected - before).abs().max() > 0.01
     saved = FileSystemReader(checkpoint).read_metadata()
     trained = [name for name in saved.state_dict_metadata if name.startswith("model.")]
-    assert len(trained) == 28
+    assert len(trained) == 12
     assert all(".lora_" in name for name in trained)
     read_adapter_rank("trained", folder / "again/adapter", folder / "model")
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.runtime.disk import check_free_space
+from umbra.runtime.engine_api.lora import module_shapes
 from umbra.runtime.engine_api.weight_files import has_own_head, local_model, untied
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import from_wire
@@ -29,10 +30,9 @@ from umbra.trainer.checkpoint.run_dir import recorded_model
 from umbra.trainer.checkpoint.trainer_state import check_base, is_complete, read_trainer_state
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
 from umbra.trainer.model.lora_layers import (
-    FIRST,
-    SECOND,
     adapted_layers,
-    delta,
+    adapter_shapes,
+    merged,
     origin,
     peft_names,
 )
@@ -143,8 +143,8 @@ class _Trained:
         self._scale = lora.scale
         shapes: dict[str, Tensor] = {}
         for name, layer in adapted_layers(model, lora).items():
-            shapes[name + FIRST] = torch.empty(lora.rank, layer.in_features, device="meta")
-            shapes[name + SECOND] = torch.empty(layer.out_features, lora.rank, device="meta")
+            for matrix, shape in adapter_shapes(name, layer, lora.rank).items():
+                shapes[matrix] = torch.empty(shape, device="meta")
         saved.check_fit(shapes)
         self.adapters = {name: saved.read(name, dtype) for name in shapes}
 
@@ -220,15 +220,6 @@ def export_policy(
     return target
 
 
-def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The weight with its adapter, if it has one, added in at least float32."""
-    layer = name.removesuffix(".weight")
-    if layer + FIRST not in adapters:
-        return weight
-    change = delta(adapters[layer + FIRST], adapters[layer + SECOND], scale)
-    return (weight.to(change.dtype) + change).to(weight.dtype)
-
-
 def write_whole_model(
     model: nn.Module,
     tensors: dict[str, Tensor],
@@ -258,7 +249,7 @@ def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Te
     if not adapters:
         return
     lora, path = source.lora, folder / ADAPTER
-    layers = [name.removesuffix(FIRST) for name in adapters if name.endswith(FIRST)]
+    modules = module_shapes({name: tuple(matrix.shape) for name, matrix in adapters.items()})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -266,7 +257,7 @@ def write_adapters(folder: Path, source: ModelSection, adapters: Mapping[str, Te
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": list(lora.targets) or sorted({n.rpartition(".")[2] for n in layers}),
+        "target_modules": list(lora.targets) or sorted({n.rpartition(".")[2] for n in modules}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

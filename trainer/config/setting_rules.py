@@ -378,6 +378,13 @@ RULES: Final = (
     ),
     Rule(
         "error",
+        "model.lora.rank > 0 and {'embed_tokens', 'lm_head'}.intersection(model.lora.targets) "
+        "and pool.engine == 'sglang' and 'lora_target_modules' not in pool.engine_args",
+        "SGLang makes room for adapters of linear layers in decoder blocks alone: name all targets "
+        "in pool.engine_args.lora_target_modules, or use pool.engine = 'vllm'",
+    ),
+    Rule(
+        "error",
         "model.lora.rank > 0 and train.reference_every > 0",
         "the reference model is the one without adapters, and no second one is kept: leave "
         "train.reference_every out",

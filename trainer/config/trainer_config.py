@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict
 
+from umbra.runtime.engine_api.lora import is_in_block
 from umbra.runtime.engine_api.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.rollout.rollout_config import NO_REWARD, OVERLONG, RolloutSettings, TopK
@@ -113,8 +114,8 @@ class LoraSection(Settings):
             64 are usual. 0 trains the model itself.
         alpha: An adapter's product is scaled by alpha / `rank`. Larger values change the model more
             with each step.
-        targets: Ends of the names of linear layers that get an adapter, such as "q_proj". Where
-            empty, all but the head do.
+        targets: Ends of the names of layers that get an adapter, such as "q_proj", and also
+            "embed_tokens" and "lm_head". Where empty, all linear layers of decoder blocks do.
         rslora: Whether the scale is alpha / sqrt(`rank`) instead, by which higher ranks learn as
             fast as lower ones (arXiv:2312.03732).
     """
@@ -129,21 +130,28 @@ class LoraSection(Settings):
         """The factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def chosen(self, names: Iterable[str], model: str) -> list[str]:
-        """The layers that get an adapter, of `names`, the linear ones below the model's head.
-        Raises ConfigError if a target matches none."""
-        layers = list(names)
+    def chosen(self, layers: Iterable[str], model: str, *, is_tied: bool) -> list[str]:
+        """The layers that get an adapter, by name, of all that can have one. `is_tied`: embeddings
+        and head are one tensor. Raises ConfigError if a target matches none, or such a tensor."""
+        names = list(layers)
         if not self.targets:
-            return layers
+            return [name for name in names if is_in_block(name)]
         found: dict[str, None] = {}
         for target in self.targets:
-            matched = [name for name in layers if f".{name}".endswith(f".{target}")]
+            matched = [name for name in names if f".{name}".endswith(f".{target}")]
             if not matched:
-                ends = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+                ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
                 raise ConfigError(
-                    f"model.lora.targets: {target!r} matches none of the {len(layers)} linear "
-                    f"layers of {model} below its head, whose names end in "
+                    f"model.lora.targets: {target!r} matches none of the {len(names)} layers of "
+                    f"{model} that can have an adapter, whose names end in "
                     f"{', '.join(list(ends)[:_NUM_NAMED])}: name some of these"
+                )
+            if is_tied and not all(is_in_block(name) for name in matched):
+                raise ConfigError(
+                    f"model.lora.targets: {target!r} is one tensor with the "
+                    f"{'embeddings' if 'head' in target else 'head'} of {model}, and merged into "
+                    "it an adapter of one would change both: leave it out, or save the model with "
+                    "tie_word_embeddings = false and a head of its own"
                 )
             found |= dict.fromkeys(matched)
         return list(found)

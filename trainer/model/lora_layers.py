@@ -1,4 +1,4 @@
-"""LoRA: frozen linear layers with a trained product of two small matrices; Hu et al. 2021,
+"""LoRA: frozen layers with a trained product of two small matrices; Hu et al. 2021,
 arXiv:2106.09685. Names, start values and scales are those of PEFT.
 
 PEFT itself would rename the layers' own weights, by which they are read, sharded, published and
@@ -10,22 +10,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from umbra.runtime.engine_api.lora import PEFT_PREFIX, LoraSpec
+from umbra.runtime.engine_api.lora import EMBEDDING, LINEAR, PEFT_PREFIX, LoraSpec
 from umbra.runtime.engine_api.weight_files import WeightFiles
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.shards import local_part, rows_held
 from umbra.trainer.config.trainer_config import LoraSection, ModelSection
-
-FIRST: Final = ".lora_A.weight"
-SECOND: Final = ".lora_B.weight"
 
 
 class LoraLinear(nn.Linear):
@@ -51,6 +48,50 @@ class LoraLinear(nn.Linear):
             return output
         return output + self.scale * self.lora_B(self.lora_A(input))
 
+    def widened(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., I + R] and [O, I + R], whose product is the output without bias."""
+        if not self.is_adapted:
+            return input, self.weight
+        inner = self.scale * self.lora_A(input)
+        return torch.cat((input, inner), -1), torch.cat((self.weight, self.lora_B.weight), 1)
+
+    @torch.no_grad()
+    def start(self, name: str, generator: torch.Generator) -> None:
+        bound = self.in_features**-0.5
+        first = torch.empty(self.lora_A.weight.shape, dtype=torch.float64)
+        _write(name, self.lora_A.weight, first.uniform_(-bound, bound, generator=generator))
+        local_part(self.lora_B.weight).zero_()
+
+
+class LoraEmbedding(nn.Embedding):
+    """Takes the place of an embedding, as `LoraLinear` does of a linear layer.
+
+    V: vocabulary, E: width, R: rank.
+    """
+
+    def __init__(self, base: nn.Embedding, rank: int, scale: float, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = size, width = base.weight.shape
+        self.padding_idx, self.weight = base.padding_idx, base.weight
+        device = base.weight.device
+        self.lora_embedding_A = nn.Parameter(torch.empty(rank, size, device=device, dtype=dtype))
+        self.lora_embedding_B = nn.Parameter(torch.empty(width, rank, device=device, dtype=dtype))
+        self.scale = scale
+        self.is_adapted = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = F.embedding(input, self.weight)
+        if not self.is_adapted:
+            return output
+        rows = F.embedding(input, self.lora_embedding_A.t())
+        return output + self.scale * F.linear(rows, self.lora_embedding_B)
+
+    @torch.no_grad()
+    def start(self, name: str, generator: torch.Generator) -> None:
+        second = torch.empty(self.lora_embedding_B.shape, dtype=torch.float64)
+        local_part(self.lora_embedding_A).zero_()
+        _write(name, self.lora_embedding_B, second.normal_(generator=generator))
+
 
 class LoraAdapters:
     """The adapters of a model, and its only parameters with gradients. Must be made before the
@@ -60,26 +101,21 @@ class LoraAdapters:
         """Raises ConfigError if a target matches no layer."""
         self.spec = LoraSpec(rank=section.rank, alpha=section.scale * section.rank)
         model.requires_grad_(False)
-        self._layers: dict[str, LoraLinear] = {}
+        self._layers: dict[str, LoraLinear | LoraEmbedding] = {}
         for name, base in adapted_layers(model, section).items():
-            layer = LoraLinear(base, section.rank, section.scale, dtype)
+            options = section.rank, section.scale, dtype
+            is_linear = isinstance(base, nn.Linear)
+            layer = LoraLinear(base, *options) if is_linear else LoraEmbedding(base, *options)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
             self._layers[name] = layer
 
-    @torch.no_grad()
     def start(self, seed: int) -> None:
-        """Gives the matrices their first values: of B 0, and of A uniform ones within
-        1 / sqrt(I), which do not depend on the number of ranks. Not collective."""
+        """Gives the matrices their first values, whose product is 0: to A uniform ones within
+        1 / sqrt(I), or to B of an embedding normal ones. They do not depend on the number of ranks.
+        Not collective."""
         for name, layer in self._layers.items():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
-            bound = layer.in_features**-0.5
-            whole = torch.empty(self.spec.rank, layer.in_features, dtype=torch.float64)
-            whole.uniform_(-bound, bound, generator=generator)
-            first = layer.lora_A.weight
-            rows = rows_held(name, first, 0) if isinstance(first, DTensor) else None
-            local_part(first).copy_(whole if rows is None else whole[rows[0] : rows[1]])
-            local_part(layer.lora_B.weight).zero_()
+            layer.start(name, torch.Generator().manual_seed(zlib.crc32(name.encode(), seed)))
 
     @contextmanager
     def switched_off(self) -> Generator[None]:
@@ -95,22 +131,26 @@ class LoraAdapters:
             layer.is_adapted = is_adapted
 
 
-def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
-    """The linear layers that get an adapter, by name: those of the targets, or all but the head.
-    Layers of other classes, such as quantised ones, multiply in ways of their own and get none.
-    Raises ConfigError if a target matches none, or there are none."""
+def adapted_layers(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear | nn.Embedding]:
+    """The layers that get an adapter, by name: those of the targets, or all linear ones of decoder
+    blocks. Layers of other classes, such as quantised ones, multiply in ways of their own and get
+    none. Raises ConfigError if a target matches none, or there are none."""
     any_model: Any = model
-    head: nn.Module | None = any_model.get_output_embeddings()
+    embeddings, head = any_model.get_input_embeddings(), any_model.get_output_embeddings()
     modules: Iterable[tuple[str, nn.Module]] = any_model.named_modules()
-    layers = {
-        name: module for name, module in modules if type(module) is nn.Linear and module is not head
+    layers: dict[str, nn.Linear | nn.Embedding] = {
+        name: module
+        for name, module in modules
+        if type(module) is nn.Linear or (module is embeddings and type(module) is nn.Embedding)
     }
-    if not layers:
+    is_tied = head is not None and head.weight is embeddings.weight
+    names = section.chosen(layers, type(model).__name__, is_tied=is_tied)
+    if not names:
         raise ConfigError(
             f"model.lora.rank = {section.rank}: {type(model).__name__} has no layer of the class "
             "nn.Linear below its head: leave model.lora out, or train a model that has"
         )
-    return {name: layers[name] for name in section.chosen(layers, type(model).__name__)}
+    return {name: layers[name] for name in names}
 
 
 def origin(section: ModelSection) -> dict[str, Any]:
@@ -121,10 +161,30 @@ def origin(section: ModelSection) -> dict[str, Any]:
     return {"lora": to_wire(section.lora), "base": WeightFiles(section.path).digest()}
 
 
-def delta(first: Tensor, second: Tensor, scale: float) -> Tensor:
-    """[O, I] the change of a layer's weight by its adapter, in at least float32."""
-    wide = torch.promote_types(first.dtype, torch.float32)
-    return scale * (second.to(wide) @ first.to(wide))
+def adapter_shapes(name: str, layer: nn.Linear | nn.Embedding, rank: int) -> dict[str, list[int]]:
+    """The names and shapes of a layer's matrices."""
+    rows, columns = layer.weight.shape
+    if isinstance(layer, nn.Linear):
+        return {name + LINEAR[0]: [rank, columns], name + LINEAR[1]: [rows, rank]}
+    return {name + EMBEDDING[0]: [rank, rows], name + EMBEDDING[1]: [columns, rank]}
+
+
+def merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+    """The weight with its adapter, if it has one, added in at least float32."""
+    layer, wide = name.removesuffix(".weight"), torch.promote_types(weight.dtype, torch.float32)
+    for ends in (LINEAR, EMBEDDING):
+        if layer + ends[0] in adapters:
+            first, second = (adapters[layer + end].to(wide) for end in ends)
+            change = scale * (second @ first)
+            change = change if ends is LINEAR else change.t()
+            return (weight.to(wide) + change).to(weight.dtype)
+    return weight
+
+
+def _write(name: str, parameter: Tensor, whole: Tensor) -> None:
+    """Writes the part that this rank holds."""
+    rows = rows_held(name, parameter, 0) if isinstance(parameter, DTensor) else None
+    local_part(parameter).copy_(whole if rows is None else whole[rows[0] : rows[1]])
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from umbra.runtime.engine_api.kept_tokens import (
     lowest_kept,
 )
 from umbra.trainer.model.compiling import CompiledFunction
+from umbra.trainer.model.lora_layers import LoraLinear
 
 # Up to this many logits (256 MiB in float32) are kept for the backward pass, with a few tensors of
 # their size. Lower computes more of them twice; higher takes memory.
@@ -59,9 +60,11 @@ def score_hidden(
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
     untyped: Any = _ChunkedScores
     bias = cast("Tensor | None", head.bias)
+    is_adapted = isinstance(head, LoraLinear)
+    inputs, weight = head.widened(hidden) if is_adapted else (hidden, head.weight)
     scores: Any = untyped.apply(
-        hidden,
-        head.weight,
+        inputs,
+        weight,
         bias,
         targets,
         temperature,

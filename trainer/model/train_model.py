@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.compiling import compile_blocks, decoder_blocks, recompute_blocks
-from umbra.trainer.model.lora_layers import LoraAdapters, peft_names
+from umbra.trainer.model.lora_layers import LoraAdapters, LoraLinear, peft_names
 from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
 from umbra.trainer.model.muon import hidden_matrices
 from umbra.trainer.model.optimizer import ModelOptimizer
@@ -296,7 +296,7 @@ class _Scorer(nn.Module):
         head's output, in whose place it gets large values."""
         model: Any = self.model
         head = model.get_output_embeddings()
-        if type(head) is not nn.Linear:
+        if type(head) not in (nn.Linear, LoraLinear):
             return f"the model's head is a {type(head).__name__}"
         given: list[Tensor] = []
         probes: list[Tensor] = []

@@ -18,14 +18,14 @@ from umbra.runtime.engine_api.engine_names import (
 )
 from umbra.runtime.engine_api.kept_tokens import Truncation
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, Tag
-from umbra.runtime.engine_api.lora import linear_shapes
+from umbra.runtime.engine_api.lora import matrix_shapes
 from umbra.runtime.engine_api.pool_settings import (
     AuxiliaryPoolSettings,
     EnginePoolSettings,
     PoolSettings,
     Sleep,
 )
-from umbra.runtime.engine_api.weight_files import has_own_head
+from umbra.runtime.engine_api.weight_files import is_tied
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.text.model_files import default_context_len, read_model_config
 from umbra.trainer.config.trainer_config import TrainerConfig
@@ -210,8 +210,9 @@ def trained_size(config: TrainerConfig, sizes: ModelSizes) -> int:
     lora = config.model.lora
     if not lora.rank:
         return sizes.num_parameters
-    names = lora.chosen(sizes.linears, str(config.model.path)) if sizes.linears else []
-    return lora.rank * sum(sum(sizes.linears[name]) for name in names)
+    path = str(config.model.path)
+    names = lora.chosen(sizes.matrices, path, is_tied=sizes.is_tied) if sizes.matrices else []
+    return lora.rank * sum(sum(sizes.matrices[name]) for name in names)
 
 
 def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
@@ -366,7 +367,7 @@ class ModelSizes:
     has_qk_norm: bool  # queries and keys have norms of their own
     is_tied: bool  # embeddings and head are one tensor
     is_quantised: bool  # in the files
-    linears: Mapping[str, tuple[int, ...]]  # (out, in) of those of the layers, by name
+    matrices: Mapping[str, tuple[int, ...]]  # shapes of the layers' weights, by name
     config: dict[str, Any]  # config.json, or its text part
 
     @classmethod
@@ -377,12 +378,12 @@ class ModelSizes:
         if isinstance(config.get("text_config"), dict):
             config = cast("dict[str, Any]", config["text_config"])
         weights = StoredWeights(folder)
-        is_tied = bool(config.get("tie_word_embeddings")) and not has_own_head(folder, whole)
+        ties = is_tied(folder, whole)
         try:
             num_heads = int(config["num_attention_heads"])
             hidden_size, vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
             head_dim = int(config.get("head_dim") or hidden_size // num_heads)
-            is_repeated = is_tied and "lm_head.weight" in weights.names
+            is_repeated = ties and "lm_head.weight" in weights.names
             return cls(
                 num_parameters=weights.num_elements - is_repeated * vocab_size * hidden_size,
                 stored_nbytes=weights.nbytes,
@@ -393,9 +394,9 @@ class ModelSizes:
                 kv_size=int(config.get("num_key_value_heads") or num_heads) * head_dim,
                 vocab_size=vocab_size,
                 has_qk_norm=any(".q_norm." in name for name in weights.names),
-                is_tied=is_tied,
+                is_tied=ties,
                 is_quantised="quantization_config" in whole or "quantization_config" in config,
-                linears=linear_shapes(folder),
+                matrices=matrix_shapes(folder),
                 config=config,
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -11,9 +11,9 @@ from typing import Any, cast
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import ENGINES, EngineKind, engine_kind
-from umbra.runtime.engine_api.lora import linear_shapes
+from umbra.runtime.engine_api.lora import matrix_shapes
 from umbra.runtime.engine_api.pool_settings import EnginePoolSettings
-from umbra.runtime.engine_api.weight_files import WeightFiles
+from umbra.runtime.engine_api.weight_files import WeightFiles, is_tied
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.runtime.text.model_files import read_model_config, vocab_size, vocabulary
 from umbra.trainer.checkpoint.run_dir import check_kind, check_run_dir
@@ -193,10 +193,12 @@ def _rotary_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def check_lora(model: ModelSection) -> None:
     """Raises ConfigError if a target of model.lora matches no weight of the model's files, or its
     rank exceeds those of all that it matches. A quantised model is checked once it is loaded."""
-    shapes = linear_shapes(model.path) if model.lora.rank else {}
+    shapes = matrix_shapes(model.path) if model.lora.rank else {}
     if not shapes:
         return
-    names = model.lora.chosen(shapes, str(model.path))
+    ties = is_tied(model.path, read_model_config(model.path))
+    layers = shapes | ({"lm_head": ()} if ties else {})  # which the files may lack
+    names = model.lora.chosen(layers, str(model.path), is_tied=ties)
     largest = max(min(shapes[name]) for name in names)
     if model.lora.rank > largest:
         raise ConfigError(

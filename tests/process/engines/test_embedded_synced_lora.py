@@ -31,10 +31,14 @@ def model_kind(request: pytest.FixtureRequest) -> str:
 def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     some = ("v_proj", "o_proj", "gate_proj")
-    return {
+    found = {
         "all": save_adapter(folder / "all", model_kind, seed=1, rank=4),
         "some": save_adapter(folder / "some", model_kind, seed=2, rank=10, targets=some),
     }
+    if model_kind == "qwen3-untied":
+        outer = ("embed_tokens", "lm_head", "k_proj")
+        found["outer"] = save_adapter(folder / "outer", model_kind, seed=3, targets=outer)
+    return found
 
 
 def make_engine(folder: Path) -> Engine:
@@ -59,7 +63,7 @@ def test_every_request_has_the_adapter_of_the_last_sync(
         engine = make_engine(model_folder(model_kind))
         async with running(engine):
             assert (await engine.stats())["version"] == -1
-            for version, name in enumerate(["all", "some", "some", "all"], start=1):
+            for version, name in enumerate([*adapters, "some", "some", "all"], start=1):
                 if version > 1:
                     await engine.pause("abort")
                 await publish_adapter(engine, adapters[name], version, tmp_path)
@@ -107,9 +111,9 @@ def test_what_is_no_adapter_of_its_layers_is_refused(
     adapters: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    head = {
-        "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48),
-        "base_model.model.lm_head.lora_B.weight": torch.zeros(VOCAB_SIZE, 4),
+    other = {
+        "base_model.model.other.lora_A.weight": torch.zeros(4, 48),
+        "base_model.model.other.lora_B.weight": torch.zeros(VOCAB_SIZE, 4),
     }
     refused = pytest.RaisesExc(WeightSyncError, match="no LoRA adapter to 1 of the layers")
 
@@ -119,7 +123,7 @@ def test_what_is_no_adapter_of_its_layers_is_refused(
             await publish_adapter(engine, adapters["all"], 1, tmp_path)
             await engine.pause("abort")
             with pytest.RaisesGroup(refused):
-                await publish(engine, head, 2, tmp_path, lora=LoraSpec(rank=4, alpha=4.0))
+                await publish(engine, other, 2, tmp_path, lora=LoraSpec(rank=4, alpha=4.0))
             await engine.abort_update()
             await engine.resume()
             await check_all(engine, model_kind, "all", adapters)

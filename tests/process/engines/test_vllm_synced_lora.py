@@ -49,10 +49,14 @@ def max_num_seqs() -> int:
 def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     attention = ("q_proj", "o_proj")
-    return {
+    found = {
         "all": save_adapter(folder / "all", model_kind, seed=1, rank=4),
         "some": save_adapter(folder / "some", model_kind, seed=2, rank=10, targets=attention),
     }
+    if model_kind == "qwen3-untied":
+        outer = ("embed_tokens", "lm_head", "k_proj")
+        found["outer"] = save_adapter(folder / "outer", model_kind, seed=3, targets=outer)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,7 @@ def test_every_request_has_the_adapter_of_the_last_sync(
     async def body() -> None:
         engine = make_engine(load_weights=False)
         async with running(engine):
-            for version, name in enumerate(["all", "some", "all"], start=1):
+            for version, name in enumerate([*adapters, "all"], start=1):
                 if version > 1:
                     await engine.pause("abort")
                 await publish_adapter(engine, adapters[name], version, tmp_path)

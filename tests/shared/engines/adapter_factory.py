@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from umbra.runtime.engine_api.lora import LoraSpec
+from umbra.runtime.engine_api.lora import EMBEDDING, LINEAR, LoraSpec
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
@@ -38,11 +38,13 @@ def save_adapter(
     for name, parameter in make_model(kind).named_parameters():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in targets:
-            num_out, num_in = parameter.shape
+            is_embedding = module.endswith("embed_tokens")
+            num_out, num_in = reversed(parameter.shape) if is_embedding else parameter.shape
+            names = EMBEDDING if is_embedding else LINEAR
             first = torch.randn(rank, num_in, generator=draws) * 0.1
-            tensors[f"{_PREFIX}{module}.lora_A.weight"] = first
+            tensors[f"{_PREFIX}{module}{names[0]}"] = first
             second = torch.randn(num_out, rank, generator=draws) * 0.3
-            tensors[f"{_PREFIX}{module}.lora_B.weight"] = second
+            tensors[f"{_PREFIX}{module}{names[1]}"] = second
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -77,10 +79,10 @@ def merged_model(kind: str, model_seed: int, adapter: Path | None) -> PreTrained
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, first in tensors.items():
-            module, is_first, _ = name.removeprefix(_PREFIX).partition(".lora_A.")
-            if is_first:
-                second = tensors[name.replace(".lora_A.", ".lora_B.")]
-                parameters[f"{module}.weight"] += (
-                    config["lora_alpha"] / config["r"] * second @ first
-                )
+            for ends in (LINEAR, EMBEDDING):
+                if name.endswith(ends[0]):
+                    module = name.removesuffix(ends[0])
+                    change = config["lora_alpha"] / config["r"] * tensors[module + ends[1]] @ first
+                    weight = parameters[f"{module.removeprefix(_PREFIX)}.weight"]
+                    weight += change if ends is LINEAR else change.t()
     return model

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from training_models import listed, make_model, save_model
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.config.trainer_config import LoraSection
-from umbra.trainer.model.lora_layers import LoraAdapters, LoraLinear, adapted_layers, delta
+from umbra.trainer.config.trainer_config import LoraSection, ModelSection
+from umbra.trainer.model.lora_layers import (
+    LoraAdapters,
+    LoraEmbedding,
+    LoraLinear,
+    adapted_layers,
+)
 from umbra.trainer.services.setup_check import check_lora
 
 RANK, SCALE = 2, 1.5
@@ -68,25 +73,57 @@ def test_values_and_gradients_are_those_of_plain_loops() -> None:
 
 
 def delta_of(layer: LoraLinear) -> Tensor:
-    return delta(layer.lora_A.weight.detach(), layer.lora_B.weight.detach(), layer.scale)
+    return layer.scale * (layer.lora_B.weight @ layer.lora_A.weight).detach()
 
 
-@pytest.mark.parametrize("section", [LoraSection(rank=4), LoraSection(rank=4, rslora=True)])
-def test_a_model_with_adapters_is_one_with_changed_weights(section: LoraSection) -> None:
-    model, changed = make_model().double(), make_model().double()
+def test_an_embeddings_values_and_gradients_are_those_of_a_changed_weight() -> None:
+    draws = torch.Generator().manual_seed(1)
+    base = nn.Embedding(NUM_IN, NUM_OUT, dtype=torch.float64).requires_grad_(False)
+    layer = LoraEmbedding(base, RANK, SCALE, torch.float64)
+    first, second = layer.lora_embedding_A, layer.lora_embedding_B
+    for matrix in (first, second):
+        nn.init.normal_(matrix, generator=draws)
+    tokens = torch.tensor([[2, 0, 2], [1, 2, 3]])
+    of_output = torch.randn(2, 3, NUM_OUT, dtype=torch.float64, generator=draws)
+
+    output = layer(tokens)
+    found = torch.autograd.grad(output, (first, second), of_output)
+
+    expected = (base.weight + SCALE * (second @ first).t())[tokens]
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (first, second), of_output))
+
+
+OUTER = ("embed_tokens", "lm_head", "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [
+        ("qwen3", LoraSection(rank=4)),
+        ("qwen3", LoraSection(rank=4, rslora=True)),
+        ("llama", LoraSection(rank=4, targets=OUTER)),
+    ],
+)
+def test_a_model_with_adapters_is_one_with_changed_weights(kind: str, section: LoraSection) -> None:
+    model, changed = make_model(kind).double(), make_model(kind).double()
     adapters = LoraAdapters(model, section, torch.float64)
     adapters.start(seed=3)
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLinear):
             nn.init.normal_(layer.lora_B.weight, std=0.1)
             changed.get_submodule(name).weight.data += delta_of(layer)
+        elif isinstance(layer, LoraEmbedding):
+            nn.init.normal_(layer.lora_embedding_A, std=0.1)
+            product = layer.lora_embedding_B @ layer.lora_embedding_A
+            changed.get_submodule(name).weight.data += layer.scale * product.detach().t()
     tokens = torch.arange(2, 30)[None]
 
     with torch.no_grad():
         logits = model(tokens).logits
         with adapters.switched_off():
             without = model(tokens).logits
-        start = make_model().double()(tokens).logits
+        start = make_model(kind).double()(tokens).logits
         expected = changed(tokens).logits
 
     assert torch.allclose(logits, expected, atol=1e-9)
@@ -110,6 +147,10 @@ def test_matrices_start_as_those_of_peft_and_do_not_depend_on_their_order() -> N
         bound = 1 / math.sqrt(layer.in_features)
         assert 0.9 * bound < layer.lora_A.weight.abs().max() <= bound
         assert not layer.lora_B.weight.any()
+    outer = make_model("llama")
+    LoraAdapters(outer, LoraSection(rank=8, targets=OUTER), torch.float32).start(seed=5)
+    assert not outer.model.embed_tokens.lora_embedding_A.any()
+    assert 0.8 < outer.model.embed_tokens.lora_embedding_B.std() < 1.2
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -128,7 +169,7 @@ def test_all_linear_layers_but_the_head_have_adapters(kind: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("target", ["proj", "lm_head", "q_proj."])
+@pytest.mark.parametrize("target", ["proj", "norm", "q_proj."])
 def test_a_target_that_matches_nothing_is_refused_before_a_start(
     target: str, tmp_path: Path
 ) -> None:
@@ -136,11 +177,29 @@ def test_a_target_that_matches_nothing_is_refused_before_a_start(
     lora: dict[str, Any] = {"rank": 2, "targets": ["q_proj", target]}
     model = config_with(model={"path": str(folder), "lora": lora}).model
 
-    words = f"targets: '{target}' matches none of the 14 linear layers of .* q_proj, k_proj"
+    words = f"targets: '{target}' matches none of the 16 layers of .* q_proj, k_proj"
     with pytest.raises(ConfigError, match=words):
         LoraAdapters(make_model(), model.lora, torch.float32)
-    with pytest.raises(ConfigError, match=f"targets: '{target}' matches none of the 14 "):
+    with pytest.raises(ConfigError, match=f"targets: '{target}' matches none of the 16 "):
         check_lora(model)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_one_of_two_tied_tensors_is_refused_before_a_start(
+    target: str, tmp_path: Path
+) -> None:
+    lora: dict[str, Any] = {"rank": 2, "targets": [target]}
+
+    def section(kind: str) -> ModelSection:
+        folder = str(save_model(tmp_path / kind, kind))
+        return config_with(model={"path": folder, "lora": lora}).model
+
+    words = f"'{target}' is one tensor with the {'head' if target != 'lm_head' else 'embeddings'}"
+    with pytest.raises(ConfigError, match=words):
+        LoraAdapters(make_model(), section("qwen3").lora, torch.float32)
+    with pytest.raises(ConfigError, match=words):
+        check_lora(section("qwen3"))
+    check_lora(section("llama"))
 
 
 def test_layers_that_multiply_in_their_own_way_get_no_adapter() -> None:
@@ -155,7 +214,7 @@ def test_layers_that_multiply_in_their_own_way_get_no_adapter() -> None:
             setattr(model.get_submodule(parent), child, replacement)
 
     assert len(adapted_layers(model, LoraSection(rank=1))) == 12
-    with pytest.raises(ConfigError, match="'k_proj' matches none of the 12 linear layers"):
+    with pytest.raises(ConfigError, match="'k_proj' matches none of the 14 layers"):
         adapted_layers(model, LoraSection(rank=1, targets=("k_proj",)))
     model.model.layers = nn.ModuleList()
     with pytest.raises(ConfigError, match=r"no layer of the class nn\.Linear"):

@@ -86,8 +86,10 @@ def sizes_of(
         has_qk_norm=True,
         is_tied=is_tied,
         is_quantised=False,
-        linears={
-            f"{n}.{name}": shape for n in range(num_layers) for name, shape in linears.items()
+        matrices={
+            f"layers.{n}.{name}": shape
+            for n in range(num_layers)
+            for name, shape in linears.items()
         },
         config={},
     )
@@ -250,7 +252,7 @@ def test_activations_are_kept_where_they_fit(tmp_path: Path) -> None:
 def write_headers(folder: Path, sizes: ModelSizes) -> None:
     """A model directory whose weights are a hole in the file."""
     shapes: dict[str, tuple[int, ...]] = {
-        f"model.layers.{name}.weight": shape for name, shape in sizes.linears.items()
+        f"model.{name}.weight": shape for name, shape in sizes.matrices.items()
     }
     heads = ["model.embed_tokens", *([] if sizes.is_tied else ["lm_head"])]
     shapes |= {f"{name}.weight": (sizes.vocab_size, sizes.hidden_size) for name in heads}
@@ -682,7 +684,7 @@ def test_of_a_model_with_several_parts_the_text_part_counts(
 
     sizes, alone = ModelSizes.read(tmp_path), ModelSizes.read(umbra_tiny_model_dir)
 
-    assert sizes == replace(alone, is_quantised=True, linears={})
+    assert sizes == replace(alone, is_quantised=True, matrices={})
 
 
 def test_a_folder_without_safetensors_has_no_sizes(

@@ -17,6 +17,7 @@ from training_models import make_model
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from umbra.runtime.engine_api.kept_tokens import WHOLE, Truncation
+from umbra.trainer.model.lora_layers import LoraLinear
 from umbra.trainer.model.micro_batches import PaddedInputs
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.token_scoring import EntropyUse, score_hidden, score_logits
@@ -102,6 +103,27 @@ def test_chunks_give_what_all_at_once_gives(
     for name, value in whole.items():
         assert chunked[name].dtype == value.dtype
         torch.testing.assert_close(chunked[name], value, atol=tolerance, rtol=tolerance)
+
+
+def test_chunks_give_the_same_for_a_head_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, hidden, targets = make_head(torch.float64, bias=True)
+    head = LoraLinear(base.requires_grad_(False), 3, 1.5, torch.float64)
+    inputs = hidden, head.lora_A.weight, head.lora_B.weight
+
+    def scores() -> list[Tensor]:
+        logprobs, _ = score_hidden(head, hidden, targets, 0.7, "none")
+        weights = torch.linspace(-1, 1, NUM_TOKENS)
+        return [logprobs, *torch.autograd.grad(logprobs.exp() @ weights.double(), inputs)]
+
+    whole = scores()
+    chunk_scores(monkeypatch, CHUNK)
+    torch.testing.assert_close(scores(), whole, atol=1e-12, rtol=1e-12)
+    head.is_adapted = False
+    assert torch.equal(scores_of(head, hidden, targets), scores_of(base, hidden, targets))
+
+
+def scores_of(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
+    return score_hidden(head, hidden, targets, 0.7, "none")[0]
 
 
 def naively_kept(logits: Tensor, temperature: float, truncation: Truncation) -> list[int]:

@@ -46,6 +46,8 @@ train.teacher_kl_coef=1 -> train.teacher_kl_coef
 train.advantage=none -> train.advantage train.teacher_kl_coef
 model.lora.rank=513 pool.engine=vllm -> model.lora.rank pool.engine
 model.lora.rank=1 pool.engine=echo -> model.lora.rank pool.engine
+model.lora.rank=8 model.lora.targets=["lm_head"] pool.engine=sglang \
+-> model.lora.rank model.lora.targets pool.engine pool.engine_args
 model.lora.rank=8 train.reference_every=9 -> model.lora.rank train.reference_every
 model.lora.rank=8 pool.lora_adapters.a=b -> model.lora.rank pool.lora_adapters
 train.loss_args.tau=2 -> train.loss train.loss_args
