@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
@@ -72,7 +71,6 @@ def _outcome(download: Callable[[], Mapping[str, Path]]) -> str:
 
 def _await(store: Store, key: str) -> dict[str, str]:
     try:
-        store.wait([key], timedelta(seconds=_LIMIT_S))
         outcome: dict[str, Any] = json.loads(store.get(key))
     except RuntimeError as error:  # torch.distributed.DistError
         raise JobFailed(

@@ -223,9 +223,8 @@ def check_batch_size(config: TrainerConfig, world_size: int) -> None:
     """Raises ConfigError if an optimizer step has fewer completions than there are ranks."""
     num_samples = config.samples_per_step // config.train.mini_batches
     if num_samples < world_size:
-        parts = "" if config.train.mini_batches == 1 else " / train.mini_batches"
         raise ConfigError(
-            f"rollout.groups_per_step x rollout.group_size{parts} is {num_samples} "
-            f"completions a step for {world_size} ranks; every rank needs one: raise either, or "
-            f"start {num_samples} ranks or fewer"
+            "rollout.groups_per_step x rollout.group_size / train.mini_batches is "
+            f"{num_samples} completions a step for {world_size} ranks; every rank needs one: raise "
+            f"the number, or start {num_samples} ranks or fewer"
         )

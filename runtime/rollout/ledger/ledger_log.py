@@ -18,7 +18,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NoReturn
@@ -201,23 +201,22 @@ def _compress(chunks: Sequence[bytes]) -> bytes:
 
 def _take_incarnation(folder: Path) -> tuple[int, int, int]:
     """Creates the next incarnation's first file; returns number, folder's and file's descriptor."""
-    folder_fd = -1
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for parent in (folder.parent.parent, folder.parent):
-            sync(parent)
-        folder_fd = os.open(folder, _FOLDER_FLAGS)
-        newest = max(files_of(folder), default=0)
-        for incarnation in range(newest + 1, newest + 1 + _MAX_TAKERS):
-            with suppress(FileExistsError):
-                descriptor = _create(part_name(incarnation, 0), folder_fd)
-                os.fsync(folder_fd)
-                return incarnation, folder_fd, descriptor
-    except OSError as error:
-        if folder_fd >= 0:
-            os.close(folder_fd)
-        raise _describe(error, "write to", folder) from error
-    os.close(folder_fd)
+    with ExitStack() as failing:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for parent in (folder.parent.parent, folder.parent):
+                sync(parent)
+            folder_fd = os.open(folder, _FOLDER_FLAGS)
+            failing.callback(os.close, folder_fd)
+            newest = max(files_of(folder), default=0)
+            for incarnation in range(newest + 1, newest + 1 + _MAX_TAKERS):
+                with suppress(FileExistsError):
+                    descriptor = _create(part_name(incarnation, 0), folder_fd)
+                    os.fsync(folder_fd)
+                    failing.pop_all()
+                    return incarnation, folder_fd, descriptor
+        except OSError as error:
+            raise _describe(error, "write to", folder) from error
     raise LedgerError(
         f"{_MAX_TAKERS} other managers took over {folder} at once: check what starts managers"
     )

@@ -3,7 +3,8 @@
     python adopting_parent.py
 
 Prints a line of JSON: how many adopted children there are that have ended, before and after they
-are reaped, and the exit statuses of its own.
+are reaped, the exit statuses of its own, and how many of these it still takes for its own, whose
+numbers others may get.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import time
 from typing import Any
 
+from umbra.runtime.process import orphans
 from umbra.runtime.process.descendants import child_pids, process_stat
 from umbra.runtime.process.orphans import AdoptedChildren, note_own_children
 from umbra.runtime.process.prctl import become_subreaper
@@ -95,7 +97,8 @@ def main() -> None:
         "posix_spawn": os.waitstatus_to_exitcode(os.waitpid(spawned, 0)[1]),
         "asyncio": by_asyncio,
     }
-    print(json.dumps([before, after, statuses]))
+    AdoptedChildren().reap()
+    print(json.dumps([before, after, statuses, len(own & vars(orphans)["_started"])]))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,18 @@ def test_a_killed_manager_resumes_where_it_was(umbra_session: Session, tmp_path:
     assert state.totals.generated_tokens == 16 * 64
 
 
+def test_a_killed_manager_resumes_before_the_ranks_ask(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"max_staleness": 1})
+    live.publish(0)
+    live.next_batch(0)
+
+    live.replace_manager()
+
+    live.wait_for_tokens(16 * 64)  # of the next batch, while the ranks train
+
+
 def test_the_ranks_get_an_error_that_recovery_failed_with(
     umbra_session: Session, tmp_path: Path
 ) -> None:

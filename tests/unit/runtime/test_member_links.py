@@ -1,11 +1,20 @@
-"""The lead's links to its members, without a network."""
+"""The lead's links to its members, without a network, and a member's link to the lead."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+import zmq
+from async_tests import on_a_loop
 
 from umbra.runtime.cluster.job_nodes import JobNode
-from umbra.runtime.cluster.node_link import MemberLinks
+from umbra.runtime.cluster.node_link import LeadLink, MemberLinks
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.rpc.wire import ActorRef
 
 
 def test_a_machine_comes_while_the_lead_waits_for_a_node_and_goes_while_it_leaves() -> None:
@@ -36,3 +45,41 @@ def test_a_machine_comes_while_the_lead_waits_for_a_node_and_goes_while_it_leave
             watching.cancel()
 
     asyncio.run(come_and_go())
+
+
+class Lead:
+    """Sends events of these kinds to each member, and ends."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
+
+    async def join(self, epoch: int, node: int, warm: object) -> AsyncGenerator[dict[str, str]]:
+        for kind in self._kinds:
+            yield {"kind": kind}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lost"), [(("beat", "fault"), [(0, "it ended")]), (("fault", "left"), [])]
+)
+@on_a_loop
+async def test_a_lead_that_ends_without_having_left_is_lost(
+    tmp_path: Path, kinds: tuple[str, ...], lost: list[tuple[int, str]]
+) -> None:
+    events, losses = list[tuple[int, str]](), list[tuple[int, str]]()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = ActorServer([Lead(*kinds)], 1)
+    endpoint = server.bind(context.socket(zmq.ROUTER), f"ipc://{tmp_path}/lead")
+    ref = ActorRef(name="lead", incarnation=1, node_id="n", ipc_endpoint=endpoint)
+
+    async with asyncio.timeout(30.0), Client("n") as client, asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.run())
+        link = LeadLink(
+            *(client.handle(ref), 1, 1, ()),
+            on_event=lambda idx, event: events.append((idx, event["kind"])),
+            on_lost=lambda idx, why: losses.append((idx, why)),
+        )
+        await link.run()
+        serving.cancel()
+    context.term()
+
+    assert (events, losses) == ([(0, "fault")], lost)

@@ -334,3 +334,25 @@ def test_doctor_warns_of_fewer_cores_than_engines_and_ranks_keep_busy(model_dir:
     assert few.text.startswith("7.5 for 2 ranks and 2 engines, which can keep 8 busy")
     on_cpu = plan_of(config_of(model_dir), (), ranks=2, device_type="cpu")
     assert cores_verdict(on_cpu, 0, 1.0).state == "-"
+
+
+def test_a_node_that_only_generates_has_as_many_engines_as_its_gpus_hold(model_dir: Path) -> None:
+    config = config_of(
+        model_dir,
+        pool={"mode": "standalone", "engine": "vllm", "engine_args": {"tensor_parallel_size": 2}},
+    )
+    spec = policy_spec(config, plan_of(config, UUIDS, ranks=2))
+
+    first, second = spec.engine_specs_on(("0", "1", "2", "3", "4"), first_idx=3)
+
+    assert (first.name, first.gpus, second.name, second.gpus) == (
+        *("policy-3", ("0", "1")),
+        *("policy-4", ("2", "3")),
+    )
+    assert second.env["CUDA_VISIBLE_DEVICES"] == "2,3,0,1,4"
+    with pytest.raises(ConfigError, match="needs 2 GPUs, and the node has 1"):
+        spec.engine_specs_on(("0",), first_idx=3)
+    config = config_of(model_dir, pool={"mode": "standalone"})
+    on_cpu = policy_spec(config, plan_of(config, (), ranks=2, device_type="cpu"), "cpu")
+    assert [actor.gpus for actor in on_cpu.engine_specs_on((), first_idx=3)] == own(on_cpu)
+    assert own(on_cpu) == [()]

@@ -419,6 +419,25 @@ def test_a_wrong_setting_names_key_and_what_is_allowed(
         assert text in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "lowest", "below"),
+    [
+        ("train.steps", 1, 0),
+        ("train.seed", 0, -1),
+        ("pool.count", 0, -1),
+        ("pool.sync_timeout_s", 1e-6, 0),
+        ("train.ema", 0, -1e-6),
+    ],
+)
+def test_the_lowest_value_of_a_kind_is_allowed_and_none_below(
+    config_file: Path, key: str, lowest: float, below: float
+) -> None:
+    load_config(config_file, [f"{key}={lowest}"])
+
+    with pytest.raises(ConfigError, match=key):
+        load_config(config_file, [f"{key}={below}"])
+
+
 def test_only_the_network_gives_reason_not_to_send_all_weights(config_file: Path) -> None:
     given = ["pool.full_sync_every=8"]
 
