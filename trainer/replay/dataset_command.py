@@ -65,29 +65,30 @@ def _rows(
     if not config.reward.has_functions:
         raise ConfigError(f"{run_dir} had no reward function, so its samples have no rewards")
     writer = _RowWriter(run_dir, config)
-    _, num_scored = index.extremes(1, best=True)
-    chosen, _ = index.extremes(num_scored, best=True)
-    if min_reward is not None:
-        chosen = [row for row in chosen if row.reward is not None and row.reward >= min_reward]
+    chunk = _CHUNK if limit is None else min(_CHUNK, 2 * limit)
     written = 0
-    for row, content in _contents(index, chosen):
-        found = writer.row(row, content)
-        if isinstance(found, str):
-            left_out[found] += 1
-            continue
-        yield found
-        written += 1
-        if written == limit:
-            return
+    for rows in _best_first(index, chunk):
+        contents = index.contents(rows)
+        for row in rows:
+            if written == limit or (min_reward is not None and (row.reward or 0.0) < min_reward):
+                return
+            found = writer.row(row, contents.get(row.uid))
+            if isinstance(found, str):
+                left_out[found] += 1
+                continue
+            yield found
+            written += 1
 
 
-def _contents(
-    index: LedgerIndex, rows: list[SampleRow]
-) -> Iterator[tuple[SampleRow, SampleContent | None]]:
-    for start in range(0, len(rows), _CHUNK):
-        some = rows[start : start + _CHUNK]
-        contents = index.contents(some)
-        yield from ((row, contents.get(row.uid)) for row in some)
+def _best_first(index: LedgerIndex, chunk: int) -> Iterator[list[SampleRow]]:
+    """All samples with a reward, `chunk` at a time."""
+    limit = seen = 0
+    while seen == limit:
+        limit += 8 * limit or chunk
+        rows, _ = index.extremes(limit, best=True)
+        for start in range(seen, len(rows), chunk):
+            yield rows[start : start + chunk]
+        seen = len(rows)
 
 
 class _RowWriter:

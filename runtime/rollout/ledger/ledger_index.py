@@ -202,13 +202,13 @@ class LedgerIndex:
             for number, part in enumerate(self._parts)
             if part.facts.rewards
         )
-        chosen = _by_reward(rows, sign)[:limit]
         for reward, newest, number in parts:
-            if len(chosen) >= limit and _is_before(chosen, sign, reward, newest):
-                break
-            rows = [row for row in self._valid_rows(number) if row.reward is not None]
-            chosen = _by_reward([*chosen, *rows], sign)[:limit]
-        return chosen, num_samples
+            if len(rows) >= limit:
+                rows = _by_reward(rows, sign)[:limit]
+                if _is_before(rows, sign, reward, newest):
+                    break
+            rows += [row for row in self._valid_rows(number) if row.reward is not None]
+        return _by_reward(rows, sign)[:limit], num_samples
 
     def keeps(self, row: SampleRow) -> bool:
         """Whether the log still has everything about a sample."""
@@ -451,8 +451,6 @@ def _by_reward(rows: Iterable[SampleRow], sign: float) -> list[SampleRow]:
 
 def _is_before(chosen: Sequence[SampleRow], sign: float, reward: float, newest: int) -> bool:
     """Whether a part, by its lowest signed reward and negative uid, has no sample to choose."""
-    if not chosen:
-        return True
     last = sign * (chosen[-1].reward or 0.0)
     are_first = len({row.group.group_id for row in chosen}) == len(chosen)
     return last < reward or (last == reward and -chosen[-1].uid < newest and are_first)

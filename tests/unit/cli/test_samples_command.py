@@ -40,6 +40,7 @@ from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.text.model_tokenizer import ModelTokenizer, tokenizer_path
 from umbra.trainer.checkpoint.run_dir import record_settings
+from umbra.trainer.replay import dataset_command
 
 BOTH = uids_of(0, 1)
 
@@ -324,7 +325,11 @@ def test_the_parts_of_a_reward_are_shown(run: Run) -> None:
     assert found["reward_parts"] == {"exact": 1.0, "short": None}
 
 
-def test_the_best_samples_become_a_data_set_of_prompts_and_completions(run: Run) -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 4096])
+def test_the_best_samples_become_a_data_set_of_prompts_and_completions(
+    run: Run, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(dataset_command, "_CHUNK", chunk)
     run.write([
         Version(0, 0),
         *scored(run, 0, "a", f"4{END}", f"5{END}"),
