@@ -230,6 +230,9 @@ JOBS: Final = {
     "weights-checked": weights_to("vllm", "--shape 0.6B --checksums"),
     "weights-checked-8b": weights_to("vllm", f"{SHAPE_8B} --checksums --syncs 6"),
     "weights-trace": training_run("--ranks 1 --trace LOG.json.gz", 2),
+    "saves": Job(
+        arguments="tests/bench/training_step.py --modes eager --saves 3 --cases SmolLM2 0.6B"
+    ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 

@@ -70,7 +70,7 @@ class TrainingRun:
     _offload: HostOffload
     _engines: PolicyEngines
     _first_step: int  # optimizer steps done before this start
-    _saved_step: int  # the step of the newest checkpoint
+    _saved_step: int  # the step of the newest checkpoint, which may be in progress
     _reporter: RunReporter
     _forecast: StopForecast
     _best: BestCheckpoint | None
@@ -269,7 +269,7 @@ class TrainingRun:
     @contextmanager
     def training_owns_gpus(self) -> Generator[None]:
         """Engines that share GPUs with ranks pause from here to the next `publish`."""
-        with self._forecast.phase("step"):
+        with self._forecast.training():
             with span("put engines to sleep") as sleeping:
                 self._engines.sleep()
             self._row["time/sleep_s"] = sleeping.seconds
@@ -287,7 +287,7 @@ class TrainingRun:
         self._gpu_memory.look("train")  # torch's cache still holds the peak
 
     def finish_step(self, step_s: float) -> None:
-        """Reports the step, and saves it if a checkpoint is due."""
+        """Reports the step, and begins to save it if a checkpoint is due."""
         self.step += 1
         row = self._row | self._memory.take() | self._gpu_memory.metrics()
         if offload_s := self._offload.take_seconds():
@@ -299,17 +299,23 @@ class TrainingRun:
         train = self.config.train
         is_evaluated = train.keep_best_by is not None and self._is_due(train.eval_every)
         if is_evaluated or self._is_due(train.checkpoint_every):
-            self.save()
+            self.save(in_background=True)
 
     def should_stop(self) -> bool:
-        return any_rank(self._stop.requested)
+        """By a signal, or a checkpoint that could not be written: `save` then raises."""
+        return any_rank(self._stop.requested or self._checkpoints.has_failed)
 
-    def save(self) -> None:
+    def save(self, *, in_background: bool = False) -> None:
         """Checkpoints the state after the last step, unless that was done."""
-        if self.step == self._saved_step:
-            return
+        if self.step != self._saved_step:
+            self._begin_save(in_background=in_background)
+        if not in_background:
+            self._checkpoints.finish()
+
+    def _begin_save(self, *, in_background: bool) -> None:
         self._engines.sleep_if_awake()
         rollouts, is_lead = self._engines.rollouts, self._mesh.is_lead
+        foretell = self._forecast.saving()
         state = TrainerState(
             step=self.step,
             version=self._engines.versions.current,
@@ -317,14 +323,14 @@ class TrainingRun:
             seed=self.config.train.seed,
             ledger=rollouts.position() if is_lead else "",
         )
-        with (
-            span("checkpoint", step=self.step),
-            self._forecast.phase("checkpoint"),
-            self._display.activity("saving a checkpoint"),
-        ):
-            self._checkpoints.save(state, self._models)
+
+        def announce() -> None:
+            foretell()
             if is_lead:
                 rollouts.checkpointed(state.step, state.version, self._checkpoints.steps())
+
+        with span("checkpoint", step=self.step), self._display.activity("saving a checkpoint"):
+            self._checkpoints.save(state, self._models, announce, in_background=in_background)
         self._saved_step = self.step
 
     def evaluate_at_end(self) -> None:
@@ -348,6 +354,8 @@ class TrainingRun:
         if result is None:
             return
         row = self._reporter.evaluated(self.step, result, is_last=is_last)
+        if self.config.train.keep_best_by is not None:
+            self._checkpoints.finish()  # the evaluation's may be in progress
         if self._best and self._best.evaluated(self._checkpoints.path(self.step), row):
             self._display.note(f"the best checkpoint is that of step {self.step}")
 

@@ -7,7 +7,9 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO, Final
 
 from umbra.runtime.errors import WeightSyncError
@@ -131,3 +133,19 @@ def trim_heap() -> None:
 
 def physical_nbytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_nbytes(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """Memory that this process may still take: the machine's, or less by a limit of its cgroup
+    (version 2), such as a container's. Files in the page cache do not count as taken."""
+    (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    found = [1024.0 * int(available)]
+    place = root / own.read_text(encoding="utf-8").rpartition("::")[2].strip().lstrip("/")
+    for cgroup in (place, *place.parents):
+        with suppress(OSError, ValueError, KeyError):  # ValueError: "max" is no limit
+            limit = int((cgroup / "memory.max").read_text())
+            stats = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            found.append(limit - int(stats["anon"]) - int(stats["shmem"]))
+    return min(found)

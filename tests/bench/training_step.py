@@ -7,8 +7,8 @@ default ("SmolLM2/root"). Each mode is a process: "eager" does not compile, "col
 empty caches and measures no more, "warm" compiles with those that "cold" has left. Prints, for each
 mode and case: the first step; steps of other lengths, with what torch compiled in them, and their
 share of the GPU's peak; their parts, with a synchronisation after each, and the time that Python
-took to issue the work; the places that make the host wait; and the kernels and operators that took
-the most time.
+took to issue the work; the places that make the host wait; the kernels and operators that took the
+most time; and how long a step waits for a checkpoint, alone and in the background ("--saves 3").
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -40,7 +40,9 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.rollout.dispatch.trajectory import GroupShape
 from umbra.runtime.rollout.manager.batch_plan import plan_batch
 from umbra.trainer.algorithms.base import load_loss
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.run_dir import VersionCounter
+from umbra.trainer.checkpoint.trainer_state import TrainerState, is_complete
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.data.train_batch import (
     ADVANTAGES,
@@ -296,13 +298,36 @@ def print_profile(case: Case) -> None:
         print(f"    {milliseconds:8.2f} ms {operators[key].count:6} x {key[:110]}")
 
 
+def print_saves(case: Case, mesh: Mesh, num_saves: int) -> None:
+    """Checkpoints of a step each, and the steps beside those that are written meanwhile."""
+    models = {POLICY: case.policy}
+    with tempfile.TemporaryDirectory(prefix="umbra-saves-", dir=".") as folder:
+        store = CheckpointStore(Path(folder) / "checkpoints", mesh, keep=1)
+        for number in range(num_saves + 1):
+            state = TrainerState(step=number, version=number, world_size=1, seed=0)
+            alone = [case.run(case.batch()) for _ in range(NUM_STEPS)]
+            began = time.perf_counter()
+            path = store.save(state, models, in_background=number > 0)
+            waited, beside = time.perf_counter() - began, list[float]()
+            while not is_complete(path):
+                beside.append(case.run(case.batch()))
+            store.finish()
+            nbytes = sum(each.stat().st_size for each in path.iterdir())
+            print(
+                f"  checkpoint of {nbytes / 1e9:.2f} GB {'in the background' * (number > 0)}: "
+                f"training waits {waited * 1e3:.0f} ms; steps of "
+                f"{statistics.median(alone) * 1e3:.0f} ms take beside it, ms: "
+                f"{', '.join(f'{each * 1e3:.0f}' for each in beside)}"
+            )
+
+
 def num_compiled() -> tuple[int, int]:
     """Graphs that torch has compiled so far, and its graph breaks."""
     counters = torch._dynamo.utils.counters  # pyright: ignore[reportAttributeAccessIssue]
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def measure(name: str, mesh: Mesh, mode: str) -> None:
+def measure(name: str, mesh: Mesh, mode: str, num_saves: int) -> None:
     case = Case(name, mesh, compiles=mode != "eager")
     first = case.run(case.batch())
     graphs, breaks = num_compiled()
@@ -326,10 +351,12 @@ def measure(name: str, mesh: Mesh, mode: str) -> None:
         if mesh.device.type == "cuda":
             print_waits(case)
         print_profile(case)
+        if num_saves:
+            print_saves(case, mesh, num_saves)
     sys.stdout.flush()
 
 
-def run_mode(mode: str, cases: list[str]) -> None:
+def run_mode(mode: str, cases: list[str], num_saves: int) -> None:
     environment = TorchrunEnvironment.read()
     with Mesh.join(environment, "auto", TIMEOUT_S) as mesh:
         for name in cases:
@@ -341,7 +368,7 @@ def run_mode(mode: str, cases: list[str]) -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                measure(name, mesh, mode)
+                measure(name, mesh, mode, num_saves)
             except Exception:  # noqa: BLE001  (the others shall be measured all the same)
                 traceback.print_exc(file=sys.stdout)
 
@@ -352,17 +379,19 @@ def main() -> int:
         "--cases", nargs="+", default=["SmolLM2", "0.6B", "SmolLM2/root", "0.6B/root"]
     )
     parser.add_argument("--modes", nargs="+", default=["cold", "warm", "eager"])
+    parser.add_argument("--saves", type=int, default=0, help="checkpoints in the background")
     parser.add_argument("--in-process", action="store_true", help="of one mode, here")
     options = parser.parse_args()
     if options.in_process:
-        run_mode(options.modes[0], options.cases)
+        run_mode(options.modes[0], options.cases, options.saves)
         return 0
     print(f"torch {torch.__version__}")
     statuses: list[int] = []
     with tempfile.TemporaryDirectory(prefix="umbra-step-") as caches:
         folders = {"TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": f"{caches}/triton"}
         for mode in options.modes:
-            command = [sys.executable, __file__, "--in-process", "--modes", mode, "--cases"]
+            command = [sys.executable, __file__, "--in-process", "--modes", mode]
+            command += ["--saves", str(options.saves), "--cases"]
             began = time.perf_counter()
             sys.stdout.flush()
             statuses.append(

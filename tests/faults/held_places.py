@@ -49,6 +49,12 @@ class HeldPlaces:
         return True
 
 
+def wait_for_release(place: str) -> None:
+    places = HeldPlaces.of_this_run()
+    while places.keeps(place):
+        time.sleep(_POLL_S)
+
+
 async def await_release(place: str) -> None:
     places = HeldPlaces.of_this_run()
     while places.keeps(place):  # noqa: ASYNC110  waits for another process
@@ -78,9 +84,7 @@ def _hold_ranks() -> None:
     run = TrainStep.run
 
     def held_run(self: TrainStep, *args: Any) -> dict[str, float]:
-        places = HeldPlaces.of_this_run()
-        while places.keeps("step"):
-            time.sleep(_POLL_S)
+        wait_for_release("step")
         return run(self, *args)
 
     TrainStep.run = held_run  # pyright: ignore[reportAttributeAccessIssue]

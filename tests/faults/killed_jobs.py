@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self
 
+from held_places import HeldPlaces
 from trained_history import History, read_lines, surviving_history
 from whole_runs import START_LIMIT_S, Ended, Run, start_run
 
@@ -93,6 +94,7 @@ class KilledJob:
         self._rng = rng
         self._num_ranks = num_ranks
         self._records = folder / "records"
+        self._held = HeldPlaces(folder / "held")
         self._incarnation = 0
         self._is_forked = is_forked
         self._start_s = 2.0 if is_forked else 8.0  # of the previous incarnation
@@ -123,6 +125,7 @@ class KilledJob:
             environ={
                 "RECORDED_IN": str(self._records),
                 "RECORDED_INCARNATION": str(self._incarnation),
+                "HELD_IN": str(self._folder / "held"),
             },
             program="recorded_trainer",
             socket_root=self._socket_root,
@@ -162,6 +165,22 @@ class KilledJob:
         run.kill_all(self._rng)
         self.num_kills += 1
         self.num_torn += bool(self._unfinished_saves(run))
+
+    def kill_in_save(self, run: Run, place: str, last_batch: int) -> None:
+        """Kills every process while a checkpoint is held at a place of `recorded_trainer`, once the
+        job has the batch of this step."""
+        self._held.hold(place)
+        reached = self._held.is_reached
+        run.wait_for(f"{place!r}", lambda: reached(place) or None, _RUN_LIMIT_S)
+        self.wait_for_batch(run, last_batch)
+        run.kill_all(self._rng)
+        self._held.release(place)
+        self.num_kills += 1
+
+    def resumed_from(self) -> int:
+        """The step of the checkpoint that this incarnation began with."""
+        lines = read_lines(self._records / f"{self._incarnation:03}-0.jsonl")
+        return next(int(line["began"]) for line in lines if "began" in line)
 
     def last_batch(self) -> int:
         """The step whose batch rank 0 got last in this incarnation; -1 before the first."""

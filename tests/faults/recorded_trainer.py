@@ -8,20 +8,28 @@ RECORDED_INCARNATION is the first one:
 
 Lines of later steps than the checkpoint that the next incarnation resumes from are not part of the
 history; see `trained_history`.
+
+With HELD_IN, ranks can be held in a checkpoint at each of `SAVE_PLACES` (see `held_places`): its
+tensors are copied, a rank's file is written, all are, it is complete, and it is announced.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from held_places import wait_for_release
 
 from umbra.runtime.session import rollouts
 from umbra.runtime.session.session import Session
 from umbra.trainer import policy_engines
+from umbra.trainer.checkpoint import checkpoint_store
 from umbra.trainer.command_line import main, run_program
+
+SAVE_PLACES = ("copied", "written", "all written", "complete", "announced")
 
 
 class RecordedRollouts(rollouts.Rollouts):
@@ -49,6 +57,11 @@ class RecordedRollouts(rollouts.Rollouts):
         self._write({"step": step, "world_size": world_size, "samples": samples})
         return columns
 
+    def checkpointed(self, step: int, version: int, kept: Sequence[int]) -> None:
+        super().checkpointed(step, version, kept)
+        if "HELD_IN" in os.environ:
+            wait_for_release("announced")
+
     def _write(self, line: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -67,6 +80,29 @@ def _sample(columns: Mapping[str, Any], idx: int) -> dict[str, Any]:
     }
 
 
+def hold_saves() -> None:
+    """Lets ranks be held in checkpoints."""
+
+    def held(owner: Any, name: str, before: str = "", after: str = "") -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                wait_for_release(before)
+            result = function(*args, **kwargs)
+            if after:
+                wait_for_release(after)
+            return result
+
+        setattr(owner, name, call)
+
+    held(checkpoint_store.HostCopy, "take", after="copied")
+    held(checkpoint_store.FileSystemWriter, "write_data", after="written")
+    held(checkpoint_store, "complete", before="all written", after="complete")
+
+
 if __name__ == "__main__":
+    if "HELD_IN" in os.environ:
+        hold_saves()
     policy_engines.__dict__["Rollouts"] = RecordedRollouts
     run_program(main)

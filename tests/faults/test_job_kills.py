@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from killed_jobs import KilledJob, plan_kills
+from recorded_trainer import SAVE_PLACES
 from trained_history import (
     History,
     check_ages,
@@ -86,6 +87,25 @@ def test_a_killed_job_trains_as_if_nothing_had_happened(
     with job.begin(num_ranks=1) as run:
         job.finish(run)
 
+    check_all(job.history(), job.run_dir)
+    check_same(job.history(), undisturbed)
+
+
+def test_a_job_that_is_killed_in_a_checkpoint_resumes_from_the_one_before_until_it_is_complete(
+    job: KilledJob, undisturbed: History
+) -> None:
+    """The ranks have begun the step behind it, except while they copy tensors."""
+    resumed: list[int] = []
+    for place, saved_step in zip(SAVE_PLACES, (2, 2, 2, 2, 4), strict=True):
+        last_batch = saved_step - 1 if place == "copied" else saved_step
+        with job.begin() as run:
+            job.kill_in_save(run, place, last_batch)
+            resumed.append(job.resumed_from())
+    with job.begin(num_ranks=1) as run:
+        job.finish(run)
+        resumed.append(job.resumed_from())
+
+    assert resumed == [0, 0, 0, 0, 2, 4]
     check_all(job.history(), job.run_dir)
     check_same(job.history(), undisturbed)
 

@@ -4,19 +4,27 @@
                                         and COMPLETE, written last, with the digests of the others
 
 Each rank writes its own shards, and any number of ranks can read them. A directory without COMPLETE
-is left over from an interrupted save: it is never read, and the next save removes it. A save that
-fails removes its own directory.
+is being written, or left over from an interrupted save: it is never read, and the next save removes
+it. A save that fails removes its own directory.
+
+    save       every rank copies its shards to host memory, then trains on
+    meanwhile  a thread of each rank writes the copy; when all have, rank 0's writes COMPLETE and
+               announces the checkpoint: only then may a run resume from it
+    finish     waits for the threads, and raises their error: at the next save, and at the end
 Checkpoints are trusted input: their metadata is a pickle.
 """
 
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -24,8 +32,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -34,12 +43,13 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from umbra.runtime.disk import check_free_space, sync
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.settings import from_wire, to_wire
+from umbra.runtime.tracing.spans import span
 from umbra.trainer.checkpoint.file_digests import DigestingFileSystem, complete, find_damage
+from umbra.trainer.checkpoint.host_copy import HostCopy
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
     IF_DAMAGED,
@@ -57,7 +67,15 @@ from umbra.trainer.checkpoint.trainer_state import (
 from umbra.trainer.config.trainer_config import LoraSection
 from umbra.trainer.model.optimizer import EMA
 from umbra.trainer.model.train_model import POLICY, TrainModel
-from umbra.trainer.world.mesh import Mesh, any_rank, barrier, first_text, from_each_rank, from_lead
+from umbra.trainer.world.mesh import (
+    Mesh,
+    any_rank,
+    barrier,
+    first_text,
+    from_each_rank,
+    from_lead,
+    new_group,
+)
 from umbra.trainer.world.run_files import (
     HeldFolder,
     RunDirectoryError,
@@ -84,31 +102,54 @@ class CheckpointStore:
             self._run_dir = HeldFolder(folder.parent)
         self._mesh = mesh
         self._keep = keep
+        self._copy = HostCopy(mesh)
+        self._group = new_group()  # the writers', because the trainer uses the other one meanwhile
+        self._writing: Future[None] | None = None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def save(self, state: TrainerState, models: Mapping[str, TrainModel]) -> Path:
-        """Writes a checkpoint of the models that are trained, and removes the oldest beyond `keep`,
-        except the best. Raises RunDirectoryError on every rank if the disk is full or the directory
-        was removed; earlier checkpoints stay unchanged."""
+    def save(
+        self,
+        state: TrainerState,
+        models: Mapping[str, TrainModel],
+        on_complete: Callable[[], None] = lambda: None,
+        *,
+        in_background: bool = False,
+    ) -> Path:
+        """Writes a checkpoint of the models that are trained, after the one before it, and removes
+        the oldest beyond `keep`, except the best. Then every rank calls `on_complete`, on a thread.
+
+        With `in_background`, this returns when the tensors have been copied, and `finish` raises
+        what fails later. Raises RunDirectoryError on every rank if the disk is full or the
+        directory was removed; earlier checkpoints stay unchanged.
+        """
+        self.finish()
         self.folder = from_lead(self._mesh, self._locate)
         state = replace(state, **models[POLICY].origin)
         target = self.path(state.step)
         tensors = _tensors({name: model for name, model in models.items() if model.is_saved})
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         from_lead(self._mesh, lambda: self._prepare(target, nbytes))
-        writer = _Writer(target, nbytes)
-        try:
-            with _disk_trouble(_WRITE, target, needed_nbytes=nbytes):
-                _dcp.save(tensors | _random_state(self._mesh.rank), storage_writer=writer)
-            digests = from_each_rank(writer.files.digests)
-            from_lead(self._mesh, lambda: self._complete(target, state, digests))
-        except RunDirectoryError:  # raised on every rank, when none of them writes any more
-            if self._mesh.is_lead and not is_complete(target):
-                shutil.rmtree(target, ignore_errors=True)
-            raise
+        copies = self._copy.take(tensors if in_background else {})
+        tensors |= _random_state(self._mesh.rank)
+        writer = _Writer(target, nbytes, tensors, copies)
+        self._writing = _on_a_thread(partial(self._write, writer, state, on_complete))
+        if not copies:
+            self.finish()
         return target
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that `finish` will raise."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written; raises what `save` raises. Collective."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def load(self, path: Path, models: Mapping[str, TrainModel]) -> TrainerState:
         """Loads a checkpoint in place. A frozen model that it lacks stays as it is. Raises
@@ -162,8 +203,28 @@ class CheckpointStore:
             check_free_space(self.folder, nbytes)
             target.mkdir()
 
+    def _write(self, writer: _Writer, state: TrainerState, on_complete: Callable[[], None]) -> None:
+        """Runs on a thread of every rank. Their collectives are in a group of their own."""
+        target = writer.checkpoint
+        if self._mesh.device.type == "cuda":
+            torch.cuda.set_device(self._mesh.device)  # of this thread
+        try:
+            with span("write the checkpoint", step=state.step, overlaps=True):
+                writer.save(self._group)
+                digests = from_each_rank(writer.files.digests, self._group)
+                complete = partial(self._complete, target, state, digests)
+                from_lead(self._mesh, complete, self._group)
+            on_complete()
+        except RunDirectoryError:  # raised on every rank, when none of them writes any more
+            if self._mesh.is_lead and not is_complete(target):
+                shutil.rmtree(target, ignore_errors=True)
+            raise
+
     def _complete(
-        self, target: Path, state: TrainerState, digests: Sequence[Mapping[str, str]]
+        self,
+        target: Path,
+        state: TrainerState,
+        digests: Sequence[Mapping[str, str]],
     ) -> None:
         write_json(target / STATE_FILE, asdict(state))
         with writing("complete the checkpoint", target):
@@ -201,7 +262,12 @@ class StoredParameters:
         """One parameter, whole, cast to `dtype`."""
         key = self._key.format(name)
         tensor = torch.empty(cast("Any", self._saved[key]).size, dtype=dtype)
-        with _disk_trouble("read the checkpoint", self._path, IF_DAMAGED):
+        with (
+            _disk_trouble("read the checkpoint", self._path, IF_DAMAGED),
+            warnings.catch_warnings(),
+        ):
+            # torch warns that it loads without a process group, which is intended.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             _dcp.load({key: tensor}, storage_reader=self._reader)
         return tensor
 
@@ -211,19 +277,66 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def _on_a_thread(work: Callable[[], None]) -> Future[None]:
+    """A daemon's: a rank that ends early waits for no disk."""
+    outcome = Future[None]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as error:  # noqa: BLE001  `finish` raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="umbra-checkpoint", daemon=True).start()
+    return outcome
+
+
 class _Writer(FileSystemWriter):
-    """Raises an error that names why this rank cannot write. torch's own errors do not, and reach
-    the other ranks without their cause. `nbytes` is the whole checkpoint's."""
+    """Writes this rank's part of `tensors`, from `copies` where that has the part. Raises an error
+    that names why this rank cannot write: torch's own errors do not, and reach the other ranks
+    without their cause. `nbytes` is the whole checkpoint's."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        super().__init__(path)  # pyright: ignore[reportUnknownMemberType]
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int,
+        tensors: Mapping[str, Tensor],
+        copies: Mapping[str, Tensor],
+    ) -> None:
+        # To copy ahead, torch waits for all work of the GPU, in which training is then behind.
+        super().__init__(path, per_thread_copy_ahead=0)  # pyright: ignore[reportUnknownMemberType]
         self.fs = self.files = DigestingFileSystem()
-        self._checkpoint = path
+        self.checkpoint = path
         self._nbytes = nbytes
+        self._tensors = tensors
+        self._copies = copies
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with writing(_WRITE, self._checkpoint, self._nbytes):
+    def save(self, group: Any) -> None:
+        with _disk_trouble(_WRITE, self.checkpoint, needed_nbytes=self._nbytes):
+            _dcp.save(
+                self._tensors,
+                storage_writer=self,
+                planner=_CopiesFirst(self._copies),
+                process_group=group,
+            )
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        with writing(_WRITE, self.checkpoint, self._nbytes):
             return super().write_data(plan, planner)
+
+
+class _CopiesFirst(DefaultSavePlanner):
+    """Plans by the tensors, which may change meanwhile, and takes what is written from copies."""
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        copy = self._copies.get(index.fqn)
+        return super().lookup_object(index) if copy is None else copy
 
 
 class _Reader(FileSystemReader):
@@ -242,7 +355,7 @@ class _Reader(FileSystemReader):
                 self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         items: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             items[self.storage_data[item.storage_index].relative_path].append(item)
@@ -310,10 +423,7 @@ def _disk_trouble(
     """Converts errors that torch.distributed.checkpoint collects from the ranks. `advice` is the
     remedy for errors that do not come from the disk."""
     try:
-        with warnings.catch_warnings():
-            # With one rank torch warns that it saves without a process group, which is intended.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         for cause in causes:

@@ -69,7 +69,7 @@ class SftRun:
     _order: PromptOrder
     _models: dict[str, TrainModel]
     _first_step: int  # optimizer steps done before this start
-    _saved_step: int  # the step of the newest checkpoint
+    _saved_step: int  # the step of the newest checkpoint, which may be in progress
     _versions: VersionCounter  # of checkpoints: steps are repeated after a rollback
     _reporter: RunReporter
     _forecast: StopForecast
@@ -190,7 +190,7 @@ class SftRun:
                 break
             self._do_step()
             if self._is_due(train.checkpoint_every):
-                self._save()
+                self._save(in_background=True)
         else:
             self._evaluate()
         self._save()
@@ -199,7 +199,7 @@ class SftRun:
     def _do_step(self) -> None:
         step, config = self.step + 1, self.config
         with (
-            self._forecast.phase("step"),
+            self._forecast.training(),
             self._memory.phase("train"),
             span("step", step=step) as whole,
             self._display.activity(f"training step {step}"),
@@ -236,28 +236,26 @@ class SftRun:
         self._reporter.evaluated_loss(self.step, loss, len(batches.rows))
 
     def _should_stop(self) -> bool:
-        return any_rank(self._stop.requested)
+        return any_rank(self._stop.requested or self._checkpoints.has_failed)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _save(self) -> None:
+    def _save(self, *, in_background: bool = False) -> None:
         """Checkpoints the state after the last step, unless that was done."""
-        if self.step == self._saved_step:
-            return
-        state = TrainerState(
-            step=self.step,
-            version=self._versions.next(self.step),
-            world_size=self._mesh.world_size,
-            seed=self.config.train.seed,
-        )
-        with (
-            span("checkpoint", step=self.step),
-            self._forecast.phase("checkpoint"),
-            self._display.activity("saving a checkpoint"),
-        ):
-            self._checkpoints.save(state, self._models)
-        self._saved_step = self.step
+        if self.step != self._saved_step:
+            state = TrainerState(
+                step=self.step,
+                version=self._versions.next(self.step),
+                world_size=self._mesh.world_size,
+                seed=self.config.train.seed,
+            )
+            done, background = self._forecast.saving(), in_background
+            with span("checkpoint", step=self.step), self._display.activity("saving a checkpoint"):
+                self._checkpoints.save(state, self._models, done, in_background=background)
+            self._saved_step = self.step
+        if not in_background:
+            self._checkpoints.finish()
 
     def _leave_results(self) -> None:
         """Writes export, summary, plot and report."""

@@ -97,7 +97,12 @@ class Mesh:
         return cls(rank=rank, world_size=world_size, device=device, fsdp=fsdp)
 
 
-def from_lead(mesh: Mesh, make: Callable[[], T]) -> T:
+def new_group() -> Any:
+    """Another group of all ranks, on the CPU, for the collectives of a thread. Collective."""
+    return _dist.new_group(backend="gloo")
+
+
+def from_lead(mesh: Mesh, make: Callable[[], T], group: Any = None) -> T:
     """Returns rank 0's `make()` on every rank. Collective. If it raises, every rank raises: the
     same UmbraError, or JobFailed for any other error. The value travels by torch.distributed's own
     object broadcast between the ranks of this job."""
@@ -109,9 +114,9 @@ def from_lead(mesh: Mesh, make: Callable[[], T]) -> T:
             outcome[1] = error
         except Exception as error:
             outcome[1] = JobFailed(f"rank 0 failed: {type(error).__name__}: {error}")
-            _dist.broadcast_object_list(outcome, src=0)
+            _dist.broadcast_object_list(outcome, src=0, group=group)
             raise
-    _dist.broadcast_object_list(outcome, src=0)
+    _dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise cast("UmbraError", outcome[1])
     return cast("T", outcome[0])
@@ -186,12 +191,12 @@ def barrier() -> None:
     any_rank(False)
 
 
-def from_each_rank(value: T) -> list[T]:
+def from_each_rank(value: T, group: Any = None) -> list[T]:
     """The values of all ranks, by rank, by torch.distributed's own objects. Collective."""
     values: list[Any] = [value]
     if _dist.is_initialized():
         values = [None] * _dist.get_world_size()
-        _dist.all_gather_object(values, value)
+        _dist.all_gather_object(values, value, group=group)
     return values
 
 

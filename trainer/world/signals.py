@@ -68,7 +68,7 @@ class StopNow(SystemExit):
         return self._why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """torch carries a rank's error to the others as a pickle, from a checkpoint's save."""
+        """torch carries a rank's error to the others as a pickle, from a checkpoint's load."""
         return type(self), (self._number, self._why), self.__dict__
 
     @staticmethod

@@ -5,9 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Final, Literal
-
-Phase = Literal["step", "checkpoint"]
+from typing import Final
 
 _LEAST_GRACE_S: Final = 5.0
 # A write of a checkpoint that has not been measured. Longer keeps a rank that hangs in its first
@@ -37,25 +35,30 @@ class StopForecast:
         self._given_grace_s = given_grace_s
         self._show = show
         self._clock = clock
-        self._phase: tuple[Phase, float] | None = None
-        self._longest_s: dict[Phase, float] = {}
+        self._began_at: float | None = None  # the training on a batch, if it is in progress
+        self._step_s: float | None = None  # the longest so far
+        self._save_s: float | None = None  # the longest so far
 
     @contextmanager
-    def phase(self, phase: Phase) -> Generator[None]:
-        """A block that a signal does not end: training on the batch of one step,
-        or a checkpoint."""
-        began_at = self._clock()
-        self._phase = phase, began_at
+    def training(self) -> Generator[None]:
+        """A block that a signal does not end: training on the batch of one step."""
+        began_at = self._began_at = self._clock()
         try:
             yield
         finally:
-            self._phase = None
-        longest_s = max(self._longest_s.get(phase, 0.0), self._clock() - began_at)
-        self._longest_s[phase] = longest_s
-        if phase == "step":
-            self._step += 1
-        else:
-            self._saved_step = self._step
+            self._began_at = None
+        self._step_s = max(self._step_s or 0.0, self._clock() - began_at)
+        self._step += 1
+
+    def saving(self) -> Callable[[], None]:
+        """A checkpoint of the steps so far begins; call the result when it is complete."""
+        step, began_at = self._step, self._clock()
+
+        def complete() -> None:
+            self._save_s = max(self._save_s or 0.0, self._clock() - began_at)
+            self._saved_step = step
+
+        return complete
 
     def grace_s(self, number: signal.Signals) -> float:
         """The time that the work in progress has after a signal. SIGINT has no limit: a person at a
@@ -64,10 +67,10 @@ class StopForecast:
             return math.inf
         if self._given_grace_s is not None:
             return self._given_grace_s
-        if "step" not in self._longest_s:
+        if self._step_s is None:
             return _LEAST_GRACE_S
-        save_s = self._longest_s.get("checkpoint", _UNMEASURED_CHECKPOINT_S)
-        return max(_LEAST_GRACE_S, 2 * (self._longest_s["step"] + save_s))
+        save_s = _UNMEASURED_CHECKPOINT_S if self._save_s is None else self._save_s
+        return max(_LEAST_GRACE_S, 2 * (self._step_s + save_s))
 
     def announce(self, cause: str) -> None:
         """Shows what a stop waits for. Called on a thread of its own."""
@@ -77,24 +80,21 @@ class StopForecast:
         self._show(f"{cause}: {self._plan()}.{again}")
 
     def _plan(self) -> str:
-        phase, began_at = self._phase or ("", 0.0)
-        if phase == "step":
+        if self._began_at is not None:
             num = self._step + 1
-            longest_s = self._longest_s.get("step")
-            if longest_s is None:
+            if self._step_s is None:
                 when = f"step {num} has to end, and no step has been timed yet"
             else:
-                left_s = max(began_at + longest_s - self._clock(), 1.0)
+                left_s = max(self._began_at + self._step_s - self._clock(), 1.0)
                 when = f"step {num} ends in about {left_s:.0f} s"
             return f"{when}; then a checkpoint is written"
-        if phase == "checkpoint" or self._step > self._saved_step:
+        if self._step > self._saved_step:
             return f"writing the checkpoint of step {self._step}"
         return "ending what is in progress; there is no new step to save"
 
     def loss(self) -> str:
         """The steps that an end now would lose, as the end of a sentence; "" for none."""
-        is_training = self._phase is not None and self._phase[0] == "step"
-        first, last = self._saved_step + 1, self._step + is_training
+        first, last = self._saved_step + 1, self._step + (self._began_at is not None)
         if first > last:
             return ""
         steps = f"step {first} is" if first == last else f"steps {first} to {last} are"

@@ -47,6 +47,7 @@ _PACKING: Final = _pytest(
     "[True-qwen3-mixed lengths]",
 )
 _TRAIN_MODEL: Final = _pytest("unit/trainer/test_train_model.py")
+_SAVES: Final = _pytest("process/trainer/test_background_saves.py")
 _JOB_RULES: Final = _pytest("unit/runtime/test_job_rules.py")
 
 _RPC_MUTANTS: Final[Sequence[Mutant]] = (
@@ -526,6 +527,32 @@ _TRAINER_MUTANTS: Final[Sequence[Mutant]] = (
         new="other.parameters[name].copy_(parameter)",
         command=_TRAIN_MODEL,
         says=r"FAILED .*test_a_reference_takes_the_policys",
+    ),
+    # A checkpoint has tensors of two steps.
+    Mutant(
+        name="checkpoint of what is trained on",
+        path="trainer/checkpoint/checkpoint_store.py",
+        old="return super().lookup_object(index) if copy is None else copy",
+        new="return super().lookup_object(index)",
+        command=_SAVES,
+        says=r"FAILED .*test_a_checkpoint_has_the_state_at_its_step",
+    ),
+    # The ledger forgets what a resume from the checkpoint before needs.
+    Mutant(
+        name="checkpoint announced too early",
+        path="trainer/checkpoint/checkpoint_store.py",
+        old="                writer.save(self._group)",
+        new="                on_complete()\n                writer.save(self._group)",
+        command=_SAVES,
+        says=r"FAILED .*test_a_checkpoint_is_announced_when_it_is_complete",
+    ),
+    Mutant(
+        name="next checkpoint does not wait",
+        path="trainer/checkpoint/checkpoint_store.py",
+        old="        self.finish()\n        self.folder",
+        new="        self.folder",
+        command=_SAVES,
+        says=r"FAILED .*test_a_checkpoint_",
     ),
 )
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from umbra.trainer.torchrun_plugin import prepare_torchrun
-from umbra.trainer.world.stop_forecast import Phase, StopForecast
+from umbra.trainer.world.stop_forecast import StopForecast
 
 
 class Run:
@@ -22,17 +22,22 @@ class Run:
         self.shown: list[str] = []
         self.forecast = StopForecast(step, given_grace_s, self.shown.append, lambda: self.now)
 
-    def do(self, phase: Phase, seconds: float) -> None:
-        with self.forecast.phase(phase):
+    def train(self, seconds: float) -> None:
+        with self.forecast.training():
             self.now += seconds
+
+    def save(self, seconds: float) -> None:
+        complete = self.forecast.saving()
+        self.now += seconds
+        complete()
 
 
 def test_a_stop_names_the_end_of_the_step_from_the_time_that_steps_took() -> None:
     run = Run(step=8)
-    run.do("step", 60.0)
-    run.do("step", 50.0)
+    run.train(60.0)
+    run.train(50.0)
 
-    with run.forecast.phase("step"):
+    with run.forecast.training():
         run.now += 19.0
         run.forecast.announce("SIGINT")
         assert run.forecast.loss() == "steps 9 to 11 are lost; the newest checkpoint is of step 8"
@@ -46,7 +51,7 @@ def test_a_stop_names_the_end_of_the_step_from_the_time_that_steps_took() -> Non
 def test_a_stop_in_the_first_step_does_not_foretell_its_end() -> None:
     run = Run()
 
-    with run.forecast.phase("step"):
+    with run.forecast.training():
         run.forecast.announce("SIGTERM")
 
     assert run.shown == [
@@ -56,11 +61,12 @@ def test_a_stop_in_the_first_step_does_not_foretell_its_end() -> None:
 
 def test_a_stop_outside_of_a_step_writes_the_checkpoint_if_there_is_something_new() -> None:
     run = Run()
-    run.do("step", 1.0)
+    run.train(1.0)
     run.forecast.announce("SIGTERM")
-    with run.forecast.phase("checkpoint"):
-        run.forecast.announce("umbra stop")
-        assert run.forecast.loss() == "step 1 is lost; there is no checkpoint"
+    complete = run.forecast.saving()
+    run.forecast.announce("umbra stop")
+    assert run.forecast.loss() == "step 1 is lost; there is no checkpoint"
+    complete()
     run.forecast.announce("SIGTERM")
 
     assert run.forecast.loss() == ""
@@ -71,13 +77,24 @@ def test_a_stop_outside_of_a_step_writes_the_checkpoint_if_there_is_something_ne
     ]
 
 
+def test_a_checkpoint_covers_the_steps_before_it_began() -> None:
+    run = Run()
+    run.train(1.0)
+    complete = run.forecast.saving()
+    run.train(1.0)
+    with run.forecast.training():
+        complete()
+
+        assert run.forecast.loss() == "steps 2 to 3 are lost; the newest checkpoint is of step 1"
+
+
 def test_the_grace_of_a_signal_is_measured_unless_it_is_given_and_ctrl_c_has_no_limit() -> None:
     run = Run()
     assert run.forecast.grace_s(signal.SIGTERM) == 5.0
-    run.do("step", 60.0)
+    run.train(60.0)
     assert run.forecast.grace_s(signal.SIGTERM) == 2 * (60.0 + 30.0)
-    run.do("checkpoint", 10.0)
-    run.do("step", 40.0)
+    run.save(10.0)
+    run.train(40.0)
 
     assert run.forecast.grace_s(signal.SIGHUP) == 2 * (60.0 + 10.0)
     assert Run(given_grace_s=7.0).forecast.grace_s(signal.SIGTERM) == 7.0
@@ -87,7 +104,7 @@ def test_the_grace_of_a_signal_is_measured_unless_it_is_given_and_ctrl_c_has_no_
 def test_a_step_that_failed_is_not_counted() -> None:
     run = Run()
 
-    with pytest.raises(ValueError, match="broken"), run.forecast.phase("step"):
+    with pytest.raises(ValueError, match="broken"), run.forecast.training():
         raise ValueError("broken")
 
     assert run.forecast.loss() == ""
