@@ -467,8 +467,9 @@ class TrainSection(Settings):
             means only those.
         eval_at_start: Whether to evaluate before the first step of the run or of a resume, too.
         checkpoint_every: Steps between checkpoints. Fewer lose less work in a crash; 0 means only
-            at the end. Training continues while one is written, from a copy in host memory, and
-            waits only where that is short.
+            at the end, and a run that begins again needs its whole ledger (`rollout.ledger_gb`).
+            Training continues while one is written, from a copy in host memory, and waits only
+            where that is short.
         keep_checkpoints: Number of checkpoints kept, the newest.
         keep_best_by: Also keeps the checkpoint whose evaluation had the highest "accuracy" or mean
             "reward", as the link `run.dir`/checkpoints/best, and makes a checkpoint for each
